@@ -1,7 +1,6 @@
 """Errors that a user can fix. Each class has an exit code; each message says what is wrong, where, and what to change.
 
-They are `ValueError`s: a value from the user is wrong. A bug of fxtune stays an `AssertionError`, or whatever Python
-raised, with its traceback.
+A bug of fxtune stays an `AssertionError`, or whatever Python raised, with its traceback.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ class UserError(ValueError):
 class ConfigError(UserError):
     """A recipe, a config group or a command-line override is wrong."""
 
-    exit_code = 2
-
 
 class DataError(UserError):
     """A dataset, a row or a chat template is wrong."""
@@ -38,8 +35,7 @@ class HardwareError(UserError):
 
 
 class MemoryShortError(HardwareError):
-    """Memory ran out. The message says what to change; before it is shown, half as many rows are tried
-    (system/oom.py)."""
+    """Memory ran out. Before it is shown, half as many rows are tried (system/oom.py)."""
 
 
 class NumbersError(UserError):
@@ -58,6 +54,12 @@ class HubError(StorageError):
     """A file of the hub is not on this disk, and the hub cannot be reached."""
 
 
+class RankError(UserError):
+    """Another process of the same run died, or cannot be reached."""
+
+    exit_code = 7
+
+
 class CheckError(UserError):
     """`fxtune verify` or `fxtune doctor` found something wrong. Their tables have shown what."""
 
@@ -65,10 +67,9 @@ class CheckError(UserError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal told this process to end, and it ends in an orderly way. Not a UserError, because nothing is wrong.
+    """A signal told this process to end, in an orderly way. Libraries let a KeyboardInterrupt pass.
 
-    It derives from KeyboardInterrupt, which libraries let pass. The exit code tells a scheduler to run the command
-    again: EX_TEMPFAIL of sysexits.h.
+    The exit code tells a scheduler to run the command again: EX_TEMPFAIL of sysexits.h.
     """
 
     def __init__(self, number: signal.Signals, outcome: str = "") -> None:
@@ -89,9 +90,8 @@ FILE, FOLDER = "a file", "a folder"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """The kind of file at `path`, links followed, in words for a message: FILE, FOLDER, or one that must not be
-    opened, because reading a pipe waits for a writer and some devices never end. None if nothing is there or it cannot
-    be seen."""
+    """The kind of file at `path`, links followed, in words: FILE, FOLDER, or one that must not be opened, because
+    reading it may never end. None if nothing can be seen there."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # ValueError: a name that no file can have
@@ -105,21 +105,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that is most like `word`, in upper or lower case; None if none is like it.
+def shortened(value: object, limit: int = 60) -> str:
+    """A value as text in one line. Of a longer text than `limit`, its first and its last part."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
 
-    `cutoff`: difflib's ratio, from 0 (anything) to 1 (the same).
-    """
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that is most like `word`, in upper or lower case, with a ratio of difflib of `cutoff` or
+    more; None if none is."""
     by_lower = {option.lower(): option for option in known}
     close = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
     return by_lower[close[0]] if close else None
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about an unknown `word`: "; did you mean `lora`?", or ". There are: lora, rope.", or a full
-    stop."""
+    """The end of a message about an unknown `word`: "; did you mean `lora`?", ". There are: lora, rope." or "."."""
     known = list(known)
-    close = nearest(word, known, cutoff)
-    if close is not None:
+    if close := nearest(word, known, cutoff):
         return f"; did you mean `{close}`?"
     return f". There are: {', '.join(known)}." if 0 < len(known) <= 12 else "."

@@ -11,20 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+import fxtune  # noqa: F401  before torch: it chooses how OpenMP's threads wait
+
+import torch  # isort: skip
 
 from fxtune.config.root import Config, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.models.load import Init, ModelConfig
-from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without this each compiling process builds C++ programs to find the supported vector instructions: 8 s of CPU time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # for child processes: with two threads each they would wait for each other on two busy cores
-)
+# For child processes: with two threads each they would wait for each other on two busy cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 for name in (
     "WANDB_API_KEY",
     "HF_TOKEN",
@@ -110,7 +112,7 @@ def small(chats, tmp_path) -> Config:
             cache_dir=str(tmp_path / "cache"),
         ),
         train=TrainConfig(max_steps=6, epochs=100, micro_batch_size=4, global_batch_size=8),
-        tracking=TrackingConfig(display=Display.none),
+        tracking=TrackingConfig(display=DisplayKind.none),
     )
     config.techniques.lora.enabled = True
     config.schedule.warmup_steps = 2
@@ -170,7 +172,7 @@ def build(cwd):
         plain = json.loads(json.dumps(dataclasses.asdict(config)))
         folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
         made.append(folder)
-        screen = display(Display.none)
+        screen = display(DisplayKind.none)
         screen.note = note or screen.note
         return trainer.Trainer(config, folder, screen, plain)
 

@@ -2,14 +2,15 @@
 
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
-It is written under a name that begins with a dot, synced and renamed. Folders whose names begin with a dot are
-unfinished, and the next save removes them. `aside-step-00000120` is no longer a checkpoint of the run; only the user
-removes it (see set_aside). No file read here contains code, and no name in a file is used as a path.
+It is written under a name that begins with a dot, synced and renamed; the next save removes unfinished ones.
+`aside-step-00000120` is no longer a checkpoint of the run; only the user removes it. No file read here contains code,
+and no name in a file is used as a path.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fxtune.system.atomic_files import (
     DTYPES,
@@ -65,9 +65,8 @@ def write(
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
 ) -> Path:
-    """Write the checkpoint of `step`, replacing an existing one, and return its path.
-
-    `recipe`: config_digest() of the run's config. `state`: JSON. Raises OSError and leaves no files.
+    """Write the checkpoint of `step`, replacing an existing one, and return its path. Raises OSError, and leaves no
+    files. `recipe`: config_digest() of the run's config. `state`: JSON.
     """
     final = folder / f"step-{step:08d}"
     staging = folder / f".staging-{final.name}"
@@ -111,12 +110,9 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that it stays on the disk but is not one of the run's any more. Returns the new path.
-
-    Raises OSError.
-    """
+    """Rename a checkpoint: it stays on the disk, but is no longer one of the run. Returns its path. Raises OSError."""
     aside, number = path.with_name(f"aside-{path.name}"), 1
-    while aside.is_symlink() or aside.exists():
+    while os.path.lexists(aside):
         number += 1
         aside = path.with_name(f"aside-{path.name}-{number}")
     return path.rename(aside)
@@ -147,25 +143,22 @@ def damage_of(path: Path) -> Damage | None:
     return next(filter(None, (find_damage(path / name, file) for name, file in files.items())), None)
 
 
-def misfits(path: Path, model: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def misfits(
+    weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
     """Yield each reason why the tensors of a checkpoint do not fit the trained weights `model`."""
-    try:
-        with safe_open(path / WEIGHTS, framework="pt") as file:
-            names = set(file.keys())
-            for name in sorted(names ^ set(model)):
-                yield f"{name} is only in {WEIGHTS if name in names else 'the model'}"
-            for name in sorted(names):
-                found, wanted = file.get_slice(name), model[name]
-                if list(found.get_shape()) != list(wanted.shape):
-                    yield f"{name} is {found.get_shape()} in {WEIGHTS}, and {list(wanted.shape)} in the model"
-                elif found.get_dtype() != DTYPES[wanted.dtype]:
-                    yield f"{name} is {found.get_dtype()} in {WEIGHTS}, and {DTYPES[wanted.dtype]} in the model"
-        with safe_open(path / MOMENTS, framework="pt") as file:
-            for full in sorted(file.keys()):
-                name, _, key = full.rpartition("/")
-                if name not in model:
-                    yield f"{MOMENTS} has moments of {name}, which is not trained here"
-                elif key in _WEIGHT_SHAPED and list(file.get_slice(full).get_shape()) != list(model[name].shape):
-                    yield f"{MOMENTS}: {full} has not the shape of its weight"
-    except (SafetensorError, OSError) as error:
-        yield f"its tensors cannot be read: {error}"
+    for name in sorted(weights.keys() ^ model.keys()):
+        yield f"{name} is only in {WEIGHTS if name in weights else 'the model'}"
+    for name in sorted(weights.keys() & model.keys()):
+        found, wanted = weights[name], model[name]
+        if found.shape != wanted.shape:
+            yield f"{name} is {list(found.shape)} in {WEIGHTS}, and {list(wanted.shape)} in the model"
+        elif found.dtype != wanted.dtype:
+            names = [DTYPES.get(tensor.dtype, tensor.dtype) for tensor in (found, wanted)]
+            yield f"{name} is {names[0]} in {WEIGHTS}, and {names[1]} in the model"
+    for full, moment in sorted(moments.items()):
+        name, _, key = full.rpartition("/")
+        if name not in model:
+            yield f"{MOMENTS} has moments of {name}, which is not trained here"
+        elif key in _WEIGHT_SHAPED and moment.shape != model[name].shape:
+            yield f"{MOMENTS}: {full} has not the shape of its weight"

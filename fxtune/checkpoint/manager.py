@@ -1,17 +1,15 @@
 """The checkpoints of a run: complete or absent, written in the background, as safetensors and JSON, never pickle.
 
-A checkpoint holds the trained weights, the optimizer's moments and the `TrainState` (folder.py has its files). A batch
-is a function of (data plan, seed, step), and the step seeds dropout. So only the integer `step` has to be saved, no
-random states and no positions in the data.
+A checkpoint holds the trained weights, the optimizer's moments and the `TrainState`. A batch is a function of (data
+plan, seed, step), and the step seeds dropout, so no random states and no positions in the data are saved.
 
-The training loop stops only while the tensors are copied (host_copy.py). A thread hashes, writes, syncs and removes
-old checkpoints; at most one save is in flight. The loop's thread reports each failure once, training goes on,
-and the next save tries again. Only a run whose last save failed ends with an error (`wait`).
+The training loop stops only while the tensors are copied (host_copy.py). A thread writes them and removes old
+checkpoints; at most one save is in flight. A failed save is reported once and the next one tries again. Only a run
+whose last save failed ends with an error (`wait`).
 
-A checkpoint is usable if it has exactly the files of its manifest, each as it was written, and if it has this run's
-recipe and fits the model. The newest usable one is loaded, and each newer one is reported with the reason. When the
-run then saves, a newer one is removed if its bytes are known to be lost. Otherwise it is set aside: another version of
-fxtune, or the same one once the disk works again, may be able to read it.
+The newest usable checkpoint is loaded, and each newer one is reported with the reason. When the run then saves, a
+newer one is removed if its bytes are known to be lost. Otherwise it is set aside: another version of fxtune, or the
+same one once the disk works again, may be able to read it.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Optional
 
 import torch
@@ -48,7 +45,7 @@ class CheckpointConfig:
     every: int = field(default=100, metadata={"min": 0})
     """Save every so many steps; 0: only at the end. A killed run loses at most that many steps."""
     keep: int = field(default=2, metadata={"min": 1})
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints stay; fewer where the disk has no room for the next one."""
     keep_best: bool = True
     """Also save at each evaluation that is the best so far, and keep that checkpoint until a better one is saved."""
 
@@ -95,13 +92,19 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`. As a context manager it waits at the end for the save in flight.
 
     `recipe`: run_folder.config_digest() of the run; checkpoints with another digest are not loaded. `note` gets
-    one-line messages for the user, always in the thread that calls this object.
+    one-line messages for the user, always in the thread that calls this object. `writes`: false on all ranks but one,
+    which only load.
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, recipe: str = "", note: Callable[[str], None] = print
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        recipe: str = "",
+        note: Callable[[str], None] = print,
+        writes: bool = True,
     ) -> None:
-        self.folder, self.config, self.recipe, self.note = folder, config, recipe, note
+        self.folder, self.config, self.recipe, self.note, self.writes = folder, config, recipe, note, writes
         self.failure: StorageError | None = None
         """The error of the latest finished save; None if that save is on the disk."""
         self._host_copy = HostCopy()
@@ -124,9 +127,10 @@ class Checkpoints:
         """Copy a checkpoint and write it in the background. Waits for the previous save first.
 
         Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`: the
-        time.perf_counter() at which the loop stopped for this save. Does not raise disk errors: see `failure` and
-        `wait`.
+        time.perf_counter() at which the loop stopped for this save. Does not raise disk errors: see `failure`, `wait`.
         """
+        if not self.writes:
+            return
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
         self._end_save()
@@ -145,8 +149,7 @@ class Checkpoints:
             self._noted_memory = True
             self.note(
                 "This host's memory has no room for a copy of what a checkpoint holds "
-                f"({_readable(sum(tensor.nbytes for tensor in tensors.values()))}), so training stands still while "
-                "one is written."
+                f"({_readable(save.size)}), so training stands still while one is written."
             )
         save.run()
         save.stall = time.perf_counter() - since
@@ -158,8 +161,7 @@ class Checkpoints:
         Warns if fewer checkpoints fit than are kept.
         """
         try:
-            existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-            free = shutil.disk_usage(existing).free
+            free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
         except OSError as error:
             raise StorageError(
                 f"The disk of {self.folder} cannot be looked at: {error}. Set run.dir to another disk."
@@ -173,11 +175,14 @@ class Checkpoints:
                 "free. Free space there, or set run.dir to another disk."
             )
         fit, wanted = (free - exported) // max(size, 1) + min(own, 1), self.config.keep + 1 + self.config.keep_best
+        least = 2 + self.config.keep_best
         if fit < wanted:
             self.note(
                 f"The disk of {self.folder} has room for {fit} checkpoints: {need}. "
                 f"checkpoint.keep={self.config.keep} "
-                f"and the one being written would be {wanted}, so where there is no room old ones go first."
+                f"and the one being written would be {wanted}, so where there is no room the oldest go first."
+                + f" Saves fail where fewer than {least} fit: the newest{' and the best' * self.config.keep_best} "
+                "stay until the next is complete." * (fit < least)
             )
 
     def wait_for_copy(self) -> None:
@@ -208,9 +213,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_save()
 
     def _end_save(self, report: bool = True) -> None:
@@ -240,19 +243,19 @@ class Checkpoints:
         self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if the folder has no checkpoints. `model`: the weights that it must
-        fit.
+        """The newest usable checkpoint, None if there is no checkpoint. `model`: the weights that it must fit.
 
         Raises StorageError if there are checkpoints and none is usable.
         """
         self._end_save()
         self._saved_state = ""  # the saved checkpoint may have been damaged since, so save an equal state again
         with contextlib.suppress(OSError):  # here too, because a run killed in its last save may never save again
-            stored.remove_leftovers(self.folder)
+            if self.writes:
+                stored.remove_leftovers(self.folder)
         passed_over = []
         for path in reversed(stored.paths(self.folder)):
             try:
-                found = self._read(path, model)
+                found = read(path, model, self.recipe)
             except ValueError as reason:
                 passed_over.append(f"{path.name}: {reason}")
                 continue
@@ -268,21 +271,18 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, path: Path, model: Mapping[str, torch.Tensor] | None) -> Checkpoint:
-        """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable."""
-        if damage := damage_of(path):
-            raise ValueError(damage.reason)
-        if read_json(path / MANIFEST)["recipe"] != self.recipe:
-            raise ValueError("it is of a run of another recipe")
-        state = _parse_state(read_json(path / STATE))
-        if state.step != step_of(path):
-            raise ValueError(f"it is of step {state.step}, under another's name")
-        if model is not None and (reason := next(stored.misfits(path, model), None)):
-            raise ValueError(reason)
-        try:
-            return Checkpoint(path, state, load_file(path / WEIGHTS), load_file(path / MOMENTS))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"its tensors cannot be read: {error}") from error
+    def read(self, step: int, model: Mapping[str, torch.Tensor]) -> Checkpoint:
+        """The weights of the checkpoint of `step`, without moments. Raises ValueError if it is not usable."""
+        self._end_save(report=False)  # wait() raises it
+        return read(self.folder / f"step-{step:08d}", model, self.recipe, with_moments=False)
+
+    def make_room(self, size: int, best_step: int | None) -> None:
+        """Remove the oldest checkpoints if `size` bytes would not fit on their disk; never the best and the newest."""
+        self._end_save(report=False)
+        paths = stored.paths(self.folder)
+        best = best_of(paths, best_step if self.config.keep_best else None)
+        with contextlib.suppress(OSError):  # whatever needs the room says what is wrong
+            make_room(self.folder, paths, best, size + SPARE)
 
 
 class _Save(threading.Thread):
@@ -296,6 +296,7 @@ class _Save(threading.Thread):
         self.copied = owner._host_copy.wait_on_host
         self.step, self.best_step, self.own_step = state.step, state.best_step, owner._step
         self.text, self.tensors = text, tensors
+        self.size = sum(tensor.nbytes for tensor in tensors.values())
         self.error: BaseException | None = None
         self.notes: list[str] = []
         self.stall = self.seconds = 0.0
@@ -320,44 +321,23 @@ class _Save(threading.Thread):
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         stored.remove_leftovers(self.folder)
-        self._make_room()
+        best_step = self.best_step if self.config.keep_best else None
+        older = [path for path in stored.paths(self.folder) if step_of(path) < self.step]
+        make_room(self.folder, older, best_of(older, best_step), self.size + len(self.text) + SPARE)
         self._set_newer_aside()
         weights, moments = (
             {name: tensor for (file, name), tensor in self.tensors.items() if file == kind}
             for kind in (WEIGHTS, MOMENTS)
         )
         stored.write(self.folder, self.step, self.recipe, self.text, weights, moments)
+        paths = stored.paths(self.folder)
+        own = [path for path in paths if step_of(path) <= self.step]
+        lost = paths[len(own) :]  # of later steps: all others were set aside
         try:
-            for path in self._removable(saved=True):
+            for path in [*removable(own, self.config.keep, best_of(own, best_step)), *lost]:
                 stored.remove(path)
         except OSError as error:  # the new checkpoint is complete, so the save succeeded
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
-
-    def _make_room(self) -> None:
-        """Free disk space by removing old checkpoints early, each only if a newer one is undamaged.
-
-        Raises OSError if that frees too little.
-        """
-        need = sum(tensor.nbytes for tensor in self.tensors.values()) + len(self.text) + SPARE
-        for path in self._removable(saved=False):
-            if self._free() >= need:
-                return
-            self._remove_if_newer(path)
-        # The best checkpoint, which this save replaces, is removed last, and only if that frees enough.
-        for path in self._removable(saved=True):
-            if self._free() < need <= self._free() + sum(file.lstat().st_size for file in path.glob("*")):
-                self._remove_if_newer(path)
-        if self._free() < need:
-            raise OSError(f"it takes {_readable(need)}, and {_readable(self._free())} are free there")
-
-    def _free(self) -> int:
-        return shutil.disk_usage(self.folder).free
-
-    def _remove_if_newer(self, path: Path) -> None:
-        """Remove the checkpoint at `path` if an undamaged one lies between it and this save."""
-        newer = (other for other in stored.paths(self.folder) if step_of(path) < step_of(other) < self.step)
-        if any(damage_of(other) is None for other in newer):
-            stored.remove(path)
 
     def _set_newer_aside(self) -> None:
         """Set aside checkpoints of this step or later that the run did not resume from. Skips lost ones."""
@@ -372,28 +352,63 @@ class _Save(threading.Thread):
             )
         self.own_step = self.step
 
-    def _removable(self, saved: bool) -> Iterator[Path]:
-        """Yield the checkpoints that `keep` and `keep_best` do not protect, oldest first.
 
-        `saved`: whether the checkpoint of this step is already written.
-        """
-        paths = stored.paths(self.folder)
-        older = [path for path in paths if step_of(path) < self.step]
-        kept = {*(older[1 - self.config.keep :] if self.config.keep > 1 else []), self._best(older, saved)}
-        for path in paths:  # checkpoints of later steps are lost, or about to be set aside
-            if path not in kept and (step_of(path) < self.step or (saved and step_of(path) > self.step)):
-                yield path
+def read(
+    path: Path, model: Mapping[str, torch.Tensor] | None, recipe: str | None = None, with_moments: bool = True
+) -> Checkpoint:
+    """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable.
 
-    def _best(self, older: list[Path], saved: bool) -> Path | None:
-        """The best of the `older` checkpoints, or None if this save is better.
+    `model`: the weights that it must fit. `recipe`: the digest that it must have; None: any.
+    """
+    if damage := damage_of(path):
+        raise ValueError(damage.reason)
+    if recipe is not None and read_json(path / MANIFEST)["recipe"] != recipe:
+        raise ValueError("it is of a run of another recipe")
+    state = _parse_state(read_json(path / STATE))
+    if state.step != step_of(path):
+        raise ValueError(f"it is of step {state.step}, under another's name")
+    try:
+        weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS) if with_moments else {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"its tensors cannot be read: {error}") from error
+    if model is not None and (reason := next(stored.misfits(weights, moments, model), None)):
+        raise ValueError(reason)
+    return Checkpoint(path, state, weights, moments)
 
-        The save of `best_step` may have failed, so the newest one that was the best when it was saved also counts.
-        """
-        if not self.config.keep_best or self.best_step is None or (saved and self.best_step == self.step):
-            return None
-        return next(
-            (path for path in reversed(older) if step_of(path) == self.best_step or stored.was_best(path)), None
-        )
+
+def best_of(paths: Sequence[Path], best_step: int | None) -> Path | None:
+    """The best checkpoint of `paths`, lowest step first; None without `best_step`, the step of the best evaluation.
+
+    The save of that step may have failed, so the newest one that was the best when it was saved also counts.
+    """
+    if best_step is None:
+        return None
+    return next((path for path in reversed(paths) if step_of(path) == best_step or stored.was_best(path)), None)
+
+
+def removable(paths: Sequence[Path], keep: int, best: Path | None) -> list[Path]:
+    """The `paths` that are neither among the last `keep` nor `best`, in the same order."""
+    return [path for path in paths[:-keep] if path != best]
+
+
+def make_room(folder: Path, paths: list[Path], best: Path | None, need: int) -> None:
+    """Remove as many of the checkpoints `paths`, lowest step first, as `need` free bytes take; but neither `best` nor
+    the newest complete one. Raises OSError, and removes none, if that frees too little.
+    """
+    missing = need - shutil.disk_usage(folder).free
+    if missing <= 0:
+        return
+    while paths and damage_of(paths[-1]) is not None:
+        paths = paths[:-1]
+    chosen: list[Path] = []
+    for path in removable(paths, 1, best):
+        if missing > 0:
+            chosen.append(path)
+            missing -= sum(file.lstat().st_size for file in path.glob("*"))
+    for path in chosen if missing <= 0 else ():
+        stored.remove(path)
+    if (free := shutil.disk_usage(folder).free) < need:
+        raise OSError(f"it takes {_readable(need)}, and {_readable(free)} are free there")
 
 
 def _readable(size: float) -> str:
@@ -402,10 +417,10 @@ def _readable(size: float) -> str:
 
 def _parse_state(values: dict[str, Any]) -> TrainState:
     """The TrainState with these values. Raises ValueError if one is unknown or of a wrong type."""
-    defaults = {entry.name: getattr(TrainState(), entry.name) for entry in fields(TrainState)}
-    if unknown := sorted(values.keys() - defaults.keys()):
-        raise ValueError(f"{STATE} has `{unknown[0]}`, which this version of fxtune does not know")
+    defaults = asdict(TrainState())
     for name, value in values.items():
+        if name not in defaults:
+            raise ValueError(f"{STATE} has `{name}`, which this version of fxtune does not know")
         kind = type(defaults[name])
         if defaults[name] is not None and type(value) is not kind and not (kind is float and type(value) is int):
             raise ValueError(f"{STATE}: `{name}` is not of its type")

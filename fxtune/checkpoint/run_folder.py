@@ -1,11 +1,10 @@
-"""Finds, creates and locks the folder of a run, so that no run is overwritten and no two runs write to one folder.
+"""Finds, creates and locks the folder of a run: no run is overwritten, and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 compile.json, if anything is compiled        result.json, written last
 
-The lock is the operating system's (flock) on a file in the folder. It works for every path to the folder, and the
-death of a process releases it. On a network file system it excludes other machines only if the file system supports
-that (NFS 4, Lustre with `-o flock`, GPFS); see docs/faults.md.
+The lock is the operating system's (flock), on a file in the folder. It works for every path to the folder, and the
+death of a process releases it; docs/faults.md has the network file systems that support it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ FREE_ON_RESUME = (
     "run.dir",
     "run.resume",
     "run.device",
+    "run.export",
+    "run.gpus",
     "tracking",
     "loader",
     "checkpoint",
@@ -36,11 +38,17 @@ FREE_ON_RESUME = (
     "data.workers",
     "data.cache_dir",
     "data.questions",
+    "data.eval_limit",
+    "data.on_overlap",  # the fingerprint of the plan has the rows that it leaves out
 )
 """Keys that may differ when a run is resumed, because they do not change what is learned."""
+NOW_AUTO = ("data.packing",)
+"""Keys that could not be `auto` before. With `auto`, a run begun earlier keeps its own value."""
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints inside the run's folder."""
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
+RESULT = "result.json"
+"""The last figures of a run. The file marks the run as finished."""
 _FILES = (".json", ".jsonl", ".yaml")
 ALIVE = "is in use by a run that is alive"
 
@@ -50,15 +58,18 @@ class RunFolder:
     path: Path
     resumed: bool
     """Whether the folder holds an unfinished run of the same config."""
-    lock: FileLock
+    lock: FileLock | None
+    """None: another process, rank 0, has the lock and writes; this one only reads."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The config that the run was started with, as config.yaml has it."""
 
     @property
     def finished(self) -> bool:
-        return (self.path / "result.json").exists()
+        return (self.path / RESULT).exists()
 
     def result(self) -> dict[str, Any]:
         """The last figures of a finished run. Raises StorageError if they cannot be read."""
-        file = self.path / "result.json"
+        file = self.path / RESULT
         try:
             return read_json(file)
         except ValueError as error:
@@ -69,31 +80,44 @@ class RunFolder:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Mark the run as finished, with its last figures. Raises StorageError."""
-        self.write("result.json", result)
+        self.write(RESULT, result)
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file of the run, completely or not at all. Raises StorageError."""
-        try:
-            replace_text(self.path / name, json.dumps(value, indent=1))
-        except OSError as error:
-            raise StorageError(
-                f"{self.path / name} cannot be written: {error.strerror or error}. Free space there, or mend its "
-                "permissions; the same command goes on from the last checkpoint."
-            ) from error
+        """write_json() in the run's folder, by rank 0."""
+        if self.lock is not None:
+            write_json(self.path / name, value)
 
     def abandon(self) -> None:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
-        if not self.resumed and not (self.path / "metrics.jsonl").exists():
+        if self.lock is not None and not self.resumed and not (self.path / "metrics.jsonl").exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
                 for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
     def release(self) -> None:
-        self.lock.release()
+        if self.lock is not None:
+            self.lock.release()
 
 
-def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) -> RunFolder:
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file of a run, completely or not at all. Raises StorageError."""
+    try:
+        replace_text(file, json.dumps(value, indent=1))
+    except OSError as error:
+        raise StorageError(
+            f"{file} cannot be written: {error.strerror or error}. Free space there, or mend its permissions; the "
+            "same command goes on from the last checkpoint."
+        ) from error
+
+
+Completed = Callable[[dict[str, Any]], dict[str, Any]]
+"""Adds the defaults of the keys that a config of an earlier version lacks."""
+
+
+def claim(
+    name: str, folder: str | None, resume: str, config: dict[str, Any], completed: Completed = dict
+) -> RunFolder:
     """Find this run's folder, lock it and write the complete `config` into it.
 
     Without `folder` it is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished run of the
@@ -101,48 +125,49 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
     given `folder` is used under its own name; contents other than this run are an error.
     """
     root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
-    try:
+    with _usable(root):
         if folder is None:
-            return _claim_numbered(root, resume, config)
+            return _claim_numbered(root, resume, config, completed)
         found = _open(root)
         if found is None:
             raise StorageError(f"{root} {ALIVE}. Wait for it, or set run.dir to another folder.")
         try:
-            return _claim_given(found, resume, config)
+            return _claim_given(found, resume, config, completed)
         except (OSError, UserError):
             found.release()
             raise
-    except OSError as error:
-        raise StorageError(
-            f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
-        ) from error
 
 
-def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
+def sweep_folder(root: Path, resume: str, config: dict[str, Any], completed: Completed = dict) -> Path:
     """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not. If
     there is none, or with resume=never, it is the next free one. So the same sweep continues where it stopped, and a
     sweep with other settings gets new folders. Raises StorageError.
     """
-    try:
+    with _usable(root):
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
             with contextlib.suppress(StorageError):  # an unreadable config counts as a different one
-                if not differences(read_config(path) or {}, config):
+                if not differences(completed(read_config(path) or {}), config):
                     return path
+    return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
+
+
+@contextlib.contextmanager
+def _usable(root: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StorageError(
             f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
         ) from error
-    return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
 
 
 def config_digest(config: dict[str, Any]) -> str:
     """A digest of the keys that change what is learned. Configs with equal digests can resume each other's runs."""
-    learned = {key: value for key, value in _flatten(config).items() if not _is_free(key)}
-    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_learned(config), sort_keys=True).encode()).hexdigest()
 
 
-def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFolder:
+def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], completed: Completed) -> RunFolder:
     root = found.path
     before = read_config(root)
     if before is None:
@@ -154,17 +179,17 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFo
             f"{root} already holds a run, and run.resume=never would write over it. "
             "Set run.dir to a new folder, or use run.resume=auto to go on with it."
         )
-    if changed := differences(before, config):
+    if changed := differences(completed(before), config):
         raise ConfigError(
             f"{root} holds a run of another config, so it cannot go on with this one:\n"
             + "\n".join(changed)
             + "\nPut these back, or set run.dir to a new folder."
         )
-    found.resumed = True
+    found.resumed, found.config = True, before
     return found
 
 
-def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolder:
+def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: Completed) -> RunFolder:
     numbers = _existing(root)
     taken = max(numbers, default=0)  # earlier folders may have been deleted
     unlike: list[str] = []
@@ -175,12 +200,12 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
         except StorageError as error:
             unlike = unlike or [str(error)]
             continue
-        if before is None or (path / "result.json").exists():
+        if before is None or (path / RESULT).exists():
             continue
-        changed = differences(before, config)
+        changed = differences(completed(before), config)
         if not changed:
             if found := _open(path):
-                found.resumed = True
+                found.resumed, found.config = True, before
                 return found
             if resume == "must":
                 raise StorageError(
@@ -227,6 +252,7 @@ def _open(path: Path) -> RunFolder | None:
 
 def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
     replace_text(found.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    found.config = config
     return found
 
 
@@ -241,16 +267,13 @@ def read_config(path: Path) -> dict[str, Any] | None:
         text = file.read_text()
         _require_simple_yaml(text)
         config = yaml.safe_load(text)
+        if not isinstance(config, dict):
+            raise ValueError("it is empty or no config")
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise StorageError(
             f"{file}, the config of the run there, cannot be read: {' '.join(str(error).split())}. Bring it back, "
             "or set run.dir to a new folder."
         ) from error
-    if not isinstance(config, dict):
-        raise StorageError(
-            f"{file}, the config of the run there, is empty or no config. Bring it back, or set run.dir to a new "
-            "folder."
-        )
     return config
 
 
@@ -276,9 +299,7 @@ def require_own_files(path: Path) -> None:
 
 
 def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML in which a few lines can cause endless work: deep nesting, or aliases. fxtune writes
-    neither.
-    """
+    """Raise ValueError for YAML that a few lines can make endless (deep nesting, aliases). fxtune writes neither."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -290,23 +311,22 @@ def _require_simple_yaml(text: str) -> None:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each different key that changes what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
-    old, new = _flatten(before), _flatten(now)
+    old, new = _learned(before), _learned(now)
     return [
         f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in sorted(old | new)
-        if old.get(key) != new.get(key) and not _is_free(key)
+        if old.get(key) != new.get(key)
+        and not (key in NOW_AUTO and new.get(key) == "auto" and isinstance(old.get(key), bool))
     ]
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        return {prefix: value}
+def _learned(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of `config` by dotted key, without the keys that may differ when a run is resumed."""
+    if any(f"{prefix}.".startswith(f"{free}.") for free in FREE_ON_RESUME):
+        return {}
+    if not isinstance(config, (dict, list)):
+        return {prefix: config}
     flat: dict[str, Any] = {}
-    for key, inner in items:
-        flat.update(_flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
+    for key, inner in config.items() if isinstance(config, dict) else enumerate(config):
+        flat |= _learned(inner, f"{prefix}.{key}" if prefix else str(key))
     return flat

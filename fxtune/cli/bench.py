@@ -6,10 +6,8 @@
     fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-It writes nothing but the file of --json. fxtune/diagnostics/benchmark.py says what is measured and how. --ablate turns
-a technique off by `techniques.NAME.enabled=false` and a switch inside one by `off`. It replaces attention by torch's
-own kernel, because packed rows need one that isolates documents. If a recipe is refused or does not fit without a
-technique, its row holds the reason.
+It writes nothing but the file of --json. --ablate replaces attention by torch's own kernel, because packed rows need
+one that isolates documents. If the recipe is refused or does not fit without a technique, its row says why.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from fxtune.cli.options import parse_int, parse_positive, require_writable, write_json
-from fxtune.diagnostics.benchmark import LEAST_WARM_UP, STEPS, WARM_UP, measure, measure_in_process
+from fxtune.cli.options import require_writable, write_json
+from fxtune.diagnostics.benchmark import STEPS, WARM_UP, measure, measure_in_process
 from fxtune.errors import CheckError, ConfigError
 from fxtune.system.console import say, table
 from fxtune.system.profiler import short_name
@@ -29,10 +27,9 @@ if TYPE_CHECKING:
     from fxtune.config.root import Config
 
 TOP_KERNELS = 25
-"""Kernels that a profile lists one by one; the others are added up."""
 
 Figures = dict[str, Any]
-"""The fields of Measured, and the price if there is one; or `{"error": reason}`."""
+"""The fields of Measured, with the price if there is one; or `{"error": reason}`."""
 
 
 def run(
@@ -40,39 +37,35 @@ def run(
     overrides: Sequence[str] = (),
     ablate: bool = False,
     profile: bool = False,
-    steps: Optional[str] = None,
-    warm_up: Optional[str] = None,
-    price: Optional[str] = None,
-    json: Optional[str] = None,
+    steps: int = STEPS,
+    warm_up: int = WARM_UP,
+    price: Optional[float] = None,
+    json: Optional[Path] = None,
 ) -> None:
-    """Measure and print. The options are strings, as typed on the command line.
+    """Measure and print.
 
-    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: what this machine costs
-    per hour; `json`: a file for the figures. Raises ConfigError for a bad option, StorageError for a file that cannot
-    be written, CheckError if `ablate` cannot measure the recipe as it is; otherwise as training does.
+    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: per hour. Raises
+    StorageError for a file that cannot be written, CheckError if `ablate` cannot measure the recipe as it is;
+    otherwise as training does.
     """
-    count, before = parse_int("--steps", steps, STEPS), parse_int("--warm-up", warm_up, WARM_UP, LEAST_WARM_UP)
-    hour = parse_positive("--price", price, "what this machine costs per hour")
-    file = Path(json) if json is not None else None
-    if file is not None:
-        require_writable(file)
+    if json is not None:
+        require_writable(json)
     if ablate and profile:
         raise ConfigError("--profile measures the recipe as it is, and --ablate also others: give one of them.")
     if ablate:
-        _ablate(list(overrides), count, before, hour, file)
+        _ablate(list(overrides), steps, warm_up, price, json)
         return
-    figures = with_price(dataclasses.asdict(measure(config, count, before, profile=profile)), hour)
+    figures = with_price(dataclasses.asdict(measure(config, steps, warm_up, profile=profile)), price)
     for note in [*config.techniques.ignored_options(), *figures["decided"]]:
         say(note)
     say(figures_table(figures))
     if profile:
         say(kernels_table(figures["kernels"]))
-    if file is not None:
-        write_json(file, figures)
+    if json is not None:
+        write_json(json, figures)
 
 
 def with_price(figures: Figures, hour: Optional[float]) -> Figures:
-    """The figures, with the cost of a million tokens if the machine costs `hour` per hour."""
     if hour is None or "error" in figures:
         return figures
     cost = hour / 3600 / figures["tokens_per_second"] * 1e6
@@ -89,6 +82,8 @@ def figures_table(figures: Figures) -> Any:
     memory = f"{figures['memory_gib']:.2f} GiB ({figures['step_memory_gib']:.2f} in the measured steps)"
     low, middle, high = (f"{figures[f'step_seconds{part}'] * 1e3:,.1f}" for part in ("_p5", "", "_p95"))
     joules, skipped = figures["joules_per_token"], figures["skipped_steps"]
+    used = f"{joules:.3g} J per token, {figures['watts']:,.0f} W ({figures['energy']})" if joules else ""
+    not_finite = f"; {skipped} steps were not finite and changed nothing" if skipped else ""
     rows = [
         ("tokens per second", f"{real:,.0f} of documents"),
         ("", f"{figures['supervised_tokens_per_second']:,.0f} supervised"),
@@ -97,34 +92,22 @@ def figures_table(figures: Figures) -> Any:
         ("MFU", known(figures["mfu"], "{:.1%} of the card's dense peak")),
         ("peak memory", memory if reserved is None else f"{memory}, {reserved:.2f} GiB reserved"),
         ("waiting for data", f"{figures['data_wait']:.1%} of the time"),
-        (
-            "energy",
-            f"{joules:.3g} J per token, {figures['watts']:,.0f} W ({figures['energy']})"
-            if joules
-            else figures["energy"],
-        ),
+        ("energy", used or figures["energy"]),
     ]
     if "price_per_hour" in figures:
-        cost = (
-            f"{figures['price_per_million_tokens']:.4f} per million tokens, at {figures['price_per_hour']:g} per hour"
-        )
-        rows.append(("cost", cost))
+        cost, hour = figures["price_per_million_tokens"], figures["price_per_hour"]
+        rows.append(("cost", f"{cost:.4f} per million tokens, at {hour:g} per hour"))
     first, second = figures["first_step_seconds"], figures["second_step_seconds"]
     rows += [
         ("start-up", f"first step done after {first:.1f} s, second after {second:.1f} s"),
         ("compiling", "off" if figures["compile_seconds"] is None else f"{figures['compile_seconds']:.1f} s"),
-        (
-            "loss",
-            known(figures["loss"], "{:.4f}")
-            + (f"; {skipped} steps were not finite and changed nothing" if skipped else ""),
-        ),
+        ("loss", known(figures["loss"], "{:.4f}") + not_finite),
     ]
     title = f"{figures['device']}: {figures['steps']} steps after {figures['warm_up']} to warm up"
     return table(f"{title}, micro-batches of up to {figures['rows']} tokens", ["", ""], rows)
 
 
 def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
-    """Where the time of a step goes. `kernels`: see Measured."""
     total = sum(seconds for _, seconds, _ in kernels)
     top = [(short_name(name), seconds, f"{calls:g}") for name, seconds, calls in kernels[:TOP_KERNELS]]
     if rest := kernels[TOP_KERNELS:]:
@@ -156,10 +139,7 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
 
 
 def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (what is off, the overrides for it) for each technique that is on and for each switch in it that is on.
-
-    `techniques`: see Measured.
-    """
+    """Yield (what is off, the overrides for it) for each technique and each switch in one that is on."""
     for name, options in techniques.items():
         if name == "attention":
             if options["backend"] != "sdpa":
@@ -171,7 +151,6 @@ def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
 
 
 def ablation_table(base: Figures, without: Mapping[str, Figures]) -> Any:
-    """Speed and memory of each line against the recipe as it is, and the loss over the same batches."""
     rows = [_ablation_row("as it is", base, base)]
     rows += [_ablation_row(f"without {name}", figures, base) for name, figures in without.items()]
     columns = ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"]

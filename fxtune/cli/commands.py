@@ -3,67 +3,149 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxtune.cli.options import positive_number, whole_number
 
 
 @dataclass(frozen=True)
 class Command:
     module: str
-    """Its `run(config)` is called."""
+    """Its `run(config)` is called, and its docstring is the command's help."""
     summary: str
+    about: str = ""
+    """Its help, where the docstring of its file is for readers of the code."""
     reads_data: bool = False
     """A config without data.sources is refused."""
     positional: str | None = None
-    """The module's function for arguments that are not keys (`fxtune merge ADAPTER FOLDER`). It
-    gets each as an argument."""
+    """The module's function for words that are not keys (`fxtune merge ADAPTER FOLDER`): each is an argument."""
     positional_only: bool = False
     """It takes no config."""
-    flags: tuple[str, ...] = ()
-    """Options of this command, passed to `run` by name: true or false."""
-    values: tuple[str, ...] = ()
-    """Options with a value, passed to `run` by name: its text, or None."""
+    options: dict[str, dict[str, Any]] | None = None
+    """The options of its own, as argparse takes them. Those that are given are passed to `run` by name."""
     gets_overrides: bool = False
     """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
     config_optional: bool = False
     """Without a recipe or key, `run(None)` is called."""
 
 
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+_JSON = {"--json": {"metavar": "FILE", "type": Path, "help": "also write the results to FILE"}}
+_STEPS = {"metavar": "N", "type": whole_number(1)}
+
+TRAIN = """\
+`fxtune train`: trains the recipe's model. `train` may be left out.
+
+    fxtune +recipe=quickstart                        # runs/quickstart: adapter, checkpoints, metrics, result.json
+    fxtune +recipe=quickstart                        # the same command continues an unfinished run
+    fxtune +recipe=quickstart run.resume=never       # or starts another one
+    fxtune +recipe=quickstart train.max_steps=100    # any key; fxtune help KEY explains it"""
+_TRUST = {"--trust-remote-code": _flag("run the Python code that comes with the model")}
+
 COMMANDS = {
-    "train": Command("fxtune.training.trainer", "train the recipe's model; this is the default", reads_data=True),
+    "train": Command(
+        "fxtune.training.trainer",
+        "train the recipe's model; this is the default",
+        TRAIN,
+        reads_data=True,
+    ),
     "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Command(
         "fxtune.cli.verify",
         "build the model, take a step, and show that each technique acted",
         reads_data=True,
-        flags=("loss", "each"),
-        values=("json",),
+        options={
+            "--loss": _flag("compare loss and gradients with plain transformers"),
+            "--each": _flag("the same, also with each technique off in turn"),
+            **_JSON,
+        },
     ),
     "bench": Command(
         "fxtune.cli.bench",
         "measure speed, memory, energy, cost and the gain of each technique",
         reads_data=True,
-        flags=("ablate", "profile"),
-        values=("steps", "warm_up", "price", "json"),
+        options={
+            "--ablate": _flag("also with each technique off in turn"),
+            "--profile": _flag("also the time of each kernel in a step"),
+            "--steps": {**_STEPS, "help": "measured steps"},
+            "--warm-up": {**_STEPS, "type": whole_number(2), "help": "steps before them"},
+            "--price": {
+                "metavar": "PER_HOUR",
+                "type": positive_number("what this machine costs per hour"),
+                "help": "also the cost of a million tokens",
+            },
+            **_JSON,
+        },
         gets_overrides=True,
     ),
     "tune": Command(
         "fxtune.cli.tune",
         "search for faster settings with the same loss, and write them as a recipe",
         reads_data=True,
-        flags=("dry_run", "again"),
-        values=("axes", "minutes", "steps", "output", "json"),
+        options={
+            "--axes": {"metavar": "A,B", "help": "vary only these"},
+            "--minutes": {
+                "metavar": "N",
+                "type": positive_number("the minutes of the search"),
+                "help": "how long to search",
+            },
+            "--steps": {**_STEPS, "help": "measured steps of a trial"},
+            "--output": {"metavar": "FILE.yaml", "help": "where the recipe goes"},
+            "--dry-run": _flag("list what would be tried, and run nothing"),
+            "--again": _flag("measure anew, and do not read the cache"),
+            **_JSON,
+        },
         gets_overrides=True,
     ),
     "doctor": Command(
         "fxtune.cli.doctor",
         "show what this machine has and whether it works; a recipe is optional",
-        values=("json",),
+        options=_JSON,
         config_optional=True,
     ),
     "eval": Command(
-        "fxtune.cli.evaluate", "loss and exact match of a base model, an adapter or a trained model", reads_data=True
+        "fxtune.cli.evaluate",
+        "loss and exact match of a base model, an adapter or a trained model; or: eval RUN/checkpoints/step-70",
+        reads_data=True,
+        positional="run_checkpoint",
+        options=_TRUST,
     ),
     "merge": Command(
-        "fxtune.cli.merge", "merge an adapter into its base model; or: merge ADAPTER FOLDER", positional="merge"
+        "fxtune.cli.merge",
+        "merge an adapter into its base model; or: merge ADAPTER_OR_CHECKPOINT [FOLDER]",
+        positional="merge",
+        options={"--unmerged": _flag("of a checkpoint: write its adapter alone"), **_TRUST},
+    ),
+    "chat": Command(
+        "fxtune.cli.chat",
+        "talk to the model that a run has trained: chat RUN",
+        positional="run",
+        positional_only=True,
+        options={
+            "--show": {"choices": ["tuned", "base", "both"], "help": "who answers (tuned)"},
+            "--max-new-tokens": {"metavar": "N", "type": whole_number(1), "help": "the longest answer (512)"},
+            "--temperature": {
+                "metavar": "T",
+                "type": positive_number("the temperature at which tokens are drawn"),
+                "help": "draw tokens at random instead of the most likely ones",
+            },
+            "--trust-remote-code": _flag("run the Python code that comes with the model"),
+        },
+    ),
+    "push": Command(
+        "fxtune.cli.push",
+        "upload a run's adapter or model to the hub: push RUN org/name",
+        positional="run",
+        positional_only=True,
+        options={
+            "--merged": _flag("the base with the adapter in its weights, as one model"),
+            "--public": _flag("a new repository is for everyone to see, and not private"),
+            "--trust-remote-code": _flag("run the Python code that comes with the base"),
+        },
     ),
     "sync": Command(
         "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN_FOLDER", positional="run", positional_only=True
@@ -74,6 +156,12 @@ COMMANDS = {
         positional="run",
         positional_only=True,
     ),
+    "help": Command(
+        "fxtune.cli.help",
+        "explain a key: its type, range, default, meaning and where it acts",
+        positional="run",
+        positional_only=True,
+    ),
 }
 
 HELP = """\
@@ -81,7 +169,7 @@ fxtune {version}: fine-tune Hugging Face language models from short recipes
 
 usage: fxtune [COMMAND] +recipe=NAME [key=value ...]
 
-commands
+commands (each has its own help: fxtune COMMAND --help)
 {commands}
 
 examples
@@ -101,12 +189,7 @@ options
   -m, --multirun      one run for each combination of key=a,b
   -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
-  --loss, --each      verify: compare loss and gradients with plain transformers; --each: also with each technique off
-  --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price PER_HOUR
-  --profile           bench: also the time of each kernel in a step
-  --axes A,B          tune: vary only these; --minutes N, --steps N, --output FILE.yaml, --dry-run, --again (no cache)
-  --json FILE         verify, doctor, bench, tune: also write the results to FILE
-  -h, --help          this text
+  -h, --help          this text; after a command, its own
   -V, --version       versions of fxtune and of the libraries it uses
   completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"
 

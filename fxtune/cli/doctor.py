@@ -3,19 +3,15 @@
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a process of its own (fxtune/diagnostics/package_checks.py), so that a package that crashes
-or hangs is only a line of the page. This process imports torch only to judge a recipe. Secrets are not printed, only
-whether there is one. Exit code 1: an installed package does not work, or the recipe cannot run here.
+Each package is checked in a process of its own, so that one that crashes or hangs is only a line of the page. Secrets
+are not printed, only whether there is one. Exit code 1: an installed package does not work, or the recipe cannot run
+here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json as jsons
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,21 +23,21 @@ from typing import TYPE_CHECKING, Any, Optional
 from rich.text import Text
 
 from fxtune.cli.options import write_json
-from fxtune.diagnostics import package_checks, system_report
+from fxtune.diagnostics import system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.host import cores
 from fxtune.system.redact import redact
 from fxtune.system.units import GIB
+from fxtune.techniques import package_checks
+from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
 
 TIMEOUT = 45.0
 """Seconds for a package check on a machine without a GPU."""
-TIMEOUT_GPU = 180.0
-"""With a GPU: FlashAttention-4 compiles its kernels on first use."""
 BATCH_TOKENS = 2**18
 """Tokens of a micro-batch in shared memory, if there is no recipe."""
 TOKEN_BYTES = 3 * 8
@@ -96,15 +92,11 @@ SIGNS = {
     State.missing: ("○", "no", "dim"),
     State.broken: ("✗", "BROKEN", "bold red"),
 }
-"""Sign, the word for a terminal without Unicode, style."""
 REMEDIES = {State.broken: "To repair", State.warning: "To look at", State.missing: "To install what is missing"}
 
 
-def run(config: Optional[Config] = None, json: Optional[str] = None) -> None:
-    """Print the page. `config`: a recipe to judge as well; `json`: a file for all findings.
-
-    Raises CheckError if something is broken.
-    """
+def run(config: Optional[Config] = None, json: Optional[Path] = None) -> None:
+    """Print the page, with a recipe also whether it can run. Raises CheckError if something is broken."""
     findings: list[Finding] = []
     for title, section in _sections(config):
         shown = [replace(one, what=redact(one.what), seen=redact(one.seen)) for one in section]  # names are free text
@@ -114,13 +106,12 @@ def run(config: Optional[Config] = None, json: Optional[str] = None) -> None:
         if lines := [f"  {one.what}: {one.remedy}" for one in findings if one.state is state and one.remedy]:
             say("\n".join([f"{title}:", *lines]))
     if json is not None:
-        write_json(Path(json), [asdict(one) for one in findings])
+        write_json(json, [asdict(one) for one in findings])
     if broken := [f"  {one.what}: {one.seen}" for one in findings if one.state is State.broken]:
         raise CheckError("Broken here:\n" + "\n".join(broken))
 
 
 def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield title and findings of each part of the page as soon as they are known. The slow checks run in parallel."""
     cards = system_report.gpus()
     gpu = bool(cards) or any(Path(name).exists() for name in DRIVERS)
     timeout = TIMEOUT_GPU if gpu else TIMEOUT
@@ -136,39 +127,6 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
         yield "Packages", [_compiler(checks["torch.compile"].result()), *packages]
     if config is not None:
         yield "Recipe", [_recipe(config)]
-
-
-def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
-    """The result of a package check, in a process of its own that ends within `timeout` seconds.
-
-    `gpu`: there may be one. If not, a package that needs one is only imported.
-    """
-    root = str(Path(package_checks.__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(package_checks.PROGRAM), name, *(["gpu"] if gpu else [])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))},
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it may have started
-        process.communicate()
-        return {"state": "broken", "seen": f"no answer within {timeout:g} s"}
-    last = (out.strip().splitlines() or [""])[-1]
-    if process.returncode == 0 and last.startswith("{"):
-        answer: dict[str, Any] = jsons.loads(last)
-        return {**answer, "seen": redact(answer["seen"])}
-    if process.returncode < 0:
-        return {"state": "broken", "seen": f"its process was killed by {signal.Signals(-process.returncode).name}"}
-    reason = (err.strip().splitlines() or ["no message"])[-1]
-    return {"state": "broken", "seen": redact(f"its process ended with {process.returncode}: {reason}")}
 
 
 def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
@@ -219,7 +177,6 @@ def _compiler(answer: dict[str, Any]) -> Finding:
 
 
 def _shared_memory(config: Optional[Config]) -> Iterator[Finding]:
-    """Shared memory, through which loader processes pass batches."""
     place = Path("/dev/shm")
     if not place.is_dir():
         return
@@ -252,8 +209,7 @@ def _recipe(config: Config) -> Finding:
         return Finding(name, f"{seen}{notes}\n{verify}", State.works)
     seen += f", but may run out of memory: a step needs about {need / GIB:.1f} GiB, and {free / GIB:.1f} are free"
     remedy = (
-        "a smaller train.micro_batch_size, techniques.checkpointing.enabled=true, a shorter data.sequence_length, "
-        "or free memory"
+        "a smaller train.micro_batch_size, techniques.checkpointing.enabled=true, or a shorter data.sequence_length"
     )
     return Finding(name, f"{seen}{notes}\n{verify}", State.warning, remedy)
 

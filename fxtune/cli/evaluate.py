@@ -3,6 +3,7 @@
     fxtune eval +recipe=quickstart                                              # the base model
     fxtune eval +recipe=quickstart model.adapter=runs/quickstart/adapter        # with the adapter of a LoRA run
     fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
+    fxtune eval runs/quickstart/checkpoints/step-70                             # any checkpoint, with its run's config
 
 Data, masks and loss are those of training, so the figures compare with those of a run.
 """
@@ -10,13 +11,15 @@ Data, masks and loss are those of training, so the figures compare with those of
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from fxtune.data.batches.build import plan_evaluation
-from fxtune.data.batches.loader import Loader
+from fxtune.config import compose
+from fxtune.config.root import Config
+from fxtune.data.batches.build import prepare_evaluation
 from fxtune.data.batches.plan import Plan
-from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.causal_lm import CausalLM
@@ -25,56 +28,63 @@ from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, exact_match, load_questions
 from fxtune.training.builder import RunBuilder
-from fxtune.training.evaluation import evaluate
+from fxtune.training.checkpoint_model import find_checkpoint, load_checkpoint, run_folder
 from fxtune.training.oom_advice import MemoryPhase
 
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
+
+def run_checkpoint(checkpoint: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """run() with the config of a run and the weights of one of its checkpoints: RUN/checkpoints/step-70."""
+    found = find_checkpoint(checkpoint)
+    if found is None:
+        raise ConfigError(
+            f"{checkpoint} is no checkpoint of a run (runs/NAME/checkpoints/step-70). An adapter or a model is "
+            "evaluated by its recipe: fxtune eval +recipe=NAME model.adapter=FOLDER, or model.path=FOLDER."
+        )
+    return run(compose.of_run(run_folder(found), trust_remote_code), found)
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Print the figures and some answers, and return the figures by metric name.
+def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Print and return the figures by metric name. `checkpoint`: weights of a run of this config.
 
     Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as
     a run does.
     """
+    config.model.trust_remote_code |= trust_remote_code
     data = config.data
     data.validate()
     if not (data.eval_sources or data.eval_fraction or data.questions.path):
         raise ConfigError(
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
         )
-    builder = RunBuilder(replace(config, techniques=_trained_techniques(config)))
+    builder = RunBuilder(config if checkpoint else replace(config, techniques=_trained_techniques(config)))
     tokenizer = models.load_tokenizer(config.model)
-    plan = _held_out_plan(config, tokenizer)
-    questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []
+    plan = prepare_evaluation(data, tokenizer, config.train.micro_batch_size)
+    questions = []
+    if data.questions.path:
+        questions = load_questions(data.questions, tokenizer, data.chat_template, data.system)
     model = builder.build()
     language_model = builder.language_model(model)
     builder.prove(language_model)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model)
 
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
 
-    def evaluate_held_out(rows: int) -> dict[str, float]:
-        assert plan is not None
-        loader = Loader(plan.with_micro_batch_size(rows), config.loader, builder.world.device)
-        try:
-            return evaluate(language_model, CausalLM(), loader, builder.techniques.precision)
-        finally:
-            loader.close()
-
     sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
-        means = sizes.run("evaluation", config.train.micro_batch_size, evaluate_held_out)
+        with closing(builder.held_out(plan, language_model, CausalLM())) as held_out:
+            means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure)
         figures.update({f"eval/{name}": value for name, value in means.items()})
     answers = answer(model, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes)
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)
-    _show(config, builder.decided, figures, plan, questions, answers)
+    name = str(checkpoint or config.model.adapter or config.model.path or "a model of random weights")
+    _show(config, name, builder.decided, figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):
         raise NumbersError(
-            f"The loss of {_name(config)} is {figures['eval/loss']}: its weights are finite, but what it computes in "
+            f"The loss of {name} is {figures['eval/loss']}: its weights are finite, but what it computes in "
             f"{builder.facts.dtype} is not. Use another copy of it or an earlier checkpoint, or model.dtype=float32."
         )
     return figures
@@ -88,23 +98,9 @@ def _trained_techniques(config: Config) -> Pipeline:
     return replace(techniques, lora=replace(techniques.lora, enabled=False))
 
 
-def _held_out_plan(config: Config, tokenizer: Any) -> Plan | None:
-    """The run's evaluation plan, made without its training plan."""
-    data = config.data
-    sources = data.eval_sources or (data.sources if data.eval_fraction else [])
-    if not sources:
-        return None
-    return plan_evaluation(
-        [tokenize(source, data, tokenizer) for source in sources],
-        data,
-        micro_batch_size=config.train.micro_batch_size,
-        pad_id=tokenizer.pad_token_id or 0,
-        held_out=not data.eval_sources,
-    )
-
-
 def _show(
     config: Config,
+    name: str,
     notes: list[str],
     figures: dict[str, Any],
     plan: Plan | None,
@@ -120,8 +116,4 @@ def _show(
         console.say(console.answers_table([(one.text, one.answer, None, given) for one, given in shown]))
     for note in notes:
         console.say(note)
-    console.say(console.table(f"Evaluation of {_name(config)}", ["figure", "value"], rows))
-
-
-def _name(config: Config) -> str:
-    return config.model.adapter or config.model.path or "a model of random weights"
+    console.say(console.table(f"Evaluation of {name}", ["figure", "value"], rows))

@@ -1,15 +1,15 @@
 """The command line: `python -m fxtune [COMMAND] +recipe=NAME key=value ...`, also installed as `fxtune`.
 
-It is parsed once, composed and validated once (fxtune/config/compose.py), and the command's `run(config)` is called.
-Nothing slow is imported before it is needed: help and the list of recipes answer at once, and a mistake is reported
-before a model or a dataset is touched.
+It is composed and validated once (fxtune/config/compose.py), and the command's `run(config)` is called. Nothing slow
+is imported before it is needed: help answers at once, and a mistake is reported before a model or data is touched.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Collection
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fxtune import __version__
 from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
-from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, did_you_mean
+from fxtune.distributed.ranks import place, should_tell
+from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.redact import redact_text, redacted_output
 from fxtune.system.signals import SIGNALS
 
@@ -45,12 +47,16 @@ def main(argv: list[str] | None = None) -> int:
         with SIGNALS, redacted_output():
             _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        show(error)
+        if should_tell(str(error), lost_rank=isinstance(error, RankError)):
+            show(error)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
         return _out_of_memory(error)
+    except _Ended as ended:
+        return ended.exit_code
     except Stopped as stop:
-        print(f"\nfxtune: {stop}", file=sys.stderr)
+        if should_tell(str(stop)):
+            print(f"\nfxtune: {stop}", file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:  # without our signal handlers, as in a thread
         print("\nfxtune: interrupted. The same command continues from the newest checkpoint.", file=sys.stderr)
@@ -61,10 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(error: UserError) -> None:
-    """Print an error to stderr in one block, without a traceback.
-
-    It may quote a stranger's file, so brackets are not read as markup and control characters are made visible.
-    """
+    """Print an error to stderr. It may quote a stranger's file: no markup is read, control characters are shown."""
     from rich.console import Console
     from rich.text import Text
 
@@ -75,8 +78,7 @@ def show(error: UserError) -> None:
 
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> int:
-    """Report an out-of-memory error that nothing else handles (in an import, a table, a merge), and return its exit
-    code. Raises other errors."""
+    """Report an out-of-memory error that nothing else handles, and return its exit code. Raises other errors."""
     from fxtune.system.oom import out_of_memory_reason
 
     found = out_of_memory_reason(error)
@@ -95,26 +97,34 @@ def _run(argv: list[str]) -> None:
         os.getcwd()
     except OSError as error:
         raise StorageError("The working directory does not exist any more. Change to one that does.") from error
-    show_help = not argv
-    name, argv = _split_command(argv)
+    name, words = _split_command(argv)
+    if name == "help" and (not words or words[0] in COMMANDS.keys() - {"train"}):  # train is also a section of keys
+        name, words = words[0] if words else "train", ["--help"]
     command = COMMANDS[name]
-    has_keys = any(text.startswith(("-", "+")) or "=" in text for text in argv)
-    positional = command.positional_only or (argv and not has_keys)
-    if command.positional and positional and not {"-h", "--help"}.intersection(argv):
-        _call_positional(name, command.positional, argv)
-        return
+    parser = _parser(name, command)
     with SIGNALS.interruptible():  # argparse turns an interruption into an error of its own
-        options = _parse(argv, command)
-    if options.help or show_help:
-        commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
-        shipped = discovery.place(discovery.shipped("recipes"))
-        print(HELP.format(version=__version__, commands=commands, shipped=shipped))
+        options = _parse(parser, words)
+    given = vars(options)
+    own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}
+    has_keys = any(text.startswith(("-", "+")) or ("=" in text and not _in_folder(text)) for text in words)
+    if not argv or (options.help and argv[0] not in (name, "help")) or argv == ["help"]:
+        print(_help())
+    elif options.help:
+        print(_explained(parser, command), end="")
+    elif command.positional and (command.positional_only or (words and not has_keys)):
+        _call_positional(name, command.positional, options.overrides, own)
     elif options.version:
         print(_versions())
     elif options.shell_completion:
         _complete(options.overrides)
     else:
-        _run_command(command, options)
+        _run_command(command, options, own)
+
+
+def _in_folder(text: str) -> bool:
+    """Whether a word is a path below a folder with `=` in its name, as a sweep makes them."""
+    folder = os.path.dirname(text)
+    return "=" in folder and os.path.isdir(folder)
 
 
 def _split_command(argv: list[str]) -> tuple[str, list[str]]:
@@ -123,65 +133,111 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
         return "train", argv
     if argv[0] in COMMANDS:
         return argv[0], argv[1:]
-    if argv[0] in discovery.recipes() or argv[0].endswith(".yaml"):
+    if argv[0] in discovery.recipes() or argv[0].endswith(discovery.ENDINGS):
         raise ConfigError(f"`{argv[0]}` is a recipe: fxtune +recipe={shlex.join([argv[0]])}")
     raise ConfigError(f"unknown command `{argv[0]}`{did_you_mean(argv[0], COMMANDS)} `fxtune --help` explains them.")
 
 
-def _call_positional(name: str, function: str, arguments: list[str]) -> None:
-    """Call a command's function for positional arguments. Raises ConfigError if they do not fit it."""
+def _help() -> str:
+    commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
+    return HELP.format(version=__version__, commands=commands, shipped=discovery.place(discovery.shipped("recipes")))
+
+
+def _explained(parser: argparse.ArgumentParser, command: Command) -> str:
+    """The help of one command: its `about`, or the docstring of its file, read without an import, and its options."""
+    spec = importlib.util.find_spec(command.module)
+    source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    parser.description = command.about or ast.get_docstring(ast.parse(source))
+    return parser.format_help()
+
+
+def _call_positional(name: str, function: str, words: list[str], own: dict[str, Any]) -> None:
     call = getattr(importlib.import_module(COMMANDS[name].module), function)
     signature = inspect.signature(call)
     try:
-        signature.bind(*arguments)
+        signature.bind(*words, **own)
     except TypeError as error:
-        names = " ".join(item.name.upper() for item in signature.parameters.values() if item.default is item.empty)
+        parameters = [item for item in signature.parameters.values() if item.kind is not item.KEYWORD_ONLY]
+        names = " ".join(
+            item.name.upper() if item.default is item.empty else f"[{item.name.upper()}]" for item in parameters
+        )
         raise ConfigError(f"usage: fxtune {name} {names}") from error
-    _print_result(call(*arguments))
+    from fxtune.system import progress
+
+    with (
+        progress.shown("none" if COMMANDS[name].positional_only else "auto"),
+        progress.phase("Working", announce=False),
+    ):
+        result = call(*words, **own)
+    _print_result(result)
+
+
+def _argument(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. `fxtune --help` lists the options.")
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message)
+        raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
 
 
-def _parse(argv: list[str], command: Command) -> argparse.Namespace:
-    """Parse the command's options and those of Hydra that read no unchecked files (so no --config-dir)."""
+def _parser(name: str, command: Command) -> argparse.ArgumentParser:
+    """The command's options and those of Hydra that read no unchecked files (so no --config-dir)."""
+    what = "WORD ..." if command.positional_only else "+recipe=NAME key=value ..."
+    parser = _Parser(
+        prog=f"fxtune {name}",
+        usage=f"fxtune {name} {what} [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--help", "-h", action="store_true", help="this text")
+    for option, settings in (command.options or {}).items():
+        parser.add_argument(option, default=argparse.SUPPRESS, **settings)
+    shown = argparse.SUPPRESS if command.positional_only else None
+    parser.add_argument("--version", "-V", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--resolve", action="store_true", help=shown or "--cfg: with ${...} filled in")
+    parser.add_argument("--package", "-p", metavar="KEY", help=shown or "--cfg: only this part")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help=shown or "print the config, run nothing")
+    modes.add_argument("--info", "-i", choices=_INFO, help=shown or "how the config was composed")
+    modes.add_argument("--multirun", "-m", action="store_true", help=shown or "one run for each value of key=a,b")
+    modes.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     argv = [
         "--info=all" if text in ("-i", "--info") and after not in _INFO else text
         for text, after in itertools.pairwise([*argv, ""])
     ]
-    parser = _Parser(prog="fxtune", add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", "-V", action="store_true")
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    for name in (*command.flags, *command.values):
-        action = "store" if name in command.values else "store_true"
-        parser.add_argument(f"--{name.replace('_', '-')}", action=action)
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    modes.add_argument("--info", "-i", choices=_INFO)
-    modes.add_argument("--multirun", "-m", action="store_true")
-    modes.add_argument("--shell-completion", "-sc", action="store_true")
     options = parser.parse_intermixed_args(argv)
     if (options.resolve or options.package) and not options.cfg:
         raise ConfigError("--resolve and --package say how --cfg prints: add --cfg job")
     return options
 
 
-def _run_command(command: Command, options: argparse.Namespace) -> None:
-    """Compose the config. Then call the command with it, print it (--cfg, --info), or run
-    each job of a multirun (-m)."""
-    own = {name: getattr(options, name) for name in (*command.flags, *command.values)}
+def _run_command(command: Command, options: argparse.Namespace, own: dict[str, Any]) -> None:
+    """Compose the config. Then call the command with it, print it (--cfg, --info), or run each job of a multirun."""
     if command.gets_overrides:
         own["overrides"] = options.overrides
     if command.config_optional and not (options.overrides or options.cfg or options.info):
         importlib.import_module(command.module).run(None, **own)
         return
-    from fxtune.config import compose
+    from fxtune.system import progress
 
+    # A recipe may set the display, too, but that is known only when the libraries are there.
+    typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]
+    with progress.shown("none" if options.cfg or options.info else (typed or ["auto"])[-1]):
+        # Not announced: a mistake in the command is answered first, with one message.
+        with progress.phase("Loading the libraries", announce=False):
+            from fxtune.config import compose
+        _compose_and_call(command, options, own, compose)
+
+
+def _compose_and_call(command: Command, options: argparse.Namespace, own: dict[str, Any], compose: Any) -> None:
     if options.cfg or options.info:
         choices = compose.prepare(options.overrides, register_all=bool(options.info))
         text = compose.inspect(choices, options.cfg, options.info, options.package, options.resolve)
@@ -191,58 +247,103 @@ def _run_command(command: Command, options: argparse.Namespace) -> None:
             raise ConfigError("--json names one file, and -m makes several runs: leave one of them out")
         _sweep(command, own, compose.prepare(options.overrides, multirun=True))
     else:
-        _call(command, compose.load(options.overrides), own)
+        _call(command, compose.load(options.overrides), own, options.overrides)
 
 
-def _call(command: Command, config: Config, own: dict[str, Any]) -> None:
+def _call(command: Command, config: Config, own: dict[str, Any], overrides: list[str]) -> Any:
     if command.reads_data and not config.data.sources:
         raise ConfigError(
             "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
             "or give data: 'data.sources=[{path: my.jsonl}]'"
         )
-    _print_result(importlib.import_module(command.module).run(config, **own))
+    from fxtune.system import progress
+
+    rank = place()[0]
+    progress.show(config.tracking.display.value if rank == 0 else "none")
+    if command is COMMANDS["train"] and (ranks := _ranks(config)) > 1:
+        from fxtune.distributed.launch import launch
+
+        if code := launch(ranks, ["train", *overrides]):
+            raise _Ended(code)
+        return None
+    with progress.phase("Loading the libraries", announce=command.module not in sys.modules):
+        module = importlib.import_module(command.module)
+    with progress.phase("Working", announce=False):  # the parts that have no phase of their own
+        result = module.run(config, **own)
+    _print_result(result)
+    return result
+
+
+def _ranks(config: Config) -> int:
+    from fxtune.distributed.launch import ranks_to_start
+
+    run, train = config.run, config.train
+    return ranks_to_start(run.gpus, run.device.value == "cpu", train.global_batch_size // train.micro_batch_size)
+
+
+class _Ended(Exception):
+    """A run of several ranks ended with this exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
 def _print_result(result: Any) -> None:
-    """Print the path that merge returns. The results of other commands are not paths."""
     if isinstance(result, Path):
-        print(f"The merged model is in {result}")
+        kind = "adapter" if (result / "adapter_config.json").exists() else "merged model"
+        print(f"The {kind} is in {result}")
 
 
 class _JobError(BaseException):
-    """Carries an error that is not a UserError out of Hydra, which would run the other jobs
-    first and cut the traceback."""
+    """Carries a bug out of Hydra, which would run the other jobs first and cut the traceback."""
 
     def __init__(self, error: Exception):
         self.error = error
 
 
 def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None:
-    """Call the command for each job of a multirun, each with its own run.dir. A job that fails
-    does not stop the others."""
-    from fxtune.checkpoint.run_folder import sweep_folder
+    """Call the command for each job of a multirun, each with its own run.dir. One that fails stops no other."""
+    from fxtune.checkpoint.run_folder import RESULT, sweep_folder
+    from fxtune.cli.sweep_results import SweepRun, show_results
     from fxtune.config import compose
+    from fxtune.config.introspection import with_defaults
+    from fxtune.system.atomic_files import read_json
     from fxtune.system.redact import redact
 
     swept = {choice.key for choice in choices if choice.sweeps}
     # Not the errors themselves: their tracebacks would keep each failed job's model in memory.
     failures: list[type[UserError]] = []
-    count = 0
+    runs: list[SweepRun] = []
+    parent = Path()
 
     def job(cfg: DictConfig, overrides: list[str]) -> None:
-        nonlocal count
-        count += 1
+        nonlocal parent
+        title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in swept], len(runs) + 1)
+        run = SweepRun(title, "")
+        runs.append(run)
         try:
             config = compose.typed(cfg)
-            title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in swept], count)
             parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
             as_written = redact(json.loads(json.dumps(asdict(config))))  # as config.yaml of the run's folder has it
-            config.run.dir = str(sweep_folder(parent / title, config.run.resume.value, as_written))
-            print(f"\nrun {count}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
-            _call(command, config, own)
+            completed = partial(with_defaults, type(config))
+            run.folder = config.run.dir = str(
+                sweep_folder(parent / title, config.run.resume.value, as_written, completed)
+            )
+            print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
+            quoted = config.run.dir.replace("\\", "\\\\").replace("'", "\\'")
+            result = _call(command, config, own, [*overrides, f"run.dir='{quoted}'"])
+            if result is None and (Path(run.folder) / RESULT).exists():  # several ranks trained it
+                result = read_json(Path(run.folder) / RESULT)
+            run.figures = result if isinstance(result, dict) else {}
         except UserError as error:
             show(error)
             failures.append(type(error))
+            run.error = redact_text(str(error))
+        except _Ended as ended:
+            if ended.exit_code in (75, 130):  # a signal ends the whole sweep
+                raise _JobError(ended) from ended
+            failures.append(RankError)
+            run.error = "a rank failed; the reason stands above"
         except Exception as error:
             raise _JobError(error) from error
 
@@ -250,13 +351,14 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         compose.sweep(choices, job)
     except _JobError as carrier:
         raise carrier.error from carrier.error.__cause__
+    if command is COMMANDS["train"] and any(run.figures for run in runs):
+        show_results(runs, parent)
     if failures:
-        raise failures[0](f"{len(failures)} of {count} runs failed, for the reasons above")
+        raise failures[0](f"{len(failures)} of {len(runs)} runs failed, for the reasons above")
 
 
 def title_of(overrides: list[str], number: int) -> str:
-    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), in characters and of a length that
-    every file system allows."""
+    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), as every file system allows it."""
     changes = ",".join(text.lstrip("+") for text in overrides) or f"job-{number}"
     title = re.sub(r"[^\w.=,+-]+", "_", changes)
     if title == changes and len(title) <= 120:
@@ -266,8 +368,7 @@ def title_of(overrides: list[str], number: int) -> str:
 
 
 def _complete(arguments: list[str]) -> None:
-    """Shell completion. Bash gives the line in COMP_LINE. Commands, recipes and groups are
-    completed here, keys by Hydra."""
+    """Shell completion of the line in COMP_LINE: commands, recipes and groups here, keys by Hydra."""
     if not any(text.startswith("query=") for text in arguments):
         from fxtune.config import compose
 

@@ -1,6 +1,9 @@
 """`fxtune merge`: write a LoRA adapter and its base as one safetensors model, which plain transformers loads.
 
     fxtune merge runs/NAME/adapter FOLDER        fxtune merge +recipe=NAME
+    fxtune merge runs/NAME/checkpoints/step-70   # any checkpoint, into runs/NAME/merged-step-70
+
+The checkpoint of a full fine-tuning is written as a model, with nothing to merge.
 
 A weight W becomes W + alpha/r * B A. The sum is computed in float32 and rounded once to the dtype in which the base is
 stored, one layer at a time, so a bfloat16 model needs no more memory than its own size.
@@ -12,56 +15,150 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fxtune.checkpoint.folder import step_of
+from fxtune.cli.run_output import is_run
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, StorageError, UserError, first_line
+from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
 from fxtune.models import load as models
 from fxtune.models import weights
 from fxtune.models.load import DType, ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
-from fxtune.models.save import save_model
+from fxtune.models.save import save_model, staging_folders
 from fxtune.models.untrusted import inspect_folder
 from fxtune.system.hub import Origin, locate_adapter
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
+from fxtune.training.checkpoint_model import exported_model, find_checkpoint, run_folder
 
 MIB = 2**20
 
 
-def run(config: Config) -> Path:
+def run(config: Config, unmerged: bool = False, trust_remote_code: bool = False) -> Path:
     """Merge the adapter of the recipe's newest run into its run folder. Raises ConfigError if there is none."""
+    if unmerged:
+        raise ConfigError("--unmerged writes the adapter of a checkpoint: fxtune merge RUN/checkpoints/step-70")
     root = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
-    folders = [root] if config.run.dir else [path for path in root.parent.glob("*") if _is_run(path.name, root.name)]
+    folders = [root] if config.run.dir else [path for path in root.parent.glob("*") if is_run(path.name, root.name)]
     adapters = [path / "adapter" for path in folders if (path / "adapter").is_dir()]
     if not adapters:
         if full := [path / "model" for path in folders if (path / "model").is_dir()]:
             raise ConfigError(f"{full[-1]} was trained without adapters, so there is nothing to merge.")
         raise ConfigError(f"No adapter in {root}: train the recipe first, or name one: fxtune merge ADAPTER FOLDER.")
     newest = max(adapters, key=lambda path: path.stat().st_mtime)
-    return merge(newest, newest.parent / "merged", trust_remote_code=config.model.trust_remote_code)
+    trusted = trust_remote_code or config.model.trust_remote_code
+    return merge(newest, newest.parent / "merged", trust_remote_code=trusted)
 
 
-def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = False) -> Path:
-    """Write an adapter (a folder or a hub id) and the base that it names as one model into `out`, and return `out`.
+def merge(
+    adapter: Path | str,
+    out: Path | str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    unmerged: bool = False,
+    card: dict[str, Any] | None = None,
+) -> Path:
+    """Write an adapter (a folder, a checkpoint of a run or a hub id) and the base that it names as one model into
+    `out`, and return `out`. Without `out`: `merged` beside a folder, RUN/merged-step-70 for a checkpoint. `unmerged`:
+    write the adapter of a checkpoint alone. `card`: more for the model card of an adapter's folder, see write_card().
 
-    Raises ConfigError if the adapter cannot be read or names no base, StorageError if `out` exists or cannot be
-    written, or if weights do not fit or are not finite.
+    Raises ConfigError if the adapter cannot be used, StorageError if `out` exists or cannot be written, or if weights
+    do not fit or are not finite.
     """
-    name, out = str(adapter), Path(out)
+    name = str(adapter)
+    if checkpoint := find_checkpoint(name):
+        return _merge_checkpoint(checkpoint, out, unmerged, trust_remote_code)
+    if unmerged:
+        raise ConfigError(f"--unmerged is for a checkpoint, and {name} is an adapter already.")
+    if out is None and not Path(name).is_dir():
+        raise ConfigError(f"Where shall the merged model go? Name a new folder: fxtune merge {name} FOLDER.")
+    return _merge(name, Path(name).with_name("merged") if out is None else Path(out), card or {}, trust_remote_code)
+
+
+def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, trust_remote_code: bool) -> Path:
+    name = f"{'adapter' if unmerged else 'merged'}-step-{step_of(checkpoint)}"
+    out = run_folder(checkpoint) / name if out is None else Path(out)
+    _require_writable(out)
+    model, tokenizer, card = exported_model(checkpoint, trust_remote_code)
+    if unmerged or not hasattr(model, "peft_config"):
+        return save_model(model, tokenizer, out, card)
+    with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch:
+        save_model(model, tokenizer, Path(scratch) / "adapter", card)
+        del model
+        return _merge(str(Path(scratch) / "adapter"), out, {**card, "adapter": str(checkpoint)}, trust_remote_code)
+
+
+def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) -> Path:
     place = _require_writable(out)
+    opened = open_adapter(name, "merged", trust_remote_code)
+    base = opened.build_base(torch.device("cpu"))
+    _require_space(base, out, place)
+    base_name, base_revision = base.name_or_path, base.base_revision
+    merged = _add_adapter(base, opened).to(getattr(torch, opened.model.dtype.value))
+    if not weights.all_finite(merged):
+        first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
+        raise StorageError(
+            f"adapter {name}: added to its base it makes NaN or infinite {opened.model.dtype.value} numbers, first in "
+            f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
+        )
+    merged.name_or_path, merged.base_revision = base_name, base_revision
+    _require_writable(out)  # again, because save_model() replaces what is there and another merge may have been faster
+    return save_model(merged, opened.tokenizer, out, card={"adapter": opened.origin.name, **card})
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """An adapter whose files were checked, and the base that it names."""
+
+    name: str
+    origin: Origin
+    lora: Any
+    model: ModelConfig
+    """The base, in the dtype in which it is stored."""
+    hf_config: Any
+    """The base's config, with the RoPE scaling of the adapter."""
+    tokenizer: Any
+
+    def build_base(self, device: torch.device) -> Any:
+        return models.build(self.model, self.hf_config, World(device), seed=0)
+
+    def adapt(self, base: Any) -> Any:
+        """The base with the adapter as a model of peft. Raises ConfigError if they do not fit each other."""
+        import peft
+
+        _require_fast_patterns(base, self.lora, self.name)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                adapted: Any = peft.get_peft_model(base, self.lora)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError) as error:
+            reason = shortened(error, 400).rstrip(".")
+            raise ConfigError(
+                f"adapter {self.name}: its {CONFIG} does not fit its base: {reason}. Use another copy of the adapter."
+            ) from error
+        load_weights(adapted, self.origin, self.name, key="adapter")
+        return adapted
+
+
+def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> OpenedAdapter:
+    """Check the files of an adapter (a folder or a hub id) and find its base. `use`: for messages.
+
+    Raises ConfigError if the adapter cannot be used or names no base, StorageError if a file cannot be read.
+    """
     models.silence_libraries()
     origin = locate_adapter(name, key="adapter")
     fetch_adapter(origin, name, key="adapter")
     lora = _read_lora_config(origin, name)
     if not lora.base_model_name_or_path:
-        raise ConfigError(f"{name} names no base model (it was trained on random weights), so it cannot be merged.")
+        raise ConfigError(f"{name} names no base model (it was trained on random weights), so it cannot be {use}.")
     source = {"path": lora.base_model_name_or_path, "revision": lora.revision, "trust_remote_code": trust_remote_code}
     try:
         hf_config = models.load_config(ModelConfig(**source))
@@ -69,34 +166,20 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
         kind = type(error) if isinstance(error, UserError) else ConfigError
         raise kind(
             f"adapter {name}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: "
-            f"{_short(error)} "
+            f"{shortened(error, 400)} "
             "If the base has moved, write where it is into that file."
         ) from error
-    model = ModelConfig(**source, dtype=_stored_dtype(hf_config, source["path"]))
-    hf_config._attn_implementation = "eager"  # nothing is computed, and the kernels it names may not be installed
+    model = ModelConfig(**source, dtype=stored_dtype(hf_config, source["path"]))
+    hf_config._attn_implementation = "eager"  # the kernels that it names may not be installed
     own = str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None
     tokenizer = models.load_tokenizer(ModelConfig(**source, tokenizer=own))
-    base = models.build(model, models.with_adapter_rope(hf_config, origin), World(torch.device("cpu")), seed=0)
-    _require_space(base, out, place)
-    base_name, base_revision = base.name_or_path, base.base_revision
-    merged = _add_adapter(base, lora, origin, name).to(getattr(torch, model.dtype.value))
-    if not weights.all_finite(merged):
-        first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
-        raise StorageError(
-            f"adapter {name}: added to its base it makes NaN or infinite {model.dtype.value} numbers, first in "
-            f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
-        )
-    merged.name_or_path, merged.base_revision = base_name, base_revision
-    _require_writable(out)  # again, because save_model() replaces what is there and another merge may have been faster
-    return save_model(merged, tokenizer, out, card={"adapter": origin.name})
+    return OpenedAdapter(name, origin, lora, model, models.with_adapter_rope(hf_config, origin), tokenizer)
 
 
 def _require_writable(out: Path) -> Path:
-    """Refuse a folder that exists or cannot be written. Returns the nearest existing folder above it.
-
-    The staging paths of save_model() are examined and not opened, because opening a pipe would wait forever.
-    """
-    for path in (out, *(out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "old") if out.name)):
+    """Refuse a folder that exists or cannot be written. Returns the nearest existing folder above it. Nothing is
+    opened, as opening a pipe would wait forever."""
+    for path in (out, *(staging_folders(out) if out.name else ())):
         try:
             mode = path.lstat().st_mode
         except FileNotFoundError:
@@ -121,7 +204,6 @@ def _require_writable(out: Path) -> Path:
 
 
 def _require_space(base: Any, out: Path, place: Path) -> None:
-    """Refuse a disk without room for a model as large as the base, before the merge."""
     need, disk = sum(weight.numel() * weight.itemsize for weight in base.parameters()), shutil.disk_usage(place)
     if disk.free < need and disk.total:  # some network disks report no total
         raise StorageError(
@@ -130,7 +212,7 @@ def _require_space(base: Any, out: Path, place: Path) -> None:
         )
 
 
-def _stored_dtype(hf_config: Any, path: str) -> DType:
+def stored_dtype(hf_config: Any, path: str) -> DType:
     """The dtype of the base's weights in its config.json, which the merged model keeps."""
     stored = str(hf_config.dtype or torch.float32).removeprefix("torch.")
     if stored not in (known := [kind.value for kind in DType if kind is not DType.auto]):
@@ -163,25 +245,16 @@ def _read_lora_config(origin: Origin, name: str) -> Any:
         ) from error
 
 
-def _add_adapter(base: Any, lora: Any, origin: Origin, name: str) -> Any:
+def _add_adapter(base: Any, opened: OpenedAdapter) -> Any:
     """The base with the adapter added to its weights, without peft's modules."""
-    import peft
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 
-    _require_fast_patterns(base, lora, name)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            adapted: Any = peft.get_peft_model(base, lora)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError) as error:
-        raise ConfigError(
-            f"adapter {name}: its {CONFIG} does not fit its base: {_short(error)}. Use another copy of the adapter."
-        ) from error
-    load_weights(adapted, origin, name, key="adapter")
+    adapted = opened.adapt(base)
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     _untie(adapted, layers)
     for layer in layers:
-        _merge_in_float32(layer, name)
+        _merge_in_float32(layer, opened.name)
     for wrapper in [module for module in adapted.modules() if isinstance(module, TrainableTokensWrapper)]:
         wrapper.token_adapter.merge()  # the rows of trainable_token_indices, which unload() would leave out
     merged = adapted.unload()
@@ -217,7 +290,7 @@ def _merge_in_float32(layer: Any, name: str) -> None:
 
 
 def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:
-    """Match the adapter's regular expressions against the module names within a time limit, because some never end."""
+    """Match the adapter's regular expressions against the module names within a time limit: some never end."""
     options = ("target_modules", "exclude_modules", "layers_pattern")
     patterns = {option: [value] for option in options if isinstance(value := getattr(lora, option, None), str)}
     for option in ("rank_pattern", "alpha_pattern"):
@@ -233,15 +306,3 @@ def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:
                 f"adapter {name}: its {option} cannot be used as a pattern of names: {error}. Use another copy of the "
                 "adapter."
             ) from error
-
-
-def _short(error: Exception) -> str:
-    """An error's message in one line of limited length: peft quotes whole models."""
-    text = " ".join(str(error).split()).removesuffix("." if not isinstance(error, UserError) else "")
-    return text if len(text) <= 600 else f"{text[:200]} ... {text[-200:]}"
-
-
-def _is_run(name: str, root: str) -> bool:
-    """Whether a folder is a run of the recipe: NAME, NAME-2, NAME-3, ..."""
-    number = name.removeprefix(root)
-    return not number or (number.startswith("-") and number[1:].isdigit())

@@ -1,8 +1,8 @@
 """`fxtune preview`: prints the first samples as the model will see them, after template, split and packing.
 
-Tokenizer, tables and plan are those of the training run, and the page is read back from the plan's first batches. It
-shows the mistakes by which most runs learn nothing or the wrong thing: an answer that is not supervised, a missing
-end-of-turn token, a template that is applied twice, rows that are mostly padding.
+The page is read back from the first batches of the training run. It shows the mistakes by which most runs learn
+nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a template that is applied
+twice, rows that are mostly padding.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from rich.text import Text
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
-from fxtune.models.load import load_tokenizer
+from fxtune.distributed.world import World
+from fxtune.models.load import load_config, load_tokenizer
 from fxtune.system import console as screen
+from fxtune.training.builder import decide_rows
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -27,7 +29,6 @@ DOCUMENTS = 6
 """Documents shown in all."""
 DOCUMENTS_PER_ROW = 3
 HEAD, TAIL = 300, 150
-"""Tokens shown from the beginning and the end of a long document."""
 WIDE = 80
 """Columns of a terminal that fits the table of all sources."""
 SUPERVISED, SPECIAL, NOTE = "green", "bold magenta", "dim"
@@ -52,8 +53,9 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     """Print samples and statistics of the data of a run. Raises as the run itself does."""
     console = console or screen.console()
     tokenizer = load_tokenizer(config.model)
+    rows, padded, _ = decide_rows(config, World.create(config.run.device), load_config(config.model))
     data = prepare_data(
-        config.data,
+        rows,
         tokenizer,
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=config.train.global_batch_size,
@@ -64,7 +66,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     print_samples(data.training, TokenTexts(tokenizer, signs), console)
     print_statistics(data.training, console)
-    notes = data.training.notes()
+    notes = [*padded, *data.training.notes()]
     if data.evaluation:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"
@@ -74,7 +76,6 @@ def run(config: Config, console: Optional[Console] = None) -> None:
 
 
 def print_samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
-    """The first rows of the first step."""
     signs = texts.signs
     console.print(
         Text.assemble(
@@ -113,7 +114,6 @@ def print_samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
 
 
 def print_statistics(plan: Plan, console: Console) -> None:
-    """What an epoch consists of, and what became of each source."""
     summary = plan.summary()
     lengths, most = plan.sizes.row_lengths, plan.stream.settings.sequence_length
     row_length = "as long as the longest of the micro-batch"
@@ -159,8 +159,11 @@ class TokenTexts:
     """Readable text of each token: no byte is lost, and no control character reaches the terminal."""
 
     def __init__(self, tokenizer: Any, signs: Signs = UNICODE) -> None:
-        self.tokenizer = tokenizer
-        self.signs = signs
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self.tokenizer, self.signs = tokenizer, signs
+        self.bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+        """The characters that stand for bytes in byte-level BPE."""
         self.special = set(tokenizer.all_special_ids) | {
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -204,33 +207,16 @@ class TokenTexts:
         return self._bytes(ids[0]), 1
 
     def _bytes(self, index: int) -> str:
-        """A token that is part of a character."""
         token = self.tokenizer.convert_ids_to_tokens(index)
         if token is None:
             return f"<no token {index}>"
-        if re.fullmatch("<0x[0-9A-F]{2}>", token) is None and all(character in _BYTES for character in token):
-            return "".join(f"\\x{_BYTES[character]:02x}" for character in token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", token) is None and all(character in self.bytes for character in token):
+            return "".join(f"\\x{self.bytes[character]:02x}" for character in token)
         return self._printable(token)
 
     def _printable(self, text: str) -> str:
-        return "".join(
-            self.signs.newline + "\n"
-            if c == "\n"
-            else c
-            if c.isprintable() or c == "\t"
-            else c.encode("unicode_escape").decode()
-            for c in text
-        )
-
-
-def _byte_characters() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level BPE (GPT-2's `bytes_to_unicode`), and their bytes."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {**{chr(byte): byte for byte in shown}, **{chr(256 + n): byte for n, byte in enumerate(hidden)}}
-
-
-_BYTES = _byte_characters()
+        shown = (c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
+        return "".join(shown).replace("\n", f"{self.signs.newline}\n")
 
 
 def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:

@@ -14,7 +14,6 @@ _USAGE = (
 
 
 def run(*arguments: str) -> None:
-    """List the recipes, or copy one. Raises ConfigError for other arguments."""
     if not arguments:
         say(listing())
     elif arguments[0] == "copy" and len(arguments) == 3:
@@ -28,7 +27,6 @@ def run(*arguments: str) -> None:
 
 
 def listing() -> str:
-    """The user's recipes and the shipped ones, each with its header line."""
     found = discovery.recipes()
     width = max((len(name) for name in found), default=0)
     blocks = []
@@ -50,7 +48,7 @@ def copy(name: str, target: Path) -> Path:
     source = discovery.find(name)
     if target.is_dir():
         target = target / f"{source.name}.yaml"
-    if target.suffix != ".yaml":
+    if target.suffix not in discovery.ENDINGS:
         raise ConfigError(f"{target}: a recipe's file ends in .yaml; use {target.with_suffix('.yaml')}")
     try:
         text = source.path.read_text(encoding="utf-8")

@@ -4,9 +4,9 @@
     fxtune tune +recipe=quickstart --dry-run                        # what would be tried, what would not, and why
     fxtune tune +recipe=quickstart --axes micro_batch,checkpointing --minutes 10 --steps 5 --output recipes/fast.yaml
 
-It starts with the recipe as it is and varies one axis at a time from the best setting so far
-(fxtune/tuning/search.py), until nothing improves or the minutes are over. A setting that the memory forecast or a
-technique's check rules out costs no trial. The table has a row for it, and for a trial that fails, with the reason.
+It starts with the recipe as it is and varies one axis at a time from the best setting so far, until nothing improves
+or the minutes are over. A setting that the memory forecast or a technique's check rules out costs no trial; the table
+says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from fxtune import __version__
-from fxtune.cli.options import parse_int, parse_positive, write_json
+from fxtune.cli.options import write_json
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, HardwareError, did_you_mean
 from fxtune.system.console import say, table
@@ -43,48 +43,40 @@ if TYPE_CHECKING:
 MINUTES = 30.0
 STEPS = 8
 REASON_WIDTH = 200
-"""Characters of a reason in the table; --json and the line printed after the trial have all of it."""
 PACKAGES = ("torch", "transformers", "peft", "liger-kernel", "flash-attn-4", "bitsandbytes", "torchao")
-"""Packages whose versions are in the recipe's header."""
 
 
 def run(
     config: Config,
     overrides: Sequence[str],
     axes: Optional[str] = None,
-    minutes: Optional[str] = None,
-    steps: Optional[str] = None,
+    minutes: float = MINUTES,
+    steps: int = STEPS,
     output: Optional[str] = None,
-    json: Optional[str] = None,
+    json: Optional[Path] = None,
     dry_run: bool = False,
     again: bool = False,
 ) -> None:
-    """Search, print the table, write the recipe. The options are strings, as typed on the command line.
+    """Search, print the table, write the recipe. `overrides`: the recipe and keys as typed.
 
-    `overrides`: the recipe and keys as typed; `again`: ignore the cache; `json`: a file for all results. Raises
-    ConfigError for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be written.
+    Raises ConfigError for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be
+    written.
     """
-    names = parse_axes(axes)
-    seconds = (parse_positive("--minutes", minutes, "the minutes of the search") or MINUTES) * 60
-    count, typed = parse_int("--steps", steps, STEPS), list(overrides)
+    names, typed = parse_axes(axes), list(overrides)
     if any(choice.sweeps for choice in recipe_writer.choices(typed)):
         raise ConfigError("tune tries values itself, so each key has one: leave -m out, and name the axes with --axes")
     path = recipe_writer.output_path(typed, config.run.name, output)
     context = survey(typed, config, with_data=not dry_run)
-    file = Path(json) if json is not None and not dry_run else None
 
     def tell(text: str) -> None:
         say(text)
-        if file is not None:
-            write_json(file, results(search))  # after every trial, so that killing the search loses nothing
+        if json is not None:
+            write_json(json, results(search))  # after every trial, so that killing the search loses nothing
 
-    search = Search(config, typed, context, names, seconds, count, TrialCache(cache_home() / "tune", again), tell)
+    search = Search(config, typed, context, names, minutes * 60, steps, TrialCache(cache_home() / "tune", again), tell)
     if dry_run:
         say(planned_table(search.planned()))
-        say(
-            "Nothing was run. Each axis starts from the best setting of those before it, so these are the values "
-            f"of the first round. The recipe would be {path}."
-        )
+        say(f"Nothing was run. These are the values of the first round. The recipe would be {path}.")
         return
     try:
         with trial.unwind_on_signal():
@@ -95,21 +87,22 @@ def run(
         raise
     say(results_table(search))
     if not search.best.speed:
+        verdict = search.candidates[0].verdict
         raise HardwareError(
             f"No setting of these axes ({', '.join(names)}) runs here; the table says why. The recipe as it is: "
-            f"{search.candidates[0].verdict}"
+            f"{verdict}"
         )
     winner, why = search.winner()
     say(why)
     if search.untried:
         say(
-            f"The {seconds / 60:g} minutes are over. Not tried: {'; '.join(search.untried)}. The same command with "
-            "more --minutes continues from here."
+            f"The {minutes:g} minutes are over. Not tried: {'; '.join(search.untried)}. The same command with more "
+            "--minutes continues from here."
         )
     recipe_writer.write(path, header(search, winner, path), typed, apply_deltas(config, winner.deltas))
     say(f"The recipe is {path}: {_command(path)}")
-    if file is not None:
-        write_json(file, results(search, winner, why))
+    if json is not None:
+        write_json(json, results(search, winner, why))
 
 
 def parse_axes(text: Optional[str]) -> list[str]:
@@ -156,29 +149,24 @@ def planned_table(planned: Iterator[tuple[str, Candidate]]) -> Any:
 
 
 def results_table(search: Search) -> Any:
-    """All candidates, the fastest first."""
     base = search.candidates[0].speed if search.candidates else 0.0
-    rows = []
-    for one in sorted(search.candidates, key=lambda one: -one.speed):
-        peak = max((result.peak for result in one.results), default=0.0)
-        spread = f" ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})" if len(one.speeds) > 1 else ""
-        rows.append(
-            [
-                one.title,
-                f"{statistics.median(one.speeds):,.0f}{spread}" if one.speeds else "",
-                f"{one.speed / base:.2f}x" if one.speed and base else "",
-                f"{peak:.2f}" if peak else "",
-                _gib(one),
-                "" if one.loss_error is None else f"{one.loss_error:.0e}",
-                textwrap.shorten(one.verdict, REASON_WIDTH, placeholder=" ..."),
-            ]
-        )
-    tolerance = TOLERANCE[search.context.precision]
-    return table(
-        f"{len(rows)} settings, {search.steps} steps each; loss within {tolerance:g}",
-        ["setting", "tokens/s", "speed", "peak GiB", "forecast", "loss off by", ""],
-        rows,
-    )
+    rows = [_result_row(one, base) for one in sorted(search.candidates, key=lambda one: -one.speed)]
+    title = f"{len(rows)} settings, {search.steps} steps each; loss within {TOLERANCE[search.context.precision]:g}"
+    return table(title, ["setting", "tokens/s", "speed", "peak GiB", "forecast", "loss off by", ""], rows)
+
+
+def _result_row(one: Candidate, base: float) -> list[str]:
+    peak = max((result.peak for result in one.results), default=0.0)
+    spread = f" ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})" if len(one.speeds) > 1 else ""
+    return [
+        one.title,
+        f"{statistics.median(one.speeds):,.0f}{spread}" if one.speeds else "",
+        f"{one.speed / base:.2f}x" if one.speed and base else "",
+        f"{peak:.2f}" if peak else "",
+        _gib(one),
+        "" if one.loss_error is None else f"{one.loss_error:.0e}",
+        textwrap.shorten(one.verdict, REASON_WIDTH, placeholder=" ..."),
+    ]
 
 
 def header(search: Search, winner: Candidate, path: Path) -> list[str]:

@@ -4,9 +4,9 @@
     fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
     fxtune verify +recipe=quickstart --each    # the same with each technique off in turn
 
-The first rows are the evidence that training itself requires before its first step (Technique.verify). The others need
-data or a backward pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step
-costs. Nothing is written, and there is no run folder and no tracker. Exit code 1: something did not act.
+The first rows are the evidence that training itself requires before its first step. The others need data or a backward
+pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step costs. Nothing is
+written. Exit code 1: something did not act.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
 from fxtune.errors import CheckError
-from fxtune.models.structure import observed, parameter_counts
+from fxtune.models.structure import beside_text, observed, parameter_counts
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.console import say, table, tick
@@ -46,20 +46,15 @@ if TYPE_CHECKING:
 STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""
 SAMPLE = 4096
-"""Elements of each trained tensor that are compared before and after a step. Two copies of
-an 8B model would not fit."""
+"""Elements of each trained tensor that are compared before and after a step; two 8B models would not fit."""
 FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens}
 """Formats in which every token may be supervised."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of a Hugging Face config that make the model a mixture of experts."""
 
 
-def run(config: Config, loss: bool = False, each: bool = False, json: Optional[str] = None) -> None:
-    """Print what was observed. Raises CheckError if something did not act, otherwise as training does.
-
-    `loss`: also compare with plain transformers; `each`: also with each technique off in turn; `json`: a file for all
-    of it.
-    """
+def run(config: Config, loss: bool = False, each: bool = False, json: Optional[Path] = None) -> None:
+    """Print what was observed. Raises CheckError if something did not act, otherwise as training does."""
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = builder.read()
@@ -85,7 +80,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[s
             "evidence": [dataclasses.asdict(one) for one in seen],
             "loss": [dataclasses.asdict(one) for one in compared],
         }
-        write_json(Path(json), found)
+        write_json(json, found)
     count = len(seen) + len(compared)
     if failed:
         raise CheckError(f"{len(failed)} of {count} are not as asked for:\n" + "\n".join(failed))
@@ -168,14 +163,15 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
 def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None]) -> Evidence:
     """Whether exactly the adapters (or all parameters) are trained, and a gradient reaches all of them.
 
-    A new LoRA adapter's B is zero, so the gradient of its A is zero: one of the two must have a gradient that is not.
-    Experts to which no token of the batch was routed have none, and need none.
+    A new LoRA adapter's B is zero, so the gradient of its A is zero, and that of B must not be. Experts to which no
+    token of the batch was routed need none.
     """
-    adapters = builder.techniques.lora.enabled
+    adapters, images = builder.techniques.lora.enabled, {id(one) for one in beside_text(model)}
     wrong = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad != (not adapters or "lora_" in name or "modules_to_save" in name)
+        if parameter.requires_grad
+        != ("lora_" in name or "modules_to_save" in name if adapters else id(parameter) not in images)
     ]
     sizes = parameter_counts(model)
     count, total = sum(sizes[name] for name in gradients), sum(sizes.values())
@@ -198,7 +194,7 @@ def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[st
 
 
 def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
-    """For each adapted module (for each tensor, without adapters): whether the value of any of its tensors is true."""
+    """For each adapted module (each tensor, without adapters): whether any of its tensors is true."""
     modules: dict[str, bool] = {}
     for name, value in tensors.items():
         module = name.partition(".lora_")[0]
@@ -207,11 +203,8 @@ def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
 
 
 def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
-    """Change every token of one document of a real row, and check that the loss of the other documents stays the same.
-    None if no row has two documents with targets.
-
-    Technique.verify does this on a few tokens; at the real length other kernels may run.
-    """
+    """Whether other tokens in one document of a real row leave the loss of its other documents the same (at the real
+    length, other kernels may run than in Technique.verify). None if no row has two documents with targets."""
     flat = batch.position_ids.flatten()
     document = (flat == 0).long().cumsum(0) - 1
     row = torch.arange(len(flat), device=flat.device) // batch.input_ids.shape[1]

@@ -15,6 +15,7 @@ import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra import initialize
@@ -27,8 +28,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fxtune.checkpoint.run_folder import read_config
 from fxtune.config import discovery
-from fxtune.config.introspection import Slot
+from fxtune.config.introspection import Slot, with_defaults
 from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, refuse
 from fxtune.config.root import Config
 from fxtune.config.validate import Validator
@@ -46,11 +48,10 @@ def load(overrides: list[str]) -> Config:
 
 
 def prepare(overrides: list[str], multirun: bool = False, register_all: bool = False) -> list[Choice]:
-    """Check `overrides` with every recipe and group that they name, and register those with Hydra.
+    """Check `overrides` with every recipe and group that they name, and give those to Hydra (`register_all`: all,
+    so that they can be listed). Returns the choices in Hydra's spelling and order: recipes, groups, keys.
 
-    The choices that are returned have Hydra's spelling and order: `+recipe=` and `recipe=`, `+optimizer=` and
-    `optimizer=`, `+key=` and `key=` mean the same, and recipes come before groups, groups before keys. `register_all`
-    also registers what was not chosen, so that it can be listed. Raises one ConfigError that lists every mistake.
+    Raises one ConfigError that lists every mistake.
     """
     store, choices, problems = RecipeStore(Config), list[Choice](), []
     for text in overrides:
@@ -75,8 +76,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
 
 
 def typed(cfg: DictConfig) -> Config:
-    """The composed config as dataclasses. Raises one ConfigError that names every key that is
-    unknown, unset or out of range."""
+    """The composed config as dataclasses. Raises one ConfigError for all that is unknown, unset or out of range."""
     validator = Validator(Config, lambda _: "in the config", from_file=False)
     try:
         values = OmegaConf.to_container(cfg, enum_to_str=True)
@@ -97,9 +97,24 @@ def typed(cfg: DictConfig) -> Config:
     return config
 
 
+def of_run(folder: Path, trust_remote_code: bool = False) -> Config:
+    """The config of the run in `folder`, which a stranger may have written: only `trust_remote_code` lets it run code,
+    and it does not say where files are written. Raises ConfigError if there is no run, or if a key is wrong."""
+    values = read_config(folder)
+    if values is None:
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
+    config = typed(OmegaConf.create(with_defaults(Config, values)))
+    if not trust_remote_code and (config.model.trust_remote_code or config.techniques.attention.trust_remote_code):
+        raise ConfigError(
+            f"{folder / 'config.yaml'}: trust_remote_code runs code of a stranger, so a run folder cannot set it. If "
+            "the run is yours, add --trust-remote-code."
+        )
+    config.run.dir = config.data.cache_dir = None
+    return config
+
+
 def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -> None:
-    """Call `job(composed config, its overrides)` for each job of a multirun, with the sweeper and
-    launcher that the config names."""
+    """Call `job(composed config, its overrides)` for each job of a multirun."""
 
     def task(cfg: DictConfig) -> None:
         job(cfg, list(HydraConfig.get().overrides.task))
@@ -111,8 +126,7 @@ def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -
 
 
 def check_jobs(choices: list[Choice]) -> None:
-    """Compose and validate each job of a multirun (the first 20): a mistake in the last one
-    must not show after hours."""
+    """Compose and validate each job of a multirun (the first 20): a mistake must not show after hours."""
     values: dict[str, list[str]] = {}
     for parsed in OverridesParser.create().parse_overrides([choice.text for choice in choices]):
         if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
@@ -125,8 +139,7 @@ def check_jobs(choices: list[Choice]) -> None:
 
 
 def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: str | None, resolve: bool) -> str:
-    """What `--cfg` prints, the composed config as YAML (`package`: only this key), or
-    `--info`, how it was composed."""
+    """What `--cfg` prints, the composed config (`package`: only this key), or `--info`, how it was composed."""
     texts = [choice.text for choice in choices]
     with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
         if cfg:
@@ -137,8 +150,7 @@ def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: s
 
 
 def complete(arguments: list[str]) -> None:
-    """Hydra's shell completion: `install=bash`, or `query=bash` with the line in COMP_LINE.
-    Prints for the shell to read."""
+    """Print Hydra's shell completion: `install=bash`, or `query=bash` with the line in COMP_LINE."""
     with _session() as hydra:
         hydra.shell_completion(_ROOT, arguments)
 
@@ -152,8 +164,7 @@ def _schema() -> DictConfig:
 
 
 def _register(store: RecipeStore, everything: bool) -> None:
-    """Store the schema and the checked recipes and groups in Hydra by name. Hydra has no search path,
-    so it reads no file itself."""
+    """Give Hydra the schema and the checked recipes and groups by name, so that it reads no file itself."""
     if everything:
         for group, options in store.groups.items():
             for option in options:
@@ -175,11 +186,8 @@ def _register(store: RecipeStore, everything: bool) -> None:
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """Hydra, with what prepare() registered. Its errors become ConfigErrors.
-
-    Hydra keeps one global instance. Inside a job of a multirun (fxtune tune composes what it
-    writes), the job's instance is put aside.
-    """
+    """Hydra, with what prepare() registered. Its errors become ConfigErrors. Its one global instance is put aside, as
+    fxtune tune composes what it writes inside a job of a multirun."""
     instance = GlobalHydra.instance()
     outer, instance.hydra = instance.hydra, None
     try:
@@ -209,7 +217,7 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def _check_indices(overrides: list[str], cfg: DictConfig) -> None:
-    """Refuse `data.sources.3.path=x` where the recipe has two sources. OmegaConf's own message does not say why."""
+    """Refuse `data.sources.3.path=x` where the recipe has two sources."""
     for text in overrides:
         key = text.lstrip("+").partition("=")[0]
         name, index = re.match(r"(.*?)\.(\d+)(?:\.|$)", key).groups()  # type: ignore[union-attr]

@@ -1,7 +1,6 @@
 """Finds recipes and config groups: in ./recipes of the working directory first, then among those that ship.
 
-The shipped ones are next to the package in a checkout, and inside it in a wheel. This file imports neither torch nor
-Hydra, so that `fxtune recipes` answers at once.
+It imports neither torch nor Hydra, so that `fxtune recipes` answers at once.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from fxtune.errors import ConfigError, did_you_mean
 
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
-_HEADER_CHARACTERS = 4096
-"""Characters at the start of a recipe that are searched for its first comment line."""
+ENDINGS = (".yaml", ".yml")
+NAME_CHARACTERS = "letters, digits, `_`, `-` and `.`"
+"""What a recipe's name may have."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Recipe:
         """The file's first comment line, which says what the recipe does."""
         try:
             with self.path.open(encoding="utf-8") as file:
-                for line in file.read(_HEADER_CHARACTERS).splitlines():
+                for line in file.read(4096).splitlines():
                     text = line.strip().removeprefix("#").strip()
                     if not line.startswith("#"):
                         break
@@ -41,31 +41,62 @@ class Recipe:
 
 
 def shipped(kind: str) -> Path:
-    """The folder of `recipes` or `configs` that ships with this copy of fxtune."""
+    """The folder of `recipes` or `configs` that ships: next to the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
 
 
 def recipes() -> dict[str, Recipe]:
-    """Every recipe that `+recipe=NAME` finds from this working directory, by name."""
-    found = {path.stem: Recipe(path.stem, path, shipped=True) for path in sorted(shipped("recipes").glob("*.yaml"))}
+    """Every recipe that `+recipe=NAME` finds from this working directory, by name.
+
+    A name in two subfolders of ./recipes is not among them: find() asks for the path.
+    """
+    found = {path.stem: Recipe(path.stem, path, shipped=True) for path in _files(shipped("recipes"))}
     if LOCAL.resolve() != shipped("recipes").resolve():
-        found |= {
-            path.stem: Recipe(path.stem, path, shipped=False)
-            for path in sorted(LOCAL.glob("*.yaml"))
-            if path.is_file()
-        }
+        own = _own()
+        found |= {name: Recipe(name, paths[0], shipped=False) for name, paths in own.items() if len(paths) == 1}
     return dict(sorted(found.items()))
 
 
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.suffix in ENDINGS and path.is_file())
+
+
+def _own() -> dict[str, list[Path]]:
+    """The user's recipes by name, those of subfolders too. One at the top hides those of its name below."""
+    found = {path.stem: [path] for path in _files(LOCAL)}
+    for folder, subfolders, _ in os.walk(LOCAL):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for path in _files(Path(folder)) if Path(folder) != LOCAL else ():
+            if found.get(path.stem, [path])[0].parent != LOCAL:
+                found.setdefault(path.stem, []).append(path)
+    return found
+
+
+def is_name(text: str) -> bool:
+    return all(letter.isalnum() or letter in "_-." for letter in text)
+
+
 def find(name: str) -> Recipe:
-    """The recipe called `name`, or the one in the file `name` if that ends in .yaml or .yml. Raises ConfigError."""
-    if name.endswith((".yaml", ".yml")):
+    """The recipe called `name` (`mine`, or `team/mine` for recipes/team/mine.yaml), or the one in the file `name`.
+
+    Raises ConfigError.
+    """
+    if name.endswith(ENDINGS):
         path = Path(os.path.expanduser(name))
+        path = path if path.is_file() else LOCAL / path
         if not path.is_file():
             raise ConfigError(f"there is no recipe file {name}")
         return Recipe(path.stem, path, shipped=False)
-    known = recipes()
+    known, own = recipes(), _own()
+    below = [path for path in own.get(Path(name).name, []) if path.with_suffix("") == LOCAL / name]
+    if name not in known and len(below) == 1:
+        return Recipe(below[0].stem, below[0], shipped=False)
+    if len(paths := own.get(name, [])) > 1:
+        raise ConfigError(
+            f"there are {len(paths)} recipes `{name}`: {', '.join(map(str, paths))}. Name its folder: "
+            f"+recipe={paths[0].relative_to(LOCAL).with_suffix('')}"
+        )
     if name not in known:
         raise ConfigError(
             f"there is no recipe `{name}`{did_you_mean(name, known)} `fxtune recipes` lists them all. "

@@ -1,13 +1,16 @@
 """Reads the keys of a config from the dataclasses, with the type and the range of each value.
 
 A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max`
-are allowed values, `above` and `below` are not. The range of a list's field holds for each entry.
+are allowed values, `above` and `below` are not. The range of a list's field holds for each entry. A field that holds a
+value of one kind or a word is `Any` for OmegaConf, with the metadata {"kind": bool, "words": ("auto",)}.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +22,10 @@ Keys = tuple[str, ...]
 """A key, split at its dots: ("data", "sources", "0", "path")."""
 
 _LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    "min": (lambda number, limit: number >= limit, "at least"),
-    "above": (lambda number, limit: number > limit, "above"),
-    "max": (lambda number, limit: number <= limit, "at most"),
-    "below": (lambda number, limit: number < limit, "below"),
+    "min": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "max": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
 }
 
 
@@ -34,6 +37,8 @@ class Slot:
     """Its type; X where the field's type is Optional[X]."""
     nullable: bool = False
     limits: Mapping[str, float] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    """Words that it may also hold, such as `auto`."""
 
     @property
     def fields(self) -> dict[str, Slot]:
@@ -64,14 +69,21 @@ class Slot:
             return _slot(typing.get_args(self.kind)[-1], self.limits)
         return self.fields.get(key)
 
-    def range_broken(self, number: float) -> str | None:
-        """The range that `number` is outside of, in words; None if it is inside."""
-        if all(_LIMITS[name][0](number, limit) for name, limit in self.limits.items()):
-            return None
+    @property
+    def range(self) -> str:
+        """The numbers that it may hold, in words: `at least 0 and below 1`."""
         return " and ".join(f"{_LIMITS[name][1]} {limit}" for name, limit in self.limits.items())
 
+    def range_broken(self, number: float) -> str | None:
+        """The range that `number` is outside of, in words; None if it is inside."""
+        inside = all(_LIMITS[name][0](number, limit) for name, limit in self.limits.items())
+        return None if inside else self.range
 
-def _slot(hint: Any, limits: Mapping[str, float]) -> Slot:
+
+def _slot(hint: Any, metadata: Mapping[str, Any]) -> Slot:
+    limits = {name: limit for name, limit in metadata.items() if name in _LIMITS}
+    if "kind" in metadata:
+        return Slot(metadata["kind"], False, limits, metadata["words"])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [part for part in typing.get_args(hint) if part is not type(None)]
         return Slot(kinds[0], len(kinds) < len(typing.get_args(hint)), limits)
@@ -101,3 +113,22 @@ def is_free(schema: type, keys: Keys) -> bool:
             break
         slot = slot.below(key)
     return slot is not None and slot.takes_any_key
+
+
+def with_defaults(schema: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain `values` of a `schema`, and the default of each key that they lack: an earlier version wrote them."""
+    filled = dict(values)
+    for item in dataclasses.fields(schema):
+        slot, value = _fields(schema)[item.name], values.get(item.name)
+        if item.name not in values:
+            factory = item.default_factory
+            default = item.default if factory is dataclasses.MISSING else factory()
+            if default is not dataclasses.MISSING:
+                filled[item.name] = json.loads(json.dumps(default, default=dataclasses.asdict))
+        elif slot.fields and isinstance(value, dict):
+            filled[item.name] = with_defaults(slot.kind, value)
+        elif slot.container is list and isinstance(value, list):
+            entry = slot.below("0")
+            if entry is not None and entry.fields:
+                filled[item.name] = [with_defaults(entry.kind, one) if isinstance(one, dict) else one for one in value]
+    return filled

@@ -1,14 +1,18 @@
-"""Reads the overrides of a command line and the recipes and groups that they choose. Everything is
-checked before Hydra sees it.
+"""Reads the overrides of a command line, and the recipes and groups that they choose, before Hydra sees them.
 
-Hydra distinguishes `key=`, `+key=` and `++key=`, and takes the order of config groups from a file. Here each spelling
-is accepted, and `RecipeStore.override` returns the one that Hydra needs. `RecipeStore.recipe` merges a recipe over the
-recipes and groups in its `defaults:`.
+`key=`, `+key=` and `++key=` are all accepted, and `RecipeStore.override` returns the spelling that Hydra needs.
+`RecipeStore.recipe` merges a recipe over the recipes and groups in its `defaults:`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import glob
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -51,8 +55,7 @@ class Choice:
 
 
 class RecipeStore:
-    """The recipes and groups that can be chosen from this working directory. Each is read
-    once and kept as plain data."""
+    """The recipes and groups that can be chosen from this working directory. Each is read once, as plain data."""
 
     def __init__(self, schema: type):
         self.schema = schema
@@ -66,40 +69,50 @@ class RecipeStore:
 
     def override(self, text: str, place: str = COMMAND_LINE, from_file: bool = False) -> Choice:
         """Check the override `text`, which is written at `place`. Raises one ConfigError with every mistake in it."""
-        try:
-            parsed = self._parser.parse_override(text)
-        except HydraException as error:
-            raise ConfigError(f"{place}: {self._why_unreadable(text, error)}") from error
-        key, (_, _, value), sweeps = parsed.key_or_group, text.partition("="), parsed.is_sweep_override()
-        if parsed.is_delete():
-            raise ConfigError(f"{place}: `{text}`: no key can be taken out of a config; give it another value")
-        if parsed.package is not None:
-            raise ConfigError(f"{place}: `{text}`: a group has one place, `@` cannot move it")
-        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            return self._hydra_setting(text, key, place, from_file)
-        if key == "recipe":
-            names = self._find_recipes(_values(parsed, self.paths), place)
-            listed = f"[{','.join(names)}]" if isinstance(parsed.value(), list) else ",".join(names)
-            return Choice(Kind.recipe, f"+recipe={listed}", key, sweeps, tuple(names))
-        if key in self.groups:
-            options = self._find_options(key, _values(parsed, self.groups[key]), place)
-            return Choice(Kind.group, f"+{key}={value}", key, sweeps, tuple(options))
-        near_group = None if "." in key else nearest(key, [*self.groups, "recipe"], 0.75)
-        if near_group and key not in Slot(self.schema).fields:
-            better = f"{'+' * (near_group == 'recipe')}{near_group}={value}"
-            raise ConfigError(f"{place}: unknown key `{key}`; did you mean `{better}`?")
+        with written_at(place):
+            typed, text = text, _quoted(text)
+            try:
+                parsed = self._parser.parse_override(text)
+            except HydraException as error:
+                raise ConfigError(self._why_unreadable(typed, error)) from error
+            if choice := self._hydra_or_group(parsed, text, from_file):
+                return choice
+        key, value = parsed.key_or_group, text.partition("=")[2]
         validator, keys = Validator(self.schema, lambda _: place, from_file), tuple(key.split("."))
         slot = validator.find(keys)
         if slot is not None:
             for one in _values(parsed, ()):
                 validator.check(slot, one, keys)
         refuse(validator.problems)
-        return Choice(Kind.key, f"{'++' * is_free(self.schema, keys)}{key}={value}", key, sweeps)
+        spelling = f"{'++' * is_free(self.schema, keys)}{key}={value}"
+        return Choice(Kind.key, spelling, key, parsed.is_sweep_override())
+
+    def _hydra_or_group(self, parsed: Override, text: str, from_file: bool) -> Choice | None:
+        """The choice of a recipe, a group's option or a plugin of Hydra; None if the override is a key."""
+        key, value, sweeps = parsed.key_or_group, text.partition("=")[2], parsed.is_sweep_override()
+        if parsed.is_delete():
+            raise ConfigError(f"`{text}`: no key can be taken out of a config; give it another value")
+        if parsed.package is not None:
+            raise ConfigError(f"`{text}`: a group has one place, `@` cannot move it")
+        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            return _hydra_setting(text, key, from_file)
+        if key == "recipe":
+            names = self._find_recipes(_values(parsed, self.paths))
+            listed = f"[{','.join(names)}]" if isinstance(parsed.value(), list) else ",".join(names)
+            return Choice(Kind.recipe, _quoted(f"+recipe={listed}"), key, sweeps, tuple(names))
+        if key in self.groups:
+            options = self._find_options(key, _values(parsed, self.groups[key]))
+            return Choice(Kind.group, f"+{key}={value}", key, sweeps, tuple(options))
+        near_group = None if "." in key else nearest(key, [*self.groups, "recipe"], 0.75)
+        if near_group and key not in Slot(self.schema).fields:
+            better = f"{'+' * (near_group == 'recipe')}{near_group}={value}"
+            raise ConfigError(f"unknown key `{key}`; did you mean `{better}`?")
+        return None
 
     def recipe(self, name: str, trail: tuple[str, ...] = ()) -> DictConfig:
-        """The recipe `name` as plain data, merged over what its `defaults:` name.
+        """The recipe `name` merged over what its `defaults:` name; the recipes of `trail` build on it.
 
-        `trail`: the recipes that build on it. Raises one ConfigError with every mistake in it.
+        Raises one ConfigError with every mistake in it.
         """
         if name in trail:
             path = discovery.place(self.paths[name])
@@ -116,13 +129,13 @@ class RecipeStore:
             refuse(validator.problems)
             if isinstance(run := own.get("run") or {}, dict):
                 own["run"] = {"name": name, **run}
+            _find_data(own.get("data"), self.paths[name])
             # A recipe wins over what it builds on, wherever (and whether) its defaults list has _self_.
             self.recipes[name] = OmegaConf.merge(*layers, own)  # type: ignore[assignment]
         return self.recipes[name]
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
-        """The values of a group's option, and whether their keys start at the root of the config instead
-        of at the section `group`."""
+        """The values of a group's option, and whether their keys start at the root instead of at the section."""
         if (group, option) not in self.options:
             document = read(self.groups[group][option])
             whole_config = document.package == "_global_"
@@ -137,8 +150,7 @@ class RecipeStore:
         return self.options[group, option]
 
     def _read_defaults(self, document: Document, validator: Validator, trail: tuple[str, ...]) -> list[Any]:
-        """The layers that a recipe builds on, in order: recipes (`llama_lora`) and groups
-        (`override /optimizer: muon`)."""
+        """The layers that a recipe builds on: recipes (`llama_lora`) and groups (`override /optimizer: muon`)."""
         entries = document.data.get("defaults") or []
         if not isinstance(entries, list):
             validator.add(("defaults",), "`defaults` is a list: [llama_lora, {override /optimizer: muon}, _self_]")
@@ -146,56 +158,53 @@ class RecipeStore:
         layers: list[Any] = []
         for index, entry in enumerate(entries):
             try:
-                layers += self._read_default(entry, document.where(("defaults", str(index))), trail)
+                if isinstance(entry, str) and entry in self.paths:
+                    layers.append(self.recipe(entry, trail))
+                elif entry != "_self_":
+                    with written_at(document.where(("defaults", str(index)))):
+                        group, options = self._chosen_group(entry)
+                    for option in options:
+                        data, whole_config = self.group(group, option)
+                        layers.append(data if whole_config else {group: data})
             except ConfigError as error:
                 validator.problems.append(str(error))
         return layers
 
-    def _read_default(self, entry: Any, place: str, trail: tuple[str, ...]) -> list[Any]:
-        if entry == "_self_":
-            return []
+    def _chosen_group(self, entry: Any) -> tuple[str, list[str]]:
+        """The group and the options of an entry of `defaults` that is not a recipe."""
         if isinstance(entry, str):
-            if entry not in self.paths:
-                hint = did_you_mean(entry, self.paths)
-                raise ConfigError(f"{place}: there is no recipe `{entry}` to build on{hint}")
-            return [self.recipe(entry, trail)]
+            raise ConfigError(f"there is no recipe `{entry}` to build on{did_you_mean(entry, self.paths)}")
         if not isinstance(entry, dict) or len(entry) != 1:
-            raise ConfigError(
-                f"{place}: an entry of `defaults` is a recipe's name, `override /GROUP: OPTION`, or _self_"
-            )
+            raise ConfigError("an entry of `defaults` is a recipe's name, `override /GROUP: OPTION`, or _self_")
         ((key, value),) = entry.items()
         group = str(key).removeprefix("override ").strip().lstrip("/")
         if group.startswith("hydra"):
             raise ConfigError(
-                f"{place}: a recipe cannot choose `{group}`, a plugin is code; put {group}={value} on the command line"
+                f"a recipe cannot choose `{group}`, a plugin is code; put {group}={value} on the command line"
             )
         if group not in self.groups:
-            raise ConfigError(f"{place}: there is no config group `{group}`{did_you_mean(group, self.groups)}")
-        layers = []
-        for option in self._find_options(group, [value], place):
-            data, whole_config = self.group(group, option)
-            layers.append(data if whole_config else {group: data})
-        return layers
+            raise ConfigError(f"there is no config group `{group}`{did_you_mean(group, self.groups)}")
+        return group, self._find_options(group, [value])
 
     def _read_grid(self, document: Document, validator: Validator) -> list[Choice]:
-        """A recipe's grid for `-m`. It is the only Hydra setting a recipe may have: the
-        others run code or move files."""
-        settings = document.data.get("hydra")
-        if settings is None:
-            return []
+        """A recipe's grid for `-m`, the only Hydra setting that it may have: the others run code or move files."""
+        settings: Any = document.data.get("hydra")
+        settings = {} if settings is None else settings
         path: Keys = ("hydra",)
         for allowed in ("sweeper", "params"):
-            for key in settings if isinstance(settings, dict) else [settings]:
-                if key != allowed or not isinstance(settings, dict) or not isinstance(settings[key], dict):
-                    wrong = (*path, str(key))
-                    validator.add(
-                        wrong,
-                        f"`{'.'.join(wrong)}`: of Hydra's own settings a recipe may have only hydra.sweeper.params, "
-                        "a grid for -m: a recipe may come from a stranger, and the others run code or move files. "
-                        "Put yours on the command line",
-                    )
-                    return []
-            settings, path = settings.get(allowed, {}), (*path, allowed)
+            others = (
+                [str(key) for key in settings if key != allowed] if isinstance(settings, dict) else [str(settings)]
+            )
+            below = None if others else settings.get(allowed, {})
+            if others or not isinstance(below, dict):
+                wrong = (*path, *(others or [allowed])[:1])
+                validator.add(
+                    wrong,
+                    f"`{'.'.join(wrong)}`: of Hydra's own settings a recipe may have only hydra.sweeper.params, a "
+                    "grid for -m: the others run code or move files. Put yours on the command line",
+                )
+                return []
+            settings, path = below, (*path, allowed)
         grid = []
         for key, value in settings.items():
             place = document.where((*path, str(key)))
@@ -208,63 +217,66 @@ class RecipeStore:
                 validator.problems.append(str(error))
         return grid
 
-    def _hydra_setting(self, text: str, key: str, place: str, from_file: bool) -> Choice:
-        """The user may choose and set sweepers and launchers. Settings that move files or
-        run other code are refused."""
-        plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
-        if from_file or not plugin:
-            raise ConfigError(
-                f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and only on the "
-                "command line. run.dir=FOLDER says where a run goes; in a multirun, each job has a folder below it"
-            )
-        if "${" in text or any(part.startswith("_") for part in key.split(".")) or "_target_" in text:
-            raise ConfigError(
-                f"{place}: `{text}`: a config holds values, it cannot name code to run or read the environment"
-            )
-        return Choice(Kind.hydra, text.lstrip("+") if "/" in key else f"++{text.lstrip('+')}", key, False)
-
-    def _find_recipes(self, values: Iterable[Any], place: str) -> list[str]:
+    def _find_recipes(self, values: Iterable[Any]) -> list[str]:
         """The names of the recipes that `values` choose by name or by path."""
         names: list[str] = []
         for value in _flat(values):
-            try:
-                found = discovery.find(str(value))
-            except ConfigError as error:
-                raise ConfigError(f"{place}: {error}") from error
+            found = discovery.find(str(value))
             if found.name in names and self.paths[found.name].resolve() != found.path.resolve():
-                raise ConfigError(f"{place}: two recipes are called {found.name}; rename one of them")
-            if not all(letter.isalnum() or letter in "_-." for letter in found.name):
-                raise ConfigError(
-                    f"{place}: rename {found.path}: a recipe's name has letters, digits, `_`, `-` and `.`"
-                )
+                raise ConfigError(f"two recipes are called {found.name}; rename one of them")
+            if not discovery.is_name(found.name):
+                raise ConfigError(f"rename {found.path}: a recipe's name has {discovery.NAME_CHARACTERS}")
             self.paths[found.name] = found.path
             names.append(found.name)
         return names
 
-    def _find_options(self, group: str, values: Iterable[Any], place: str) -> list[str]:
+    def _find_options(self, group: str, values: Iterable[Any]) -> list[str]:
         """The options of `group` that `values` name."""
         known, options = self.groups[group], list(_flat(values))
         for option in options:
             if not isinstance(option, str):
                 raise ConfigError(
-                    f"{place}: `{group}` is a config group: {group}=NAME with one of {', '.join(known)}; "
-                    "its keys are set one by one"
+                    f"`{group}` is a config group: {group}=NAME with one of {', '.join(known)}; its keys are set one "
+                    "by one"
                 )
             if option not in known:
-                raise ConfigError(
-                    f"{place}: the config group `{group}` has no `{option}`{did_you_mean(option, known)}"
-                )
+                raise ConfigError(f"the config group `{group}` has no `{option}`{did_you_mean(option, known)}")
         return options
 
     def _why_unreadable(self, text: str, error: HydraException) -> str:
-        if "=" not in text:
-            if text in self.paths or Path(text).suffix == ".yaml":
-                return f"`{text}` is a {'recipe' if text in self.paths else 'file'}: write +recipe={text}"
-            return f"`{text}` is neither a command of fxtune nor key=value"
-        key, _, value = text.partition("=")
-        reason = str(error).strip().split("\n", 1)[0]
-        quoted = f"\"{key}='{value}'\""
-        return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"
+        key, equals, value = text.partition("=")
+        dotted = re.sub(r"\.?\[(\d+)\]", r".\1", key)
+        if dotted != key:
+            return f"`{text}`: an entry of a list is named by a dot and its number, counted from 0: {dotted}={value}"
+        if equals:
+            reason = str(error).strip().split("\n", 1)[0]
+            quoted = f"\"{key}='{value}'\""
+            return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"
+        if text in self.paths or text.endswith(discovery.ENDINGS):
+            return f"`{text}` is a {'recipe' if text in self.paths else 'file'}: write +recipe={text}"
+        return f"`{text}` is neither a command of fxtune nor key=value"
+
+
+def _hydra_setting(text: str, key: str, from_file: bool) -> Choice:
+    """The user may set sweepers and launchers, on the command line. Other settings move files or run code."""
+    plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
+    if from_file or not plugin:
+        raise ConfigError(
+            f"`{key}`: of Hydra's own settings only sweeper and launcher can be set, and only on the command line. "
+            "run.dir=FOLDER says where a run goes; in a multirun, each job has a folder below it"
+        )
+    if "${" in text or any(part.startswith("_") for part in key.split(".")) or "_target_" in text:
+        raise ConfigError(f"`{text}`: a config holds values, it cannot name code to run or read the environment")
+    return Choice(Kind.hydra, text.lstrip("+") if "/" in key else f"++{text.lstrip('+')}", key, False)
+
+
+@contextmanager
+def written_at(place: str) -> Iterator[None]:
+    """Put `place` before the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -283,6 +295,38 @@ def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
     if isinstance(value, Glob):
         return value.filter(list(names))
     return [] if parsed.is_sweep_override() else [value]  # a sweeper plugin draws from an interval
+
+
+def _quoted(text: str) -> str:
+    """The override with quotes around the parts of its value with letters that Hydra takes only in quotes (`ü`)."""
+    key, equals, value = text.partition("=")
+    parts = re.split(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[,\[\]{}:()'\"]\s*)", value)
+    return key + equals + "".join(part if part.isascii() or part[0] in "'\"" else f"'{part}'" for part in parts)
+
+
+def _find_data(data: Any, recipe: Path) -> None:
+    """Change the paths in a recipe's section `data` that exist beside the recipe, and not in the working directory."""
+    if not isinstance(data, dict):
+        return
+    lists = (data.get(name) for name in ("sources", "eval_sources"))
+    entries = [entry for entries in lists for entry in entries or []]
+    owners = [(entry, "path") for entry in [*entries, data.get("questions") or {}]] + [(data, "chat_template")]
+    for owner, key in owners:
+        written = owner.get(key) if isinstance(owner, dict) else None
+        if isinstance(written, str) and not _exists(Path(), written) and _exists(recipe.parent, written):
+            owner[key] = discovery.place(recipe.parent / written)
+            _say_once(f"{discovery.place(recipe)}: {written} is not in {Path.cwd()}, so {owner[key]} is read.")
+
+
+def _exists(folder: Path, written: str) -> bool:
+    """Whether a file, a folder or a glob names something in `folder`."""
+    path = os.path.join(folder, os.path.expanduser(written))
+    return "${" not in written and (os.path.exists(path) or (glob.has_magic(path) and any(glob.iglob(path))))
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(f"fxtune: {line}", file=sys.stderr, flush=True)  # standard output may be the YAML of --cfg
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

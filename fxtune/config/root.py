@@ -26,6 +26,11 @@ class Resume(str, Enum):
     must = "must"
 
 
+class Export(str, Enum):
+    best = "best"
+    last = "last"
+
+
 @dataclass
 class RunConfig:
     name: str = "run"
@@ -33,6 +38,7 @@ class RunConfig:
     dir: Optional[str] = None
     """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if that one is taken."""
     seed: int = field(default=0, metadata={"min": 0})
+    """Of the order of the data, new weights and dropout."""
     resume: Resume = Resume.auto
     """`auto`: continue an unfinished run of the same config, or start one. `never`: start one.
     `must`: fail if there is none."""
@@ -40,8 +46,16 @@ class RunConfig:
     """Give the same bits each time on the same machine: use deterministic kernels only, and choose nothing by timing
     or by free memory. An option that cannot do this is refused (docs/faults.md)."""
     device: Device = Device.auto
+    """`auto`: the GPU if there is one."""
+    gpus: str = "auto"
+    """How many GPUs of this machine train together, each in a process of its own (a rank). `auto`: as many as divide
+    the micro-batches of a step. A number with run.device=cpu: so many processes on the CPU. torchrun starts ranks on
+    several machines (docs/distributed.md)."""
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
     """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
+    export: Export = Export.best
+    """Which weights are exported when the run ends. `best`: those with the lowest held-out loss; the last ones without
+    held-out data or with checkpoint.keep_best=false. `last`: those after the last step."""
 
 
 class Spikes(str, Enum):
@@ -60,6 +74,7 @@ class TrainConfig:
     max_steps: Optional[int] = field(default=None, metadata={"min": 1})
     """Optimizer steps. If epochs is set too, whichever comes first; if neither is set, one epoch."""
     epochs: Optional[float] = field(default=None, metadata={"above": 0})
+    """Passes over the data; may be a fraction."""
     micro_batch_size: int = field(default=1, metadata={"min": 1})
     """Rows in one forward and backward."""
     global_batch_size: int = field(default=8, metadata={"min": 1})
@@ -107,6 +122,8 @@ class Config:
                 f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, "
                 "not empty (run.dir takes a path)"
             )
+        if run.gpus != "auto" and not re.fullmatch(r"[1-9]\d{0,4}", run.gpus):
+            yield f"`run.gpus={run.gpus}` must be `auto` or a whole number from 1 on"
         if train.global_batch_size % train.micro_batch_size:
             yield (
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "

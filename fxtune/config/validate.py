@@ -1,9 +1,8 @@
 """Checks each key and value of a config against the dataclasses, and says exactly where one is wrong.
 
-A recipe is data from a stranger. So every recipe, group and override is checked before Hydra reads it, because
-Hydra acts on some values (`hydra.callbacks` runs code) and lets unknown keys pass (`+key`). The merged config is
-checked once more, by the same code, because only then is the value of a pointer such as `${optimizer.lr}` known.
-Nothing that is read is executed.
+A recipe is data from a stranger, and Hydra acts on some values (`hydra.callbacks` runs code) and lets unknown keys
+pass (`+key`). So every recipe, group and override is checked before Hydra reads it, and the merged config once more,
+when the values of pointers such as `${optimizer.lr}` are known.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Validator:
     schema: type
     """The root dataclass."""
     place: Callable[[Keys], str]
-    """Where a key is written: a file and a line, or the command line."""
     from_file: bool = True
     """Whether the values come from a file, which somebody else may have written."""
     problems: list[str] = field(default_factory=list)
@@ -98,7 +96,7 @@ class Validator:
             return  # compose.typed() reports what is not set once everything is merged
         elif value is None:
             if not slot.nullable:
-                self.add(keys, f"`{name}` cannot be null; it is {_expected(slot)}")
+                self.add(keys, f"`{name}` cannot be null; it is {expected(slot)}")
         elif slot.container is list or (slot.kind is Any and isinstance(value, list)):
             if not isinstance(value, list):
                 self.add(keys, f"`{name}` is a list: [{_shown(value)}], not {_shown(value)}")
@@ -107,7 +105,7 @@ class Validator:
                 self._check_below(slot, str(index), item, keys)
         elif slot.fields or slot.container is dict or (slot.kind is Any and isinstance(value, dict)):
             if not isinstance(value, dict):
-                self.add(keys, f"`{name}` has keys of its own ({_expected(slot)}) and cannot be {_shown(value)}")
+                self.add(keys, f"`{name}` has keys of its own ({expected(slot)}) and cannot be {_shown(value)}")
                 return
             for key, item in value.items():
                 if isinstance(item, bool) and (below := slot.below(str(key))) and {"on", "off"} <= {*below.choices}:
@@ -115,7 +113,7 @@ class Validator:
                 self._check_below(slot, str(key), item, keys)
         elif slot.choices:
             self._check_choice(slot.choices, value, keys)
-        elif slot.kind is not Any:
+        elif slot.kind is not Any and value not in slot.words:
             self._check_scalar(slot, value, keys)
 
     def _check_below(self, slot: Slot, key: str, value: Any, above: Keys) -> None:
@@ -152,7 +150,7 @@ class Validator:
                 wrong = True
             wrong = wrong or (slot.kind is bool and value not in (0, 1) and not isinstance(value, str))
         if wrong:
-            self.add(keys, f"`{name}` is {_TYPE_NAMES[slot.kind]}, and {_shown(value)} is not")
+            self.add(keys, f"`{name}` is {expected(slot)}, and {_shown(value)} is not")
         elif isinstance(number, float) and not math.isfinite(number):
             self.add(keys, f"`{name}={number}` is not a finite number")
         elif slot.kind is not str and (limits := slot.range_broken(number)):
@@ -161,22 +159,16 @@ class Validator:
             self._check_permission(name, value, keys)
 
     def _check_permission(self, name: str, value: Any, keys: Keys) -> None:
-        """A file may not let foreign code run, nor write outside the working directory. Only
-        the user may, by typing it."""
+        """Only the user may let foreign code run or write outside the working directory, by typing it."""
         if keys[-1] == TRUST and value is not False:
-            self.add(
-                keys,
-                f"`{name}` runs code of a stranger, so a recipe cannot set it: put {name}=true on the command line "
-                "yourself",
-            )
-        if name in OUTPUT_KEYS and (
-            Path(value).is_absolute() or any(part.startswith((".", "~")) for part in Path(value).parts if part != ".")
-        ):
-            self.add(
-                keys,
-                f"`{name}={value}`: a recipe may come from a stranger, so it writes below the working directory only "
-                f"(no /, ~, .. or hidden folders); put {name}={value} on the command line yourself",
-            )
+            why = "runs code of a stranger, so a recipe cannot set it"
+            self.add(keys, f"`{name}` {why}: put {name}=true on the command line yourself")
+        if name not in OUTPUT_KEYS:
+            return
+        path = Path(value)
+        if path.is_absolute() or any(part.startswith((".", "~")) for part in path.parts if part != "."):
+            why = "a recipe of a stranger writes below the working directory only (no /, ~, .. or hidden folders)"
+            self.add(keys, f"`{name}={value}`: {why}; put {name}={value} on the command line yourself")
 
     def _check_pointer(self, value: str, keys: Keys) -> None:
         """`${optimizer.lr}` must name a key that exists, and nothing but keys."""
@@ -184,11 +176,8 @@ class Validator:
         if self.from_file and keys[-1] == TRUST:
             self.add(keys, f"`{name}` can be set on the command line only")
         if "${" in POINTER.sub("", value):
-            self.add(
-                keys,
-                f"`{name}={value}` is not allowed: a config is saved and shared, so it may point at other keys "
-                "(${optimizer.lr}) and never at the environment, a file or a function",
-            )
+            why = "a config is saved and shared, so it may point at other keys (${optimizer.lr}) and never at the"
+            self.add(keys, f"`{name}={value}` is not allowed: {why} environment, a file or a function")
             return
         for dots, target in POINTER.findall(value):
             path = tuple(re.sub(r"\[(\d+)\]", r".\1", target).split("."))
@@ -199,16 +188,13 @@ class Validator:
                 self.add(keys, f"`{name}={value}` points at nothing: {targets.problems[0].removeprefix(': ')}")
             elif self.from_file and name in OUTPUT_KEYS and full != ("run", "name") and slot.kind is str:
                 self.add(
-                    keys,
-                    f"`{name}={value}` points at a text that may be any path: the only text it can point at is "
-                    "run.name",
+                    keys, f"`{name}={value}` points at a text that may be any path: it can point at run.name only"
                 )
         if self.from_file and name in OUTPUT_KEYS:
             self._check_permission(name, POINTER.sub("x", value), keys)
 
     def _no_such_key(self, slot: Slot, keys: Keys, depth: int) -> str:
-        """Why `slot`, which the first `depth` of `keys` lead to, has no key `keys[depth]`,
-        and which key may be meant."""
+        """Why `slot`, to which the first `depth` of `keys` lead, has no key `keys[depth]`, and which may be meant."""
         above, key, rest = keys[:depth], keys[depth], keys[depth + 1 :]
         name, owner = ".".join(keys), ".".join(above)
         if _is_directive(key):
@@ -216,7 +202,7 @@ class Validator:
         if slot.container is list:
             return f"`{name}`: `{owner}` is a list, its entries are counted from 0 (`{owner}.0`)"
         if not slot.fields:
-            return f"unknown key `{name}`: `{owner}` is {_expected(slot)} and has no keys"
+            return f"unknown key `{name}`: `{owner}` is {expected(slot)} and has no keys"
         if "." in key:  # a key of a command line is split at its dots
             return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
         if better := self._likely_key(above, list(slot.fields), key, rest):
@@ -240,23 +226,22 @@ class Validator:
 
 
 def command_line_only(key: str) -> bool:
-    """Whether a key may be set on a command line only, and not in a file (see Validator._check_permission)."""
     return key in OUTPUT_KEYS or key.rpartition(".")[2] == TRUST
 
 
 def _is_directive(key: str) -> bool:
-    """Whether `key` is a directive of Hydra (`_target_`, `_partial_`, ...), which turns data into a call."""
+    """Whether Hydra would turn data into a call at `key` (`_target_`, `_partial_`, ...)."""
     return len(key) > 2 and key.startswith("_") and key.endswith("_")
 
 
-def _expected(slot: Slot) -> str:
+def expected(slot: Slot) -> str:
     if slot.fields:
         return ", ".join(slot.fields)
     if slot.choices:
         return f"one of {', '.join(slot.choices)}"
     if slot.container in (list, dict):
         return "a list" if slot.container is list else "{name: value, ...}"
-    return _TYPE_NAMES.get(slot.kind, str(slot.kind))
+    return " or ".join([_TYPE_NAMES.get(slot.kind, str(slot.kind)), *slot.words])
 
 
 def _shown(value: Any) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Optional
+from typing import Any, Optional
+
+from omegaconf import BooleanNode
 
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import ConfigError
@@ -24,9 +26,37 @@ class OnLong(str, Enum):
     error = "error"
 
 
+class OnOverlap(str, Enum):
+    error = "error"
+    drop = "drop"
+    keep = "keep"
+
+
 class OnBadRow(str, Enum):
     error = "error"
     quarantine = "quarantine"
+
+
+AUTO = "auto"
+
+
+class ChatRole(str, Enum):
+    system = "system"
+    user = "user"
+    assistant = "assistant"
+    tool = "tool"
+
+
+@dataclass
+class LearnConfig:
+    """Which turns of a chat the model learns to write. A turn's own `train` or `weight` (0 or 1) comes first."""
+
+    roles: list[ChatRole] = field(default_factory=lambda: [ChatRole.assistant])
+    """Whose turns are learned."""
+    tool_calls: bool = True
+    """Learn assistant turns that call tools. False: they are context only."""
+    last_turn_only: bool = False
+    """Learn only the last of these turns in each chat."""
 
 
 @dataclass
@@ -39,13 +69,17 @@ class SourceConfig:
     """Share of the supervised tokens, relative to the other sources. Null for all sources:
     every row once per epoch."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """A split, or rows of it as the datasets library writes them: train, test, train[:10%], train[100:200],
+    train[-5%:]. A folder has splits if all its files are named by them (train.jsonl, test.jsonl)."""
     subset: Optional[str] = None
     """Configuration name of a hub dataset."""
     revision: Optional[str] = None
     """Branch, tag or commit of a hub dataset."""
     columns: dict[str, str] = field(default_factory=dict)
     """Renames columns before the format is detected: {name in the data: name that fxtune reads}."""
+    unused: list[str] = field(default_factory=list)
+    """Columns, and fields of turns, that are not used on purpose. Any other part of a row that does not
+    reach the text is an error."""
     text_unit: TextUnit = TextUnit.document
     """For .txt and .md files: what one row is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})
@@ -62,7 +96,9 @@ class QuestionsConfig:
     show: int = field(default=3, metadata={"min": 0})
     """How many questions are printed with both answers."""
     max_new_tokens: int = field(default=64, metadata={"min": 1})
+    """The length at which an answer is cut off."""
     batch_size: int = field(default=32, metadata={"min": 1})
+    """Questions that are answered at a time."""
 
 
 @dataclass
@@ -81,26 +117,36 @@ class MixConfig:
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     eval_sources: list[SourceConfig] = field(default_factory=list)
-    """Held-out sources for evaluation."""
+    """Held-out sources for evaluation. They replace the share of eval_fraction."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """Instead of eval_sources: hold out this share of the documents. A document's content
-    decides, so the choice is stable."""
+    """Hold out this share of the documents of `sources`. A document's content decides, so it stays on its side when
+    rows are added, and copies of it are on the same side."""
+    eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
+    """Evaluate on at most this many of the documents that eval_fraction holds out of each source."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     sequence_length: int = field(default=2048, metadata={"min": 2})
     """Tokens in a row: at least one to read and one to predict."""
-    packing: bool = True
-    """Put several documents into one row; they cannot attend to each other. False: one
-    document a row, with padding."""
+    packing: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
+    """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding.
+    `auto`: true if the model and its attention keep documents apart and there are no `buckets`, else false, with a
+    line that says why."""
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
     """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch."""
     on_long: OnLong = OnLong.split
-    """What to do with a document longer than sequence_length."""
+    """What to do with a document longer than sequence_length. `split`: text anywhere, chats at their turns, with the
+    system prompt in each piece."""
     mix: MixConfig = field(default_factory=MixConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    on_overlap: OnOverlap = OnOverlap.error
+    """What to do with rows that are in `sources` and in `eval_sources` or `questions`, by their tokens. `drop`: leave
+    them out of training. `keep`: train on them."""
     on_bad_row: OnBadRow = OnBadRow.error
     """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
     the run folder and goes on."""
     chat_template: Optional[str] = None
     """A Jinja file that replaces the tokenizer's chat template."""
+    system: Optional[str] = None
+    """A system message for each chat that has none, in training, evaluation and questions. Null: none is added."""
     workers: int = field(default=0, metadata={"min": 0})
     """Processes that tokenize; 0: one per core."""
     cache_dir: Optional[str] = None
@@ -109,13 +155,33 @@ class DataConfig:
     """When new tokens are cached, remove those that no run has used for this many days, and
     print a line. Null: keep all."""
 
+    def __post_init__(self) -> None:
+        if self.packing != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
+            self.packing = BooleanNode(self.packing)._value()
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows hold several documents. An undecided `auto` does, unless there are buckets."""
+        return not self.buckets if self.packing == AUTO else bool(self.packing)
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of the documents of `sources` that is held out of training."""
+        return 0.0 if self.eval_sources else self.eval_fraction
+
+    def own_questions(self) -> QuestionsConfig:
+        """`questions`; none if they belong to data that ships with fxtune, and `sources` names other data."""
+        shipped = any(source.path.startswith("builtin:") for source in self.sources)
+        foreign = (self.questions.path or "").startswith("builtin:") and not shipped
+        return replace(self.questions, path=None) if foreign else self.questions
+
     def row_lengths(self) -> tuple[int, ...]:
         """The lengths that rows can have, ascending; empty if any length is possible.
 
         `sequence_length` is added if all buckets are shorter, so that each document fits. Buckets beyond the first
         that holds `sequence_length` are left out, because no document needs them.
         """
-        if self.packing:
+        if self.packs:
             return (self.sequence_length,)
         if not self.buckets:
             return ()
@@ -134,9 +200,7 @@ class DataConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for settings that contradict each other, before any file is read."""
-        if self.eval_fraction and self.eval_sources:
-            raise ConfigError("data.eval_fraction and data.eval_sources are both set: keep one of them.")
-        if self.buckets and self.packing:
+        if self.buckets and self.packs:
             raise ConfigError(
                 "data.buckets sets the lengths that single documents are padded to, but data.packing=true makes "
                 f"every row {self.sequence_length} tokens long. Set data.packing=false, or data.buckets=[]."

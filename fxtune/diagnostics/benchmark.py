@@ -8,6 +8,7 @@ events on the device's own stream. Tokens per second count the tokens of documen
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -22,12 +23,14 @@ import torch
 
 from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.loader import Loader, StepBatches
+from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system.profiler import kernel_times
+from fxtune.system.progress import phase
 from fxtune.system.units import GIB
 from fxtune.tracking.throughput import StartupTimer, memory_gib
-from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training.builder import RunBuilder
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.step import Metrics, TrainStep
@@ -107,49 +110,45 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     model = builder.language_model(builder.build())
     builder.prove(model)
     train_step = builder.train_step(model, CausalLM())
-    loader = Loader(plan, config.loader, builder.world.device)
-    try:
-        with builder.oom_context("Measuring", MemoryPhase.training):
-            return _measure(builder, train_step, loader, startup, steps, warm_up, profile)
-    finally:
-        loader.close()
+    model.model.train()
+    with (
+        contextlib.closing(Loader(plan, config.loader, builder.world.device)) as loader,
+        builder.oom_context("Measuring", MemoryPhase.training),
+        phase("Measuring", plan.steps, "steps") as work,
+    ):
+        rates = [builder.learning_rate(index, plan.steps) for index in range(plan.steps)]
+        taken = work.over((step, train_step(plan, step, rates[step.index])) for step in loader.steps())
+        return _measure(builder, train_step, plan, taken, startup, steps, warm_up, profile)
 
 
 def steps_only(config: Config, steps: int) -> Config:
     """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
 
-    `data.eval_fraction` stays, because it decides which documents are trained on.
+    A held-out share stays, because it decides which documents are trained on.
     """
     config = copy.deepcopy(config)
     config.train.max_steps, config.train.epochs = steps, None
     config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
+    config.data.eval_fraction = config.data.held_out_share
     config.data.questions.path, config.data.eval_sources = None, []
     config.checkpoint.every = 0
-    config.tracking = TrackingConfig(display=Display.none)
+    config.tracking = TrackingConfig(display=DisplayKind.none)
     return config
-
-
-def _take_steps(builder: RunBuilder, train_step: TrainStep, loader: Loader) -> Iterator[tuple[StepBatches, Metrics]]:
-    """Take the steps of the loader's plan, each when it is requested."""
-    plan = loader.plan
-    train_step.model.model.train()
-    for step in loader.steps():
-        yield step, train_step(plan, step, builder.learning_rate(step.index, plan.steps))
 
 
 def _measure(
     builder: RunBuilder,
     train_step: TrainStep,
-    loader: Loader,
+    plan: Plan,
+    taken: Iterator[tuple[StepBatches, Metrics]],
     startup: StartupTimer,
     steps: int,
     warm_up: int,
     profile: bool,
 ) -> Measured:
-    device, plan, log_every = builder.world.device, loader.plan, builder.config.train.log_every
+    device, log_every = builder.world.device, builder.config.train.log_every
     statistics, times_of_steps = StepStatistics(scaled=train_step.loss_scale.active), StepTimes(device)
-    meter = builder.meter(train_step.model.model, plan)
-    taken, since_start = _take_steps(builder, train_step, loader), []
+    meter, since_start = builder.meter(train_step.model.model, plan), []
     for _, metrics in islice(taken, warm_up):
         statistics.add(metrics)
         _synchronize(device)
@@ -189,7 +188,7 @@ def _measure(
     low, middle, high = np.percentile(times_of_steps.seconds(), (5, 50, 95))
     losses = [record.loss if math.isfinite(record.loss) else None for record in statistics.records]
     finite = [loss for loss in losses[warm_up:] if loss is not None]
-    compiled = builder.techniques.compile
+    compiled, cuda = builder.techniques.compile, device.type == "cuda"
     return Measured(
         tokens_per_second=tokens / seconds,
         supervised_tokens_per_second=supervised / seconds,
@@ -199,7 +198,7 @@ def _measure(
         step_seconds_p95=float(high),
         mfu=figures.get("train/mfu"),
         memory_gib=max(peak, figures["train/memory_gib"]),
-        memory_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None,
+        memory_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB if cuda else None,
         step_memory_gib=figures["train/memory_gib"],
         data_wait=figures["train/data_wait"],
         joules_per_token=energy.joules / tokens if energy.joules else None,
@@ -230,10 +229,11 @@ class StepTimes:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        mark: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
         if self._cuda:
-            mark.record()
-        self._marks.append(mark)
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Between each mark and the next. Call it after waiting for the device."""

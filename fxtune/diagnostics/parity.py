@@ -4,9 +4,9 @@ The reference is plain transformers (and peft): one document per forward pass, n
 compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in the reference: scaled
 RoPE, adapters, a quantized base. Dropout is off everywhere, because two passes would never agree.
 
-In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree. So plain
-transformers in that precision measures the error of rounding alone, and the error of fxtune may be twice as large,
-plus a fraction of the dtype's epsilon.
+In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
+that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
+the dtype's epsilon.
 
 The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. One model is in
 memory at a time, and the plain ones run before those with fxtune's own code.
@@ -14,6 +14,7 @@ memory at a time, and the plain ones run before those with fxtune's own code.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -75,14 +76,10 @@ class Compared:
 
     def beyond(self) -> list[str]:
         """What is out of its bound, as text. NaN is out of every bound."""
-        offs = (
-            ("loss", self.loss_off),
-            ("gradient", self.gradient_off),
-            (f"gradient of {self.worst}", self.worst_off),
-        )
+        offs = {"loss": self.loss_off, "gradient": self.gradient_off, f"gradient of {self.worst}": self.worst_off}
         return [
             f"{what} off by {off:.1e} (at most {bound:.1e})"
-            for (what, off), bound in zip(offs, self.bounds, strict=True)
+            for (what, off), bound in zip(offs.items(), self.bounds, strict=True)
             if not off <= bound
         ]
 
@@ -95,11 +92,10 @@ class _Result:
 
 
 def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], None]) -> list[Compared]:
-    """Compare the first step of `plan` in each split into micro-batches, and with `each` with each technique off in
-    turn.
+    """Compare the first step of `plan` in each split into micro-batches; with `each`, also with each technique off in
+    turn. `tell` gets a line when a variant begins.
 
-    `tell` gets a line when a variant begins. Raises ConfigError if there is no reference, HardwareError if it does not
-    fit.
+    Raises ConfigError if there is no reference, HardwareError if it does not fit.
     """
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(
@@ -112,10 +108,8 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
 def describe_bounds(builder: RunBuilder) -> str:
     precision, reference = precision_of(builder), "Reference: plain transformers in float32, each document alone."
     if precision == "float32":
-        loss, gradient, worst = EXACT
-        return (
-            f"{reference} Relative bounds: loss {loss:g}, gradient {gradient:g}, each parameter's gradient {worst:g}."
-        )
+        bounds = "Relative bounds: loss {:g}, gradient {:g}, each parameter's gradient {:g}.".format(*EXACT)
+        return f"{reference} {bounds}"
     loss, gradient, worst = (EPSILON[precision] * factor for factor in SLACK)
     return (
         f"{reference} Bounds: twice the error of plain transformers in {precision}, plus {loss:.1e} (loss), "
@@ -125,14 +119,12 @@ def describe_bounds(builder: RunBuilder) -> str:
 
 def precision_of(builder: RunBuilder) -> str:
     """What matmuls round to: float32, tf32, bfloat16 or float16."""
-    computed = builder.facts.compute_dtype
-    precision = builder.techniques.precision
+    computed, precision = builder.facts.compute_dtype, builder.techniques.precision
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
 
 def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
-    """A scale at which float16 keeps small gradients: about the number of supervised tokens.
-    Training adapts its own scale."""
+    """A scale at which float16 keeps small gradients: about the number of supervised tokens. Training adapts its."""
     half = precision_of(builder) == "float16"
     return LossScale(builder.world.device, 2.0 ** round(math.log2(supervised)) if half else 1.0, active=half)
 
@@ -208,96 +200,86 @@ class _Comparison:
 
     def _run_plain(self, pipeline: Pipeline, name: str, float32: bool = False) -> _Result:
         """Each document of the step alone. If its activations do not fit, with transformers' own checkpointing."""
-        for checkpointed in (False, True):
-            self.tell(f"{name}{', checkpointed by transformers' if checkpointed else ''} ...")
-            model = self._build(pipeline)
+        try:
+            self.tell(f"{name} ...")
+            return self._documents(pipeline, float32, checkpointed=False)
+        except torch.OutOfMemoryError:
+            pass
+        try:
+            self.tell(f"{name}, checkpointed by transformers ...")
+            return self._documents(pipeline, float32, checkpointed=True)
+        except torch.OutOfMemoryError as error:
+            raise HardwareError(
+                f"The reference does not fit: {str(error).partition('. See documentation')[0]}\nIt runs each "
+                "document alone, with all its logits in float32. Use a shorter data.sequence_length, or "
+                "model.architecture={num_hidden_layers: 4} with model.init=random."
+            ) from error
+
+    def _documents(self, pipeline: Pipeline, float32: bool, checkpointed: bool) -> _Result:
+        device = self.builder.world.device
+        loss = torch.zeros((), device=device, dtype=torch.float64)
+        with self._built(pipeline) as model:
             if float32:
                 _to_float32(model)
             if checkpointed:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.enable_input_require_grads()
-            try:
-                loss = self._documents(model, pipeline)
-                self.scale.unscale([parameter for parameter in model.parameters() if parameter.requires_grad])
-                return self._result(model, loss)
-            except torch.OutOfMemoryError as error:
-                if checkpointed:
-                    raise HardwareError(
-                        f"The reference does not fit: {str(error).partition('. See documentation')[0]}\nIt runs each "
-                        "document alone, with all its logits in float32. Use a shorter data.sequence_length, or "
-                        "model.architecture={num_hidden_layers: 4} with model.init=random."
-                    ) from error
-            finally:
-                del model
-                _free_memory()
-        raise AssertionError("the second pass returns or raises")
-
-    def _documents(self, model: Any, pipeline: Pipeline) -> torch.Tensor:
-        device = self.builder.world.device
-        loss = torch.zeros((), device=device, dtype=torch.float64)
-        for batch in self._batches(1):
-            ids, targets = batch.input_ids[0], batch.targets[0]
-            starts = [*(batch.position_ids[0] == 0).nonzero().flatten().tolist(), len(ids)]
-            for begin, end in pairwise(starts):
-                wanted = (targets[begin:end] != IGNORE_INDEX).nonzero().flatten()
+            for ids, targets in self._each_document():
+                wanted = (targets != IGNORE_INDEX).nonzero().flatten()
                 if not len(wanted):
                     continue
-                end = begin + int(wanted[-1]) + 1  # tokens after the last target, padding included, have no influence
+                end = int(wanted[-1]) + 1  # tokens after the last target, padding included, have no influence
                 with pipeline.precision.context(device):
-                    logits = model(input_ids=ids[None, begin:end], use_cache=False).logits[0]
-                kept = logits[wanted].float()
-                part = F.cross_entropy(kept, targets[begin:end][wanted], reduction="sum") / self.supervised
+                    logits = model(input_ids=ids[None, :end], use_cache=False).logits[0]
+                part = F.cross_entropy(logits[wanted].float(), targets[wanted], reduction="sum") / self.supervised
                 self.scale.scaled(part).backward()
                 loss += part.detach()
-        return loss
+            self.scale.unscale([parameter for parameter in model.parameters() if parameter.requires_grad])
+            return _collect(model, loss)
+
+    def _each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in self._batches(1):
+            starts = [*(batch.position_ids[0] == 0).nonzero().flatten().tolist(), batch.input_ids.shape[1]]
+            for begin, end in pairwise(starts):
+                yield batch.input_ids[0, begin:end], batch.targets[0, begin:end]
 
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
         """The training step with the techniques of `pipeline`, once for each micro-batch size."""
-        model = self._build(pipeline)
         builder = copy.copy(self.builder)
         builder.techniques = pipeline
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
-        try:
+        with self._built(pipeline) as model:
             for size in splits:
                 title = f"{name}, {total // size} x {size}{' as configured' if size == configured else ''}"
                 self.tell(f"{title} ...")
                 try:
-                    yield self._compare(title, self._step(builder, model, size), self.bounds)
+                    step = builder.train_step(builder.language_model(model), CausalLM(), self.scale, recorded=False)
+                    result = _collect(model, step.backward(self._batches(size), self.supervised)["loss"])
                 except torch.OutOfMemoryError:
                     if size <= configured:
                         raise
                     self.tell(f"{title}: does not fit this GPU, left out")
                     model.zero_grad(set_to_none=True)
                     torch.cuda.empty_cache()
+                else:
+                    yield self._compare(title, result, self.bounds)
+
+    @contextlib.contextmanager
+    def _built(self, pipeline: Pipeline) -> Iterator[Any]:
+        builder = self.builder
+        _free_memory()  # again, because an error on its way holds the model that raised it
+        model: Any = pipeline.build(builder.config.model, self.hf_config, builder.world, builder.config.run.seed)
+        _fill_adapters(model)
+        try:
+            yield model.train()
         finally:
             del model
             _free_memory()
-
-    def _step(self, builder: RunBuilder, model: nn.Module, size: int) -> _Result:
-        """The training step's loss and gradients, in micro-batches of `size` rows."""
-        train_step = builder.train_step(builder.language_model(model), CausalLM(), self.scale, recorded=False)
-        loss = train_step.backward(self._batches(size), self.supervised)["loss"]
-        return self._result(model, loss)
-
-    def _build(self, pipeline: Pipeline) -> Any:
-        builder = self.builder
-        model: Any = pipeline.build(builder.config.model, self.hf_config, builder.world, builder.config.run.seed)
-        _fill_adapters(model)
-        return model.train()
 
     def _batches(self, size: int) -> Iterator[Batch]:
         plan = Plan(self.plan.stream, replace(self.plan.sizes, micro_batch_size=size))
         for micro in range(plan.micro_batches(0)):
             yield plan.batch(0, micro).to(self.builder.world.device)
-
-    def _result(self, model: nn.Module, loss: torch.Tensor) -> _Result:
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        gradients = {}
-        for name, parameter in trained.items():
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gradients[name] = gradient.float().cpu()
-            parameter.grad = None
-        return _Result(loss.item(), gradients)
 
     def _compare(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
         reference = self.reference.gradients
@@ -312,6 +294,17 @@ class _Comparison:
         worst = max(relative, key=lambda key: (math.isnan(relative[key]), relative[key]))
         loss = abs(result.loss - self.reference.loss) / abs(self.reference.loss)
         return Compared(name, result.loss, loss, error / norm, worst, relative[worst], bounds)
+
+
+def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
+    """The loss and the gradients of the trained parameters, which have none afterwards."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            gradients[name] = gradient.float().cpu()
+            parameter.grad = None
+    return _Result(loss.item(), gradients)
 
 
 def _fill_adapters(model: nn.Module) -> None:

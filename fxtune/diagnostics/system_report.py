@@ -69,20 +69,16 @@ def host() -> Iterator[Finding]:
     yield Finding("CPU", f"{cores()} cores for this process, {free}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     seen = f"{soft:,} at most (ulimit -n)"
-    if soft < LOW_FILES:
-        yield Finding("open files", seen, State.warning, f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}")
-    else:
-        yield Finding("open files", seen)
+    remedy = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    yield Finding("open files", seen, State.warning, remedy) if soft < LOW_FILES else Finding("open files", seen)
 
 
 def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[Finding]:
     """Free space for runs, tokenized data and models. `runs`, `tokens`: folders instead of the default ones."""
-    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-    home = Path(os.path.expanduser(os.environ.get("HF_HOME") or cache / "huggingface"))
     places = {
         "runs": Path(runs or "runs"),
-        "token cache": Path(tokens or cache / "fxtune"),
-        "hub cache": Path(os.environ.get("HF_HUB_CACHE") or home / "hub"),
+        "token cache": Path(tokens or _folder("XDG_CACHE_HOME", "~/.cache") / "fxtune"),
+        "hub cache": _folder("HF_HUB_CACHE", _hub_home() / "hub"),
     }
     for what, folder in places.items():
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -91,22 +87,18 @@ def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[
         if not os.access(existing, os.W_OK):
             seen, remedy = f"{folder}: {existing} is not writable", f"use another folder, or make {existing} writable"
             yield Finding(what, seen, State.broken, remedy)
-        elif free < LOW_DISK:
-            remedy = "free some space: a checkpoint is written before the previous one is removed"
-            yield Finding(what, seen, State.warning, remedy)
-        else:
-            yield Finding(what, seen)
+            continue
+        remedy = "free some space: a checkpoint is written before the previous one is removed"
+        yield Finding(what, seen, State.warning, remedy) if free < LOW_DISK else Finding(what, seen)
 
 
 def hub() -> Finding:
     """Whether the Hugging Face hub answers, and whether there is a token."""
     what = "Hugging Face hub"
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    stored = Path(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or home / "token"))
+    stored = _folder("HF_TOKEN_PATH", _hub_home() / "token")
     variable = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
-    token = "no token (gated models need `hf auth login`)"
-    if variable or stored.is_file():
-        token = f"a token in {variable or stored}"
+    there = variable or (stored if stored.is_file() else None)
+    token = f"a token in {there}" if there else "no token (gated models need `hf auth login`)"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Finding(what, f"offline (HF_HUB_OFFLINE): models and data come from the cache or a folder; {token}")
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -120,6 +112,14 @@ def wandb() -> Finding:
     if mode in ("offline", "disabled", "dryrun"):
         return Finding("W&B", f"{mode} (WANDB_MODE); {key}")
     return _server("W&B", wandb_client.server(), key, "runs continue offline; upload them later with `wandb sync`")
+
+
+def _folder(variable: str, default: Path | str) -> Path:
+    return Path(os.path.expanduser(os.environ.get(variable) or default))
+
+
+def _hub_home() -> Path:
+    return _folder("HF_HOME", _folder("XDG_CACHE_HOME", "~/.cache") / "huggingface")
 
 
 def _server(what: str, address: str, login: str, remedy: str) -> Finding:

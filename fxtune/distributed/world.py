@@ -1,24 +1,50 @@
-"""The device that this process trains on, and the facts of the machine."""
+"""The processes of a run: the device of this one, and what they decide and add up together.
+
+A run has one process (a rank) for each GPU, or several on a CPU. torchrun and fxtune's own launcher (launch.py) start
+them with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in the environment, as torch.distributed defines them. Tensors
+on a GPU travel through NCCL; decisions of the hosts travel through gloo, so they never wait for a GPU.
+
+With one rank every method returns at once, and torch.distributed is not touched.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
-from importlib import metadata
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from fxtune.errors import ConfigError, HardwareError
-from fxtune.system.facts import MachineFacts, installed_packages
+from fxtune.distributed.heartbeat import Heartbeat
+from fxtune.distributed.ranks import place, tell_through
+from fxtune.errors import ConfigError, HardwareError, RankError, UserError, first_line
+from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
 from fxtune.system.host import cores, memory
 from fxtune.system.units import GIB
 
+Result = TypeVar("Result")
+
 CONTEXT = GIB
 """Bytes of GPU memory that the driver and the context of a process take, at most."""
+THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+"""Variables by which a user sets the number of CPU threads."""
 _LIMITED: set[torch.device] = set()
 """GPUs whose memory a run of this process has limited: the next run of a sweep may have another limit, or none."""
+PATIENCE = timedelta(hours=6)
+"""How long a rank waits for another one before torch gives up. Rank 0 may tokenize, export or answer questions for
+hours while the others wait; a rank that died is noticed by its closed connection, long before."""
+
+
+MEETING = timedelta(minutes=10)
+"""How long ranks wait for the others to start."""
 
 
 class Device(str, Enum):
@@ -29,37 +55,129 @@ class Device(str, Enum):
 
 @dataclass(frozen=True)
 class World:
-    """The device of this process."""
+    """The device of this process, and its place among the processes of the run. At its end as a context manager this
+    process leaves the others."""
 
     device: torch.device
+    rank: int = 0
+    """From 0 to size - 1, over all hosts."""
+    size: int = 1
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
+    """Says what this rank is doing, for the message about a rank that died or hangs."""
 
     @staticmethod
     def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
-        """Select the device, and limit torch to `memory_gib` GiB of its memory (None: no limit).
+        """Select the device, join the other ranks, and limit torch to `memory_gib` GiB of the device (None: no limit).
 
-        Raises HardwareError if the device is missing, ConfigError if the limit is not possible or a launcher such as
-        torchrun started several processes.
+        Raises HardwareError if the device is missing or taken by another rank, ConfigError if the limit is not
+        possible, RankError if the other ranks cannot be reached.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={size}: fxtune {metadata.version('fxtune')} trains on one device. "
-                "Start it with `python -m fxtune`, not torchrun; CUDA_VISIBLE_DEVICES picks the GPU."
-            )
+        rank, size, local_rank = place()
         if device is Device.cuda and not torch.cuda.is_available():
             raise HardwareError(
                 "run.device=cuda, but torch sees no GPU here "
                 f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
                 "Use run.device=auto, or install a CUDA build of torch and a driver that serves it."
             )
+        if not os.environ.keys() & THREADS and torch.get_num_threads() > cores():
+            torch.set_num_threads(cores())  # torch does not see the quota of a container
         cuda = torch.cuda.is_available() and device is not Device.cpu
-        world = World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+        if cuda and size > 1 and local_rank >= torch.cuda.device_count():
+            raise HardwareError(
+                f"{socket.gethostname()} has {torch.cuda.device_count()} visible GPUs, and rank {rank} needs one "
+                "more. Start fewer ranks there (run.gpus, or torchrun's --nproc-per-node), or widen "
+                "CUDA_VISIBLE_DEVICES."
+            )
+        if cuda and size > 1:
+            torch.cuda.set_device(local_rank)
+        here = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        world = World(here, rank, size, _heartbeat(rank) if size > 1 else Heartbeat(None))
+        if world.size > 1:
+            _join(world)
         if memory_gib is not None:
             _limit(world.device, memory_gib)
         elif world.device in _LIMITED:
             torch.cuda.set_per_process_memory_fraction(1.0, world.device)
             _LIMITED.discard(world.device)
         return world
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, which alone writes files and talks to the user and to trackers."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor, doing: str = "adding up") -> torch.Tensor:
+        """`tensor` summed over the ranks, in place. Issued on the device; the host does not wait on a GPU."""
+        if self.size > 1:
+            with self._waiting(doing):
+                dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, mine: int, doing: str = "deciding together") -> int:
+        """The largest `mine` of all ranks. What one rank alone could decide (a signal, memory that ran out) becomes
+        everyone's decision by this. The hosts wait for each other, not for their GPUs."""
+        if self.size == 1:
+            return mine
+        value = torch.tensor(mine)
+        with self._waiting(doing):
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return int(value)
+
+    def broadcast(self, value: Result, doing: str = "following rank 0") -> Result:
+        """Rank 0's `value`, which can be pickled, on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._waiting(doing):
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def gather(self, value: Result, doing: str = "collecting from all ranks") -> list[Result]:
+        """The `value` of every rank, in their order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._waiting(doing):
+            dist.all_gather_object(values, value)
+        return values
+
+    def main_first(self, work: Callable[[], Result], doing: str) -> Result:
+        """work() on rank 0, then on the others, which find what rank 0 left on the disk. If rank 0 raises a UserError,
+        all ranks raise it."""
+        if self.size == 1:
+            return work()
+        error: UserError | None = None
+        result: Result | None = None
+        if self.main:
+            try:
+                result = work()
+            except UserError as problem:
+                error = problem
+        error = self.broadcast(error, doing)
+        if error is not None:
+            self.agree(0, "ending together")  # or rank 0 might be gone before the others have its error
+            raise error
+        return result if self.main else work()  # type: ignore[return-value]  # rank 0 has a result without an error
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the process group: the run of this process is over."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def _waiting(self, doing: str) -> Iterator[None]:
+        """Note `doing` for the launcher while this rank waits; a lost connection becomes a RankError."""
+        with self.heartbeat.waiting(doing):
+            try:
+                yield
+            except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
+                raise RankError(
+                    f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "
+                    f"{first_line(error)}. The same command goes on from the last checkpoint."
+                ) from error
 
     def facts(self, deterministic: bool = False) -> MachineFacts:
         """The device, the memory and the installed packages.
@@ -79,12 +197,54 @@ class World:
             device_name=name,
             capability=capability,
             memory=total,
-            free_memory=free,
+            free_memory=min(self.gather(free, "comparing free memory")) if self.size > 1 else free,
             host_memory=memory()[0],
             cores=cores(),
             platform=platform.system(),
             packages=installed_packages(),
+            broken=dict(BROKEN),
         )
+
+
+@functools.cache
+def _heartbeat(rank: int) -> Heartbeat:
+    return Heartbeat.open(rank)
+
+
+def _join(world: World) -> None:
+    """Join the process group, and refuse ranks that differ in what they run."""
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs rights that containers often lack
+    cuda = world.device.type == "cuda"
+    try:
+        with world.heartbeat.waiting("looking for the other ranks"):
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=MEETING))
+            tell_through(store)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=dist.PrefixStore("world", store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=PATIENCE,
+                device_id=world.device if cuda else None,
+            )
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RankError(
+            f"Rank {world.rank} of {world.size} ({socket.gethostname()}) cannot reach the others at {address}: "
+            f"{first_line(error)}. Check the address and that no firewall is between the hosts."
+        ) from error
+    packages = installed_packages()
+    for rank, others in enumerate(world.gather(packages, "comparing packages")):
+        if differing := sorted(
+            name for name in packages.keys() | others.keys() if packages.get(name) != others.get(name)
+        ):
+            name = differing[0]
+            raise ConfigError(
+                f"Ranks {world.rank} and {rank} have different packages: {name} {packages.get(name, 'missing')} and "
+                f"{others.get(name, 'missing')}. Install the same versions on every host."
+            )
 
 
 def _limit(device: torch.device, gib: float) -> None:

@@ -1,8 +1,4 @@
-"""The activation of a gated MLP inside Triton kernels: one formula for swiglu_lora_triton.py and
-swiglu_reduce_triton.py.
-
-Import this module only on a GPU: torch's CPU builds do not include triton.
-"""
+"""The activation of a gated MLP inside Triton kernels. Import this module only on a GPU."""
 
 from __future__ import annotations
 

@@ -5,12 +5,10 @@ to write softmax - onehot in place: the end of the row is still in the cache. Al
 logits' dtype.
 
 The kernel should cost three passes over memory and nothing else, so loads must not wait for each other. Each thread
-keeps its own maximum and sum for the 16 bytes that it loads at a time (a larger logit rescales the sum: one more
-exponential for eight), and these are combined once, at the end of the row. A reduction over the program in each block
-would stall all threads eight times a row. The label is read once, not in each column, and full blocks have no mask.
+keeps its own maximum and sum for the 16 bytes that it loads at a time, and these are combined once, at the end of the
+row: a reduction over the program in each block would stall all threads eight times a row.
 
-Offsets are int64: 65,536 rows of a vocabulary of 128k exceed int32. This module is imported only on a GPU, because
-torch's CPU builds do not include Triton.
+Offsets are int64: 65,536 rows of a vocabulary of 128k exceed int32. Import this module only on a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 WARPS = 32
 """Most warps of a program; a small vocabulary uses fewer."""
@@ -28,13 +27,7 @@ LOADS = 2
 
 
 def softmax_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    losses: torch.Tensor,
-    scale: float,
-    cap: float,
-    gradient: bool,
-    ignored: int,
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: float, cap: float, gradient: bool, ignored: int
 ) -> None:
     """`logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]; `losses`: float32 [rows], written.
 
@@ -65,7 +58,7 @@ def softmax_gradient(
     )
 
 
-def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor in x's dtype, multiplied in float32; `x` contiguous, `factor` one number on the device."""
     assert x.is_contiguous()
     assert factor.numel() == 1

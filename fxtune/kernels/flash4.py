@@ -1,22 +1,15 @@
 """FlashAttention-4 as operators of our own, so that torch.compile sees no graph break and checkpointing policies can
 name them.
 
-The operators compute causal attention over documents that follow one another (or over rows of one document each),
-forward and backward, with the CuTe kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute).
-The package's own entry points are autograd Functions that compile kernels when called, which torch.compile cannot
-trace. Here they are behind `fxtune::flash4` -> (out, lse) and `fxtune::flash4_backward` -> (dq, dk, dv), whose shapes
-are known in advance. A checkpointing policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and
-then nothing is computed twice.
+They compute causal attention over documents that follow one another (or over rows of one document each) with the CuTe
+kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute), whose own entry points torch.compile
+cannot trace. A checkpointing policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and then
+nothing is computed twice. On an H200, forward and backward, they reach 516 TFLOP/s in rows of 4k and 610 at 64k; the
+FlashAttention-2 in torch reaches 264 and 326.
 
-Gain: on an H200, forward and backward with 32 query and 8 key heads of 128, they reach 516 TFLOP/s in rows of 4k and
-610 at 64k. The FlashAttention-2 in torch reaches 264 and 326.
-
-Cost: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds the
-first time and is then cached on disk; see package(). Nothing that changes from batch to batch is part of that
-combination. The backward pass also allocates dq in float32, and dk and dv too if heads share keys.
-
-`max_seqlen` is an upper bound, so that it is the same for all batches. The kernels skip documents without tokens. On a
-CPU the operators run `reference`, with which tests compare them.
+Each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds the first
+time and is then cached on disk; see package(). `max_seqlen` is an upper bound, so that it is the same for all batches.
+On a CPU the operators run `reference`, with which tests compare them.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ import platform
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,18 +36,12 @@ MIN_BOUND = 1024
 """The least bound on the length. Smaller ones select other variants of the kernels, which only a probe would use."""
 
 
-@torch.library.custom_op(
-    "fxtune::flash4",
-    mutates_args=(),
-    device_types="cuda",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, SymInt max_seqlen, float scale, SymInt window, "
-    "float softcap) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::flash4", mutates_args=(), device_types="cuda")
 def flash4(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int,
@@ -79,32 +66,12 @@ def flash4(
             gradient.
     """
     out, lse = _results(q, k, v, cu_seqlens)
-    bound = _bound(max_seqlen, cu_seqlens)
-    package()._flash_attn_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=bound,
-        max_seqlen_k=bound,
-        softmax_scale=scale,
-        causal=True,
-        softcap=softcap or None,
-        window_size_left=_left(window),
-        out=out,
-        lse=lse,
-    )
+    options = _options(cu_seqlens, max_seqlen, scale, window)
+    package()._flash_attn_fwd(q, k, v, **options, softcap=softcap or None, out=out, lse=lse)
     return out, lse
 
 
-@torch.library.custom_op(
-    "fxtune::flash4_backward",
-    mutates_args=(),
-    device_types="cuda",
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_seqlens, "
-    "SymInt max_seqlen, float scale, SymInt window, float softcap) -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::flash4_backward", mutates_args=(), device_types="cuda")
 def flash4_backward(
     dout: Tensor,
     q: Tensor,
@@ -112,7 +79,7 @@ def flash4_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int,
@@ -120,7 +87,6 @@ def flash4_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash4, contiguous. With torch.use_deterministic_algorithms they are the same bits each time."""
     dq, dk, dv = _gradients(q, k, v)
-    bound = _bound(max_seqlen, cu_seqlens)
     package()._flash_attn_bwd(
         q,
         k,
@@ -128,14 +94,8 @@ def flash4_backward(
         out,
         dout.contiguous(),
         lse,
-        softmax_scale=scale,
-        causal=True,
+        **_options(cu_seqlens, max_seqlen, scale, window),
         softcap=softcap,
-        window_size_left=_left(window),
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=bound,
-        max_seqlen_k=bound,
         dq=dq,
         dk=dk,
         dv=dv,
@@ -148,11 +108,9 @@ def flash4_backward(
 def package() -> Any:
     """flash_attn.cute.interface, with a cache on disk for what it compiles.
 
-    The cache is a folder of fxtune's, unless the environment names another one or none
-    (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, _ENABLED=0): the package's default is below /tmp, where others could place
-    files that would be loaded as code. The package reads both variables when it is first imported. It locks its files
-    during a step, and the step fails if the folder is read-only or its file system has no locks. So _cache_folder()
-    tries both first.
+    The cache is a folder of fxtune's, unless the environment, which the package reads at its first import, names
+    another one or none: the package's default is below /tmp, where others could place files that would be loaded as
+    code. A step fails if the folder is read-only or its file system has no locks, so _cache_folder() tries both.
     """
     directory, enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
     if os.environ.get(enabled, "1") == "1" and (folder := _cache_folder(os.environ.get(directory))):
@@ -162,11 +120,9 @@ def package() -> Any:
     return interface
 
 
-def _cache_folder(given: Optional[str]) -> Optional[Path]:
-    """A folder where files can be created and locked: `given`, or one in fxtune's cache. None: there is none.
-
-    Each kind of GPU has its own folder: machines may share a home folder, and not all of the package's cache keys
-    contain the GPU (4.0.0b36: those of bwd_pre).
+def _cache_folder(given: str | None) -> Path | None:
+    """A folder where files can be created and locked: `given`, or one in fxtune's cache; None: there is none. Each
+    kind of GPU has its own, because not all of the package's cache keys contain the GPU (4.0.0b36: bwd_pre).
     """
     gpu = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     try:
@@ -183,14 +139,13 @@ def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """flash4 in plain torch, document by document, in float32 (float64 for float64); arguments and results are
-    flash4's."""
+    """flash4 in plain torch, document by document, in float32 (float64 for float64)."""
     out, lse = _results(q, k, v, cu_seqlens)
     for (qd, kd, vd), rows, columns in _documents((q, k, v), cu_seqlens):
         scores = _scores(qd, kd, scale, window, softcap)[0]
@@ -206,7 +161,7 @@ def reference_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int,
@@ -231,7 +186,7 @@ flash4_backward.register_kernel("cpu")(reference_backward)
 
 
 @flash4.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _results(q, k, v, cu_seqlens)
 
 
@@ -247,7 +202,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
-def _backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 8
     return *torch.ops.fxtune.flash4_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
@@ -272,12 +227,10 @@ register_flop_formula(torch.ops.fxtune.flash4)(_flops)
 register_flop_formula(torch.ops.fxtune.flash4_backward)(_backward_flops)
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    assert (cu_seqlens is None) == (q.dim() == 4), (
-        f"q of {q.dim()} dimensions with cu_seqlens={cu_seqlens is not None}"
-    )
+def _results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert (cu_seqlens is None) == (q.dim() == 4), (q.shape, cu_seqlens)
     *tokens, heads, _ = q.shape
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     return (q.new_empty([*tokens, heads, v.shape[-1]]), q.new_empty([*tokens[:-1], heads, tokens[-1]], dtype=wide))
 
 
@@ -286,15 +239,21 @@ def _gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def _bound(max_seqlen: int, cu_seqlens: Optional[Tensor]) -> Optional[int]:
-    return None if cu_seqlens is None else max(max_seqlen, MIN_BOUND)
+def _options(cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: int) -> dict[str, Any]:
+    """Arguments that the package's forward and backward pass share."""
+    bound = None if cu_seqlens is None else max(max_seqlen, MIN_BOUND)
+    return dict(
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=bound,
+        max_seqlen_k=bound,
+        softmax_scale=scale,
+        causal=True,
+        window_size_left=window - 1 if window else None,
+    )
 
 
-def _left(window: int) -> Optional[int]:
-    return window - 1 if window else None
-
-
-def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Optional[Tensor]) -> Any:
+def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Any:
     """For each document that has tokens: its tensors [length, heads, d], and its indices in `out` and in `lse`."""
     if cu_seqlens is None:
         for row in range(len(tensors[0])):
@@ -307,7 +266,7 @@ def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Optional[Tensor]) -> Any
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
     """Scores of one document, [heads, length, length], -inf where masked, and the derivative of the soft cap there."""
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
     slope = torch.ones_like(scores)
     if softcap:
@@ -324,7 +283,7 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _per_head(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values of one document as [heads, length, d]: a copy for each head of the group."""
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     return _heads_first(x, wide).repeat_interleave(q.shape[1] // x.shape[1], 0)
 
 

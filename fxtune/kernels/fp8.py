@@ -8,25 +8,20 @@ these products run at 1,000 to 1,300 TFLOP/s, and bfloat16 at 700 (`torch._scale
 
 Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a
 matrix of its own: both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are
-powers of two. That costs nothing (a floating-point format has the same relative precision at each scale) and makes W^T
-the same numbers as W, so both passes use the same weights. (Numbers some 2,000 times smaller than their column's
-largest are an exception: they lose bits.)
+powers of two, so that W^T has the same numbers as W. (Those some 2,000 times smaller than their column's largest are
+an exception: they lose bits.)
 
-Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; on a
-CPU, for tests, plain torch multiplies the dequantized matrices in float32). Rows of zeros get the scale SMALLEST; NaN
-and infinity stay. Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred
-direction.
-
-Source: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv
-2412.19437). Next step: Blackwell's tensor cores take a scale for each 32 numbers of a row (mxfp8, e8m0 scales) at the
-same speed. That would be another pair of quantize_rows() and scaled_mm(), with scales in the layout of torch's
-`ScalingType.BlockWise1x32`.
+Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; plain
+torch on a CPU). Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred
+direction. Source: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv
+2412.19437).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,10 +51,7 @@ class Weight(NamedTuple):
 @torch.no_grad()
 def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes *
-    scales.
-
-    `x`: any floating dtype, with contiguous rows and any gaps between them. `powers`: round scales up to a power of
-    two.
+    scales. `powers`: round scales up to a power of two. Rows of zeros get the scale SMALLEST; NaN and infinity stay.
     """
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
@@ -84,15 +76,12 @@ def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.fl
 
 
 def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """dequantize_rows() for scales that are powers of two. bfloat16 holds the result exactly, so no float32 copy is
-    made for it.
-    """
+    """dequantize_rows() for scales that are powers of two, which bfloat16 holds exactly, without a float32 copy."""
     if codes.is_cuda and codes.is_contiguous():
         from fxtune.kernels import fp8_triton
 
-        return fp8_triton.dequantize_rows(
-            codes.view(E4M3), scales, torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        )
+        made = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        return fp8_triton.dequantize_rows(codes.view(E4M3), scales, made)
     if dtype is torch.bfloat16:
         return codes.view(E4M3).to(dtype).mul_(scales.view(-1, 1).to(dtype))
     return dequantize_rows(codes, scales, dtype)
@@ -111,7 +100,7 @@ def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
     return Weight(codes.view(torch.uint8), scales.view(1, -1), back.view(torch.uint8), back_scales.view(1, -1))
 
 
-def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Optional[Tensor] = None) -> Tensor:
+def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     """The product of `x`, a result of quantize_rows(), and the transpose of `codes`: bfloat16 [rows, n], in `out` if
     given.
 
@@ -140,10 +129,7 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Opti
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype; the result [..., out] has the same.
-
-    It is an operator, `fxtune::fp8_linear`, so that torch.compile traces it and checkpointing policies can name it.
-    """
+    """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype; the result [..., out] has the same."""
     made: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, weight.back.t(), weight.back_scales)
     return made
 
@@ -154,12 +140,15 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, back: Tensor, back_sca
 
     `back` [out, in] and `back_scales` are for the gradient.
     """
-    rows = x.detach().flatten(0, -2)
-    return scaled_mm(quantize_rows(rows), weight.t(), scales).to(x.dtype).view(*x.shape[:-1], weight.shape[1])
+    return _product(x, weight, scales)
 
 
-@fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor, scales: Tensor, back: Tensor, back_scales: Tensor) -> Tensor:
+def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    rows = quantize_rows(x.detach().flatten(0, -2))
+    return scaled_mm(rows, weight.t(), scales).to(x.dtype).view(*x.shape[:-1], weight.shape[1])
+
+
+def _shape(x: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[1])
 
 
@@ -172,14 +161,12 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.fxtune.fp8_linear(gradient, back, back_scales, weight, scales), None, None, None, None
 
 
+fp8_linear.register_fake(_shape)
 fp8_linear.register_autograd(_backward, setup_context=_setup)
 
 
 def _flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    size = 2 * weight[0] * weight[1]
-    for number in x[:-1]:
-        size *= number
-    return size
+    return 2 * weight[0] * weight[1] * math.prod(x[:-1])
 
 
 register_flop_formula(torch.ops.fxtune.fp8_linear)(_flops)
@@ -199,17 +186,7 @@ def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 @torch.library.custom_op("fxtune::fp8_head", mutates_args=())
 def fp8_head(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """x [..., width] times `weight`, the codes [width, vocabulary] with contiguous columns."""
-    rows = x.detach().flatten(0, -2)
-    return scaled_mm(quantize_rows(rows), weight.t(), scales).to(x.dtype).view(*x.shape[:-1], weight.shape[1])
-
-
-@fp8_head.register_fake
-def _(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[1])
-
-
-def _head_setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+    return _product(x, weight, scales)
 
 
 def _head_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,4 +194,5 @@ def _head_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return gradient @ dequantize_weight(weight.t(), scales, gradient.dtype), None, None
 
 
-fp8_head.register_autograd(_head_backward, setup_context=_head_setup)
+fp8_head.register_fake(_shape)
+fp8_head.register_autograd(_head_backward, setup_context=_setup)

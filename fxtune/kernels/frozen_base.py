@@ -2,68 +2,44 @@
 
 A group is one linear, or siblings that read the same input (q, k, v; gate, up). W [out, in] is their weights stacked
 by rows. `A` [R, in] stacks the siblings' lora_A; `B` [out, R] has scaling * lora_B of each sibling in its own rows and
-columns. Both are in the compute dtype and are made from the float32 parameters in each call. R is the sum of the
-ranks, padded with zeros to a multiple of ALIGN. A bias of the frozen linears is one more column of B, opposite a
-column of ones in x A^T.
-
-`Base` is the interface of a kind of weights. For a group whose result is read as it is:
-
-    full(x, residual)               -> x W^T + xa B^T + residual, xa = x A^T       [rows, out] and [rows, R]
-    full_backward(dy)               -> dy W + dyb A, dyb = dy B                    [rows, in] and [rows, R]
-    padded_buffer(rows)             -> an uninitialized x that full() reads without a copy
-    project(x, A)                   -> x A^T alone
-
-For a group next to a gated activation, whose kernels multiply by the adapters' second factors (kernels/swiglu.py):
-
-    split(x)                        -> x W^T, x A^T
-    split_backward(dy)              -> dy W, dy B
-
-All of these use three methods that a kind defines:
-
-    operand(x, A)                   -> Operand, x A^T
-    forward(operand, xa)            -> x W^T + xa B^T       without the second term if xa is None
-    backward(operand, dyb)          -> dy W + dyb A         likewise; operand is that of (dy, B)
-
-An `Operand` holds activations as a kind of weights needs them for its product: in the compute dtype, and as a padded
-buffer or an fp8 copy with its scales. To add a kind: subclass Base and name it in fused_lora.base_of().
+columns. Both are in the compute dtype and are made from the parameters in each call. R is the sum of the ranks, padded
+with zeros to a multiple of ALIGN. A bias is one more column of B, opposite a column of ones in x A^T.
 
 kind                tensors                                       product
 dense, dense/cute   [M]: W with space for A and B, augment()      one matmul, see below
 nf4/..., int8/...   quantized_modules.packed() of each sibling    W is dequantized, B is added to y afterwards
 fp8                 the four of a fp8.Weight of the group         two fp8 operands, B is added to y afterwards
 
+`Base` is the interface of a kind. To add one: subclass Base, define forward() and backward() (and operand(), if the
+product needs x in another form), and name it in fused_lora.base_of().
+
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, accumulated in float32 and
 rounded once, and [dy | dy B] M[:, :in] is dx. A result in bfloat16 has no bits for what an adapter adds in its first
-steps. Adding (x A^T) B^T to a rounded result would lose it, or, if the residual stream is in the result, it would
-decide rounding ties and act by more than its size. So rounding once is worth the copy of an x that has no padding,
-even where x is wider than y and the copy moves more bytes than a pass over y.
+steps: adding (x A^T) B^T to a rounded result would lose it, or, with the residual stream in the result, let it decide
+rounding ties and act by more than its size. So rounding once is worth the copy of an x that has no padding.
 
-Where the activation kernels multiply by the second factors, in float32 too, the product with M also computes the first
-ones: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A separate product would read x once more; the
-extra columns are nearly free, because they lie in the matmul's last tile. full_backward() does the same if dy is no
-narrower than dx, and then adds (dy B) A in a pass over dx, unless dy is padded or there is a bias.
-
-Writing A and B into M has no visible effect: only a call that has just written them reads them.
+Where the activation kernels multiply by the second factors (kernels/swiglu.py), in float32 too, the product with M
+also computes the first ones: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. The extra columns are
+nearly free, because they lie in the matmul's last tile. Writing A and B into M has no visible effect: only a call that
+has just written them reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxtune.kernels.fp8 import Weight, quantize_rows, scaled_mm
+from fxtune.kernels.fp8 import quantize_rows, scaled_mm
 from fxtune.kernels.lora_adapters import ALIGN, Adapters, add, pack, padded_rank, project
 from fxtune.kernels.matmul import CUBLAS, CUTE, mm
 
 DENSE = "dense"
 DENSE_CUTE = f"{DENSE}/{CUTE}"
-"""`dense` with quack's kernel for large products (kernels/matmul.py). The GEMM backend is part of the kind, which is
-an
-argument of the operators: a compiled graph has it as a constant of each call, and two models of one process may differ
-in it.
+"""`dense` with quack's kernel for large products (matmul.py). The GEMM backend is part of the kind, an argument of the
+operators, because two models of one process may differ in it.
 """
 
 
@@ -107,18 +83,18 @@ class Base:
         pack(adapters, self.a, self.b)
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        """`x` [rows, in or out]; `factor`: what to multiply x by, self.a.t() or self.b, [in or out, R]."""
+        """`x` [rows, in or out], and x times `factor`, which is self.a.t() or self.b, [in or out, R]."""
         return Operand(x), self.project(x, factor)
 
     def padded(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
         """operand() of an `x` whose rows may have padding behind them, which may be overwritten."""
         return self.operand(x, factor)
 
-    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    def forward(self, operand: Operand, xa: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` if given; without B if xa is None."""
         raise NotImplementedError
 
-    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    def backward(self, operand: Operand, dyb: Tensor | None, out: Tensor | None = None) -> Tensor:
         """dy W + dyb A, [rows, in] in the compute dtype, written to `out` if given; without A if dyb is None."""
         raise NotImplementedError
 
@@ -127,7 +103,7 @@ class Base:
         operand, xa = self.operand(x, self.a.t())
         return self.forward(operand, None), xa
 
-    def split_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def split_backward(self, dy: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dy W and dy B, for `dy` [rows, out]. The first is in `out` [rows, in] if the kind can use it."""
         operand, dyb = self.operand(dy, self.b)
         return self.backward(operand, None, out), dyb
@@ -137,27 +113,19 @@ class Base:
         return spaced(self.a, rows, self.adapters.inner)
 
     def full(
-        self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None, padded: bool = False
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, padded: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """x W^T + xa B^T + residual, [rows, out], written to `out` if given, and xa. `padded`: as for
-        full_backward().
-        """
+        """x W^T + xa B^T + residual, [rows, out], written to `out` if given, and xa. `padded`: as for padded()."""
         operand, xa = (self.padded if padded else self.operand)(x, self.a.t())
         return add_adapter(self.forward(operand, None, out), xa, self.b.t(), residual=residual), xa
 
     def full_backward(self, dy: Tensor, padded: bool) -> tuple[Tensor, Tensor]:
-        """dy W + dyb A, [rows, in], and dyb. `padded`: dy's rows may have padding behind them, which may be
-        overwritten.
-        """
+        """dy W + dyb A, [rows, in], and dyb. `padded`: as for padded()."""
         operand, dyb = (self.padded if padded else self.operand)(dy, self.b)
         return self.backward(operand, dyb), dyb
 
-    def project(
-        self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None
-    ) -> Tensor:
-        """x factor, [rows, R], with a column of ones opposite the bias (zeros in dy B). `left`, `right`: as in
-        project().
-        """
+    def project(self, x: Tensor, factor: Tensor, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+        """lora_adapters.project() with a column of ones opposite the bias (zeros in dy B)."""
         ones = sum(self.adapters.ranks) if self.adapters.bias else None
         return project(x, factor, left, right, ones, 0.0 if factor is self.b else 1.0)
 
@@ -201,15 +169,15 @@ class Dense(Base):
         return self.buffer(rows, self.inner)[1]
 
     def forward(
-        self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None, residual: Optional[Tensor] = None
+        self, operand: Operand, xa: Tensor | None, out: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         return mm(operand.prepared, self.matrix[: self.out].t(), out, self.by, residual)
 
-    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    def backward(self, operand: Operand, dyb: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mm(operand.prepared, self.matrix[:, : self.inner], out, self.by)
 
     def full(
-        self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None, padded: bool = False
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, padded: bool = False
     ) -> tuple[Tensor, Tensor]:
         operand, xa = (self.padded if padded else self.operand)(x, self.a.t())
         return self.forward(operand, xa, out, residual), xa
@@ -223,7 +191,7 @@ class Dense(Base):
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return _split_columns(mm(x, self.matrix[:, : self.inner].t(), by=self.by), self.out)
 
-    def split_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def split_backward(self, dy: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return _split_columns(mm(dy, self.matrix[: self.out], by=self.by), self.inner)
 
 
@@ -249,10 +217,10 @@ class Dequantized(Base):
             unpack(self.kind, self.tensors[index * each : (index + 1) * each], into)
         return matrix
 
-    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    def forward(self, operand: Operand, xa: Tensor | None, out: Tensor | None = None) -> Tensor:
         return add_adapter(mm(operand.x, self.weight().t(), out), xa, self.b.t())
 
-    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    def backward(self, operand: Operand, dyb: Tensor | None, out: Tensor | None = None) -> Tensor:
         return add_adapter(mm(operand.x, self.weight(), out), dyb, self.a)
 
 
@@ -260,22 +228,21 @@ class Fp8(Base):
     """Weights in fp8; `tensors`: the four of a fp8.Weight of the whole group.
 
     Activations are quantized once for all siblings, forward and backward. The adapters' products take the unquantized
-    activations, so no trained weight sees fp8. That reads the activations twice, in two launches: on an H200 one
-    launch for both took 99 to 181 us, and the two take 85.
+    activations, in a launch of their own (one launch for both is slower), so no trained weight sees fp8.
     """
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
         return Operand(x, quantize_rows(x)), self.project(x, factor)
 
-    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        weight = Weight(*self.tensors)
-        return add_adapter(self.product(operand, weight.codes, weight.scales, out), xa, self.b.t())
+    def forward(self, operand: Operand, xa: Tensor | None, out: Tensor | None = None) -> Tensor:
+        codes, scales, _, _ = self.tensors
+        return add_adapter(self.product(operand, codes, scales, out), xa, self.b.t())
 
-    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        weight = Weight(*self.tensors)
-        return add_adapter(self.product(operand, weight.back, weight.back_scales, out), dyb, self.a)
+    def backward(self, operand: Operand, dyb: Tensor | None, out: Tensor | None = None) -> Tensor:
+        _, _, back, back_scales = self.tensors
+        return add_adapter(self.product(operand, back, back_scales, out), dyb, self.a)
 
-    def product(self, operand: Operand, codes: Tensor, scales: Tensor, out: Optional[Tensor]) -> Tensor:
+    def product(self, operand: Operand, codes: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
         if self.adapters.dtype is torch.bfloat16:
             return scaled_mm(operand.prepared, codes, scales, out)
         product = scaled_mm(operand.prepared, codes, scales).to(self.adapters.dtype)
@@ -284,14 +251,12 @@ class Fp8(Base):
 
 def add_adapter(
     product: Tensor,
-    narrow: Optional[Tensor],
+    narrow: Tensor | None,
     factor: Tensor,
-    out: Optional[Tensor] = None,
-    residual: Optional[Tensor] = None,
+    out: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """product + narrow factor + residual, in place, or in `out`, which may be the product; the product alone if narrow
-    is None.
-    """
+    """lora_adapters.add(), or the product alone if `narrow` is None."""
     return product if narrow is None else add(product, narrow, factor, out, residual)
 
 

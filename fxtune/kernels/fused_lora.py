@@ -2,38 +2,32 @@
 
 `fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x.
 `fxtune::lora_mlp` is down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an
-adapter costs several passes over activations: the casts, a product that is added to the output, a scaled copy of it,
-and the same again backward. Here a group reads x one extra time for x A^T, and dy one extra time for dy B. An MLP over
-a dense base does not need these: the frozen products compute both in extra columns, and only down_proj's input is read
-one extra time. The adapters' products are added by the activation's kernels, by down's product, or in one pass over a
-tensor that is hidden_size wide. The gradients of A and B read x and dy once more. frozen_base.py holds the frozen half
-and explains how A and B become part of its products; `kind` selects it.
+adapter costs several passes over activations: casts, a product that is added to the output, a scaled copy of it, and
+the same again backward. Here a group reads x one extra time for x A^T, and dy one extra time for dy B; an MLP over a
+dense base has even these as extra columns of the frozen products. frozen_base.py holds the frozen half and explains
+how A and B become part of its products; `kind` selects it.
 
-Kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide; of an MLP also gate_up (gate and
-up side by side), the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel computes it again,
-and in the same pass reduces p and the gradient of gate_up over the rows (kernels/swiglu.py: FusedSums). With
-`keep=False` gate_up is not kept either but computed again from x; down's product is never computed again. With
-`tiles` > 1 an MLP handles its rows tile by tile, forward and backward, so that no tensor of 2 * intermediate_size has
-more rows than a tile.
+Kept for the backward pass: x, which is the caller's own tensor, x A^T, and of an MLP gate_up (gate and up side by
+side), the widest tensor of a layer. p = act(gate) * up is computed again by the backward kernel, which in the same
+pass reduces p and the gradient of gate_up over the rows (kernels/swiglu.py: FusedSums). With `keep=False` gate_up is
+computed again from x, too. With `tiles` > 1 an MLP handles its rows tile by tile, forward and backward.
 
-They are operators and not autograd functions, backward passes included. So torch.compile puts them into its graph as
-they are, and memory and time are the same compiled and eager; checkpointing policies can name them; and a
-recomputation skips an operator whose results nobody uses.
-
-Gradients of A and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in
-the compute dtype, autocast's or x's. Inputs that need no gradient cost no time in the backward pass. Any number of
-rows works, zero included.
+They are operators, backward passes included, and not autograd functions. So torch.compile takes them as they are,
+checkpointing policies can name them, and a recomputation skips an operator whose results nobody uses. Gradients of A
+and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in the compute
+dtype, autocast's or x's. Any number of rows works, zero included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.frozen_base import DENSE, Base, Dense, Dequantized, Fp8, add_adapter, is_dense, spaced
 from fxtune.kernels.lora_adapters import AdapterGradients, Adapters, padded_rank
 from fxtune.kernels.lora_flops import FORMULAS
@@ -59,20 +53,15 @@ def lora_linear(
     """The outputs of a group of linears with adapters, side by side: [..., sum of out_i] for x [..., in].
 
     Args:
-        x: activations. Under autocast they are cast to its dtype, else computed in their own.
         a, b: of each linear lora_A [rank_i, in] and lora_B [out_i, rank_i], trained or not.
-        base: the frozen weights in the layout of `kind` (kernels/frozen_base.py); for `dense` it is [augment(weights,
-            ranks)].
+        base: the frozen weights in the layout of `kind` (frozen_base.py); for `dense` [augment(weights, ranks)].
         scaling: of each linear, alpha / rank in peft.
         bias: none, or of each linear [out_i], frozen; then augment() is called with bias=True.
         padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then
             has padding behind each row, into which the backward pass writes dy B, so that dy is not copied.
-
-    Split the result by the linears' sizes: `y.split(outs, -1)`.
     """
-    y = torch.ops.fxtune.lora_linear(
-        _flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind, padded, None
-    )[0]
+    lists = map(list, (a, b, bias, base, scaling))
+    y = torch.ops.fxtune.lora_linear(_flat(x), *lists, kind, padded, None)[0]
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -97,7 +86,6 @@ def lora_mlp(
     """down(act(gate(x)) * up(x)) with adapters, [..., hidden] for x [..., hidden].
 
     Args:
-        x: activations, as for lora_linear().
         a, b, scaling: of gate_proj, up_proj and down_proj, in this order, as for lora_linear().
         up: the frozen weights of gate and up as a group of `up_kind`; down: those of down_proj, of `down_kind`.
         act: one of ACTS, applied to gate.
@@ -105,9 +93,8 @@ def lora_mlp(
         tiles: the number of parts of the rows, handled one after the other; more than one implies keep=False.
     """
     keep = keep and tiles == 1 and torch.is_grad_enabled()
-    y = torch.ops.fxtune.lora_mlp(
-        _flat(x), list(a), list(b), list(up), list(down), list(scaling), up_kind, down_kind, act, keep, tiles, None
-    )[0]
+    lists = map(list, (a, b, up, down, scaling))
+    y = torch.ops.fxtune.lora_mlp(_flat(x), *lists, up_kind, down_kind, act, keep, tiles, None)[0]
     return y.view(x.shape)
 
 
@@ -119,9 +106,43 @@ def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
 
 
 def _flat(x: Tensor) -> Tensor:
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return x.reshape(-1, x.shape[-1]).to(dtype)
+    return x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
+
+
+class _Group(NamedTuple):
+    """The arguments _PARTS of an operator."""
+
+    a: list[Tensor]
+    b: list[Tensor]
+    bias: list[Tensor]
+    base: list[Tensor]
+    scaling: list[float]
+    kind: str
+
+    def of(self, dtype: torch.dtype) -> Base:
+        return base_of(self.kind, self.base, Adapters(self.a, self.b, self.bias, self.scaling, dtype))
+
+
+class _Mlp(NamedTuple):
+    """The arguments _MLP_PARTS of an operator."""
+
+    a: list[Tensor]
+    b: list[Tensor]
+    up: list[Tensor]
+    down: list[Tensor]
+    scaling: list[float]
+    up_kind: str
+    down_kind: str
+    act: str
+    keep: bool
+    tiles: int
+
+    def halves(self, dtype: torch.dtype) -> tuple[Base, Base]:
+        """The group of gate and up, and the group of down."""
+        first = _Group(self.a[:2], self.b[:2], [], self.up, self.scaling[:2], self.up_kind)
+        return first.of(dtype), _Group(self.a[2:], self.b[2:], [], self.down, self.scaling[2:], self.down_kind).of(
+            dtype
+        )
 
 
 @torch.library.custom_op(
@@ -129,25 +150,15 @@ def _flat(x: Tensor) -> Tensor:
     mutates_args=(),
     schema=f"(Tensor x, {_PARTS}, bool padded, Tensor? residual) -> (Tensor, Tensor)",
 )
-def _linear(
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: list[Tensor],
-    base: list[Tensor],
-    scaling: list[float],
-    kind: str,
-    padded: bool,
-    residual: Optional[Tensor],
-) -> tuple[Tensor, Tensor]:
+def _linear(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> y [rows, out] and xa = x A^T [rows, padded rank], which the backward pass needs.
 
     `residual` [rows, out] is added to y. It has no gradient here: techniques/compile/residual_pass.py adds it to
     graphs after autograd has run.
     """
+    *parts, _, residual = arguments
     with torch.autocast(x.device.type, enabled=False):
-        group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
-        return group.full(_rows(x), None if residual is None else _rows(residual))
+        return _Group(*parts).of(x.dtype).full(_rows(x), None if residual is None else _rows(residual))
 
 
 @_linear.register_fake
@@ -161,26 +172,14 @@ def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], *_: Any) 
     mutates_args=(),
     schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted, bool padded) -> (Tensor, Tensor[], Tensor[])",
 )
-def _linear_backward(
-    dy: Tensor,
-    x: Tensor,
-    xa: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    bias: list[Tensor],
-    base: list[Tensor],
-    scaling: list[float],
-    kind: str,
-    wanted: list[bool],
-    padded: bool,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(dx, da, db). `wanted`: of x, a and b; the others are returned empty. `padded`: dy's rows may have padding
     behind them, which may be overwritten.
     """
+    *parts, wanted, padded = arguments
     with torch.autocast(x.device.type, enabled=False):
-        adapters = Adapters(a, b, bias, scaling, x.dtype)
-        group = base_of(kind, base, adapters)
-        sums = AdapterGradients(adapters, wanted[1:])
+        group = _Group(*parts).of(x.dtype)
+        sums = AdapterGradients(group.adapters, wanted[1:])
         dx, dyb, dy = x.new_empty(0), xa, _rows(dy)
         if wanted[0]:
             dx, dyb = group.full_backward(dy, padded)
@@ -202,61 +201,38 @@ def _(
     mutates_args=(),
     schema=f"(Tensor x, {_MLP_PARTS}, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _mlp(
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    up: list[Tensor],
-    down: list[Tensor],
-    scaling: list[float],
-    up_kind: str,
-    down_kind: str,
-    act: str,
-    keep: bool,
-    tiles: int,
-    residual: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _mlp(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [rows, hidden] -> y, and for the backward pass gate_up, x A^T and p A^T, which are empty unless `keep`.
 
     `residual` [rows, hidden]: as for _linear().
     """
-    assert act in ACTS, act
+    *parts, residual = arguments
+    mlp = _Mlp(*parts)
+    assert mlp.act in ACTS, mlp.act
     with torch.autocast(x.device.type, enabled=False):
-        first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
+        first, second = mlp.halves(x.dtype)
         y = x.new_empty(x.shape)
         kept = x.new_empty(0), x.new_empty(0), x.new_empty(0)
-        for rows in _tiles(len(x), tiles):
+        for rows in _tiles(len(x), mlp.tiles):
             gate_up, xa = first.split(_rows(x[rows]))
-            p = gated(act, gate_up, (xa, first.b), second.padded_buffer(len(xa)))
-            if not keep:
+            p = gated(mlp.act, gate_up, (xa, first.b), second.padded_buffer(len(xa)))
+            if not mlp.keep:
                 del gate_up
             _, pa = second.full(p, None if residual is None else _rows(residual[rows]), y[rows], padded=True)
-            if keep:
+            if mlp.keep:
                 kept = gate_up, xa, pa
             del p  # before the next tile's is made
         return y, *kept
 
 
 @_mlp.register_fake
-def _(
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    up: list[Tensor],
-    down: list[Tensor],
-    scaling: list[float],
-    up_kind: str,
-    down_kind: str,
-    act: str,
-    keep: bool,
-    tiles: int,
-    residual: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not keep:
+def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mlp = _Mlp(*arguments[:-1])
+    if not mlp.keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    rows, ranks, wide = x.shape[0], [one.shape[0] for one in a], 2 * b[0].shape[0]
+    rows, ranks, wide = x.shape[0], [one.shape[0] for one in mlp.a], 2 * mlp.b[0].shape[0]
     narrow = padded_rank(ranks[:2])
-    between = narrow if is_dense(up_kind) else 0  # where x A^T was, see Dense.split()
+    between = narrow if is_dense(mlp.up_kind) else 0  # where x A^T was, see Dense.split()
     return (
         x.new_empty(x.shape),
         x.new_empty_strided((rows, wide), (wide + between, 1)),
@@ -272,40 +248,26 @@ def _(
     "-> (Tensor, Tensor[], Tensor[])",
 )
 def _mlp_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    xa: Tensor,
-    pa: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    up: list[Tensor],
-    down: list[Tensor],
-    scaling: list[float],
-    up_kind: str,
-    down_kind: str,
-    act: str,
-    keep: bool,
-    tiles: int,
-    wanted: list[bool],
+    dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, *arguments: Any
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(dx, da, db). `wanted`: of x, a and b; the others are returned empty."""
+    *parts, wanted = arguments
+    mlp = _Mlp(*parts)
     with torch.autocast(x.device.type, enabled=False):
-        first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
+        first, second = mlp.halves(x.dtype)
         sums = [AdapterGradients(half.adapters, wanted[1:]) for half in (first, second)]
         dx = x.new_empty(x.shape if wanted[0] else 0)
-        for rows in _tiles(len(x), tiles):
+        for rows in _tiles(len(x), mlp.tiles):
             x_tile, dy_tile = _rows(x[rows]), _rows(dy[rows])
-            if not keep:
+            if not mlp.keep:
                 gate_up, xa = first.split(x_tile)
             p, dyb = second.split_backward(dy_tile)  # dp, which gated_backward() overwrites with p
-            fused = _fused_sums(first, second, sums, xa, dyb, not keep)
-            g = gated_backward(
-                act, gate_up, p, (xa, first.b), (dyb, second.a), spaced(x, len(p), 2 * p.shape[1]), fused
-            )
+            fused = _fused_sums(first, second, sums, xa, dyb, not mlp.keep)
+            g = spaced(x, len(p), 2 * p.shape[1])
+            gated_backward(mlp.act, gate_up, p, (xa, first.b), (dyb, second.a), g, fused)
             if fused:
                 sums[0].totals[1], sums[1].totals[0] = fused.totals
-            if not keep:
+            if not mlp.keep:
                 del gate_up
                 pa = second.project(p, second.a.t())
             sums[1].add(dyb, None if fused else p, pa, dy_tile)
@@ -329,26 +291,9 @@ def _(
     return _gradients(x, a, b, rest[-1])
 
 
-def _halves(
-    x: Tensor,
-    a: list[Tensor],
-    b: list[Tensor],
-    up: list[Tensor],
-    down: list[Tensor],
-    scaling: list[float],
-    up_kind: str,
-    down_kind: str,
-) -> tuple[Base, Base]:
-    """The group of gate and up, and the group of down."""
-    return (
-        base_of(up_kind, up, Adapters(a[:2], b[:2], [], scaling[:2], x.dtype)),
-        base_of(down_kind, down, Adapters(a[2:], b[2:], [], scaling[2:], x.dtype)),
-    )
-
-
 def _fused_sums(
     first: Base, second: Base, sums: Sequence[AdapterGradients], xa: Tensor, dyb: Tensor, keep_p: bool
-) -> Optional[FusedSums]:
+) -> FusedSums | None:
     """The sums over the rows of [dgate | dup] and p that gated_backward() is to compute. None: it cannot, so each of
     them takes a pass over memory.
     """
@@ -373,11 +318,10 @@ def _rows(x: Tensor) -> Tensor:
 def _gradients(
     x: Tensor, a: list[Tensor], b: list[Tensor], wanted: list[bool]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    return (
-        x.new_empty(x.shape if wanted[0] else (0,)),
-        [one.new_empty(one.shape) for one in a if wanted[1]],
-        [one.new_empty(one.shape) for one in b if wanted[2]],
+    da, db = (
+        [one.new_empty(one.shape) for one in half if want] for half, want in zip((a, b), wanted[1:], strict=True)
     )
+    return x.new_empty(x.shape if wanted[0] else (0,)), da, db
 
 
 def _wanted(ctx: Any) -> list[bool]:
@@ -391,23 +335,29 @@ def _save(ctx: Any, lists: list[list[Tensor]], *tensors: Tensor) -> None:
     ctx.save_for_backward(*tensors, *(tensor for one in lists for tensor in one))
 
 
-def _saved(ctx: Any, tensors: int) -> list[Any]:
+def _saved(ctx: Any) -> list[Any]:
     """The tensors that _save() kept, then its lists."""
-    found, at = list(ctx.saved_tensors), tensors
-    lists = []
-    for length in ctx.lengths:
-        lists.append(found[at : at + length])
-        at += length
-    return [*found[:tensors], *lists]
+    rest: list[Any] = list(ctx.saved_tensors)
+    lists: list[list[Tensor]] = []
+    for length in reversed(ctx.lengths):
+        at = len(rest) - length
+        lists.insert(0, rest[at:])
+        del rest[at:]
+    return [*rest, *lists]
 
 
-def _returned(wanted: list[bool], lengths: list[int], dx: Tensor, da: list[Tensor], db: list[Tensor]) -> list[Any]:
-    return [
+def _returned(ctx: Any, gradients: Sequence[Any], options: int) -> tuple[Any, ...]:
+    """What autograd expects: dx, da, db where they are wanted, and None for every other argument."""
+    wanted = _wanted(ctx) if gradients else [False] * 3
+    dx, da, db = gradients or [None] * 3
+    a, b, *others = ([None] * length for length in ctx.lengths)
+    return (
         dx if wanted[0] else None,
-        da if wanted[1] else [None] * lengths[0],
-        db if wanted[2] else [None] * lengths[1],
-        *([None] * length for length in lengths[2:]),
-    ]
+        da if wanted[1] else a,
+        db if wanted[2] else b,
+        *others,
+        *[None] * options,
+    )
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -417,14 +367,12 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     _save(ctx, [a, b, bias, base], x, output[1])
 
 
-def _linear_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
-    wanted = _wanted(ctx)
+def _linear_gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy is None:
-        return *_returned([False] * 3, ctx.lengths, *[None] * 3), *[None] * 4  # type: ignore[arg-type]
-    x, xa, *lists = _saved(ctx, 2)
-    scaling, kind, padded = ctx.options
-    found = torch.ops.fxtune.lora_linear_backward(dy, x, xa, *lists, scaling, kind, wanted, padded)
-    return *_returned(wanted, ctx.lengths, *found), *[None] * 4
+        return _returned(ctx, (), 4)
+    *options, padded = ctx.options
+    found = torch.ops.fxtune.lora_linear_backward(dy, *_saved(ctx), *options, _wanted(ctx), padded)
+    return _returned(ctx, found, 4)
 
 
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -435,17 +383,14 @@ def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, 
     _save(ctx, [a, b, up, down], x, *(output[1:] if ctx.options[4] else ()))
 
 
-def _mlp_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
-    wanted, nothing = _wanted(ctx), [None] * 7
+def _mlp_gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy is None:
-        return *_returned([False] * 3, ctx.lengths, *[None] * 3), *nothing  # type: ignore[arg-type]
-    if ctx.options[4]:
-        x, *rest = _saved(ctx, 4)
-    else:
-        x, *lists = _saved(ctx, 1)
-        rest = [x.new_empty(0), x.new_empty(0), x.new_empty(0), *lists]
-    found = torch.ops.fxtune.lora_mlp_backward(dy, x, *rest, *ctx.options, wanted)
-    return *_returned(wanted, ctx.lengths, *found), *nothing
+        return _returned(ctx, (), 7)
+    x, *rest = _saved(ctx)
+    if not ctx.options[4]:
+        rest = [x.new_empty(0), x.new_empty(0), x.new_empty(0), *rest]
+    found = torch.ops.fxtune.lora_mlp_backward(dy, x, *rest, *ctx.options, _wanted(ctx))
+    return _returned(ctx, found, 7)
 
 
 _linear.register_autograd(_linear_gradients, setup_context=_linear_setup)

@@ -1,10 +1,9 @@
 """Liger's kernels as operators, for compiled code.
 
 torch.compile takes a Triton kernel into its graph and analyses which inputs it writes. If it cannot tell (torch 2.11
-fails at Liger 0.8.5's RMSNorm, which casts a float), it assumes that the kernel writes every input, weights included,
-and only warns: on an H200 such a Llama had the right loss and gradients, and wrong logits in its next forward pass. An
-operator is opaque to that analysis, and its inputs stay as they were. For gated products this costs a copy of gate and
-up in the backward pass, because Liger's kernel overwrites them.
+fails at Liger 0.8.5's RMSNorm), it assumes that the kernel writes every input, weights included, and only warns: the
+logits of the next forward pass are wrong. An operator is opaque to that analysis. For gated products this costs a copy
+of gate and up in the backward pass, because Liger's kernel overwrites them.
 
 In eager mode Liger's own autograd functions run (techniques/liger/forwards.py), which overwrite tensors that are not
 needed any more.
@@ -12,17 +11,13 @@ needed any more.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@torch.library.custom_op(
-    "fxtune::liger_rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, float eps, float offset, str casting) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::liger_rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     """x / rms(x) * (offset + weight) over the last dimension, in x's dtype, and 1 / rms(x), float32 [rows], which the
     backward pass needs.
@@ -36,16 +31,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str)
 
 
 @rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(_rows(x), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "fxtune::liger_rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor scale, float offset, str casting, bool need_dweight)"
-    " -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::liger_rms_norm_backward", mutates_args=())
 def _rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -67,21 +57,15 @@ def _rms_norm_backward(
         None,
         needs_dw=need_dweight,
     )
-    return dx, _or_empty(dweight, weight)
+    return dx, weight.new_empty(0) if dweight is None else dweight
 
 
 @_rms_norm_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, need_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape if need_dweight else 0)
+def _(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if rest[-1] else 0)
 
 
-@torch.library.custom_op(
-    "fxtune::liger_layer_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::liger_layer_norm", mutates_args=())
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm over the last dimension, in x's dtype, and for the backward pass mean and 1 / standard deviation,
     float32 [rows].
@@ -93,17 +77,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 
 
 @layer_norm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean, scale = (x.new_empty(_rows(x), dtype=torch.float32) for _ in range(2))
     return x.new_empty(x.shape), mean, scale
 
 
-@torch.library.custom_op(
-    "fxtune::liger_layer_norm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale, bool need_dweight, "
-    "bool need_dbias) -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::liger_layer_norm_backward", mutates_args=())
 def _layer_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -121,28 +100,19 @@ def _layer_norm_backward(
     dx, dweight, dbias = layer_norm_backward(
         dy.contiguous(), x.view(-1, x.shape[-1]), weight, bias, mean, scale, needs_dw=need_dweight, needs_db=need_dbias
     )
-    return dx, _or_empty(dweight, weight), _or_empty(dbias, bias)
+    found = ((dweight, weight), (dbias, bias))
+    return dx, *(like.new_empty(0) if one is None else one for one, like in found)
 
 
 @_layer_norm_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    need_dweight: bool,
-    need_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape),
-        weight.new_empty(weight.shape if need_dweight else 0),
-        bias.new_empty(bias.shape if need_dbias else 0),
+def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dweight, dbias = (
+        one.new_empty(one.shape if need else 0) for one, need in zip((weight, bias), rest[-2:], strict=True)
     )
+    return x.new_empty(x.shape), dweight, dbias
 
 
-@torch.library.custom_op("fxtune::liger_gated", mutates_args=(), schema="(Tensor gate, Tensor up, str kind) -> Tensor")
+@torch.library.custom_op("fxtune::liger_gated", mutates_args=())
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """act(gate) * up of two tensors of one shape; `kind`: "swiglu" (SiLU) or "geglu" (GELU's tanh form)."""
     from liger_kernel import ops
@@ -153,15 +123,11 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 @gated.register_fake
-def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+def _(gate: Tensor, *_: Any) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op(
-    "fxtune::liger_gated_backward",
-    mutates_args=(),
-    schema="(Tensor dp, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::liger_gated_backward", mutates_args=())
 def _gated_backward(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     from liger_kernel import ops
 
@@ -172,16 +138,12 @@ def _gated_backward(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Te
 
 
 @_gated_backward.register_fake
-def _(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _(dp: Tensor, gate: Tensor, up: Tensor, _: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
-
-
-def _or_empty(gradient: Optional[Tensor], like: Tensor) -> Tensor:
-    return like.new_empty(0) if gradient is None else gradient
 
 
 def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -13,29 +13,26 @@ next chunk overwrites:
 Memory: the buffer, dh, and dW in float32 where the head is trained. Time: the two or three matmuls that any
 implementation needs, and the kernel's three passes over the buffer, 5 % of the matmuls' time at d = 4096.
 
-`linear_log_probs` returns one number a row, and the backward pass gets a gradient for each. A row's dh depends on that
-row alone, so with a frozen head the stored dh is scaled row by row, at the same cost as the sum. dW adds up all rows
-with their upstream
-gradients, which are unknown in the forward pass: with a trained head the backward pass computes each chunk again, one
-matmul more.
+`linear_log_probs` returns one number a row, and the backward pass gets a gradient for each. With a frozen head the
+stored dh is scaled row by row. dW adds up rows with their upstream gradients, which are unknown in the forward pass:
+with a trained head the backward pass computes each chunk again. Liger's kernel of the same idea (arXiv 2410.10989)
+takes chunks too small for a fast matmul and waits for the device.
 
-Liger's kernel of the same idea (arXiv 2410.10989) takes small chunks (256 rows for Llama 3 at 8k tokens, too few for a
-fast matmul) and reads the number of rows back from the device, which stops the host.
-
-These are autograd.Functions and not torch.library operators: they run outside of compiled code, their gradients are
-by-products of the forward pass, and they write them in place; an operator would have to return them as outputs.
+These are autograd.Functions and not operators: their gradients are by-products of the forward pass.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fp8 import dequantize_weight, quantize_rows, scaled_mm
 from fxtune.kernels.matmul import CUBLAS, mm
 
@@ -56,24 +53,21 @@ class HeadOptions:
     """Soft cap of Gemma 2; 0: none."""
     chunk_rows: int | None = None
     """Rows whose logits are held at a time. None: as many as fit into BUFFER bytes."""
-    fp8_scales: torch.Tensor | None = None
+    fp8_scales: Tensor | None = None
     """float32 [1, vocabulary] for a frozen fp8 head: `weight` holds its codes, and its logits are an fp8 product
     (techniques/quantized_modules.py). None: a head of 16 or 32 bits.
     """
     by: str = CUBLAS
     """GEMM backend of 16-bit products without a third term (matmul.py)."""
 
-    def compute_dtype(self, weight: torch.Tensor) -> torch.dtype:
+    def compute_dtype(self, weight: Tensor) -> torch.dtype:
         """The dtype of the matmuls: autocast's, or else the weight's."""
-        if self.fp8_scales is not None:
-            return torch.bfloat16
-        device = weight.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        return compute_dtype(weight) if self.fp8_scales is None else torch.bfloat16
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
     `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary), or IGNORED for a
@@ -83,28 +77,26 @@ def linear_cross_entropy(
     a RuntimeError.
     """
     head = HeadOptions(**options)
-    dtype = head.compute_dtype(weight)
-    needs_grad = _require_grad(hidden, weight, bias)
-    if any(needs_grad):
-        loss: torch.Tensor = _SummedLoss.apply(hidden, weight, bias, labels, dtype, head)
+    inputs: tuple[Any, ...] = hidden, weight, bias, labels, head.compute_dtype(weight), head
+    if _require_grad(hidden, weight, bias):
+        loss: Tensor = _SummedLoss.apply(*inputs)
         return loss
-    return _losses_and_gradients(hidden, weight, bias, labels, dtype, head, needs_grad)[0].sum()
+    return _losses_and_gradients(*inputs)[0].sum()
 
 
 def linear_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """The log-probability of each row's label in nats, float32 [rows]; 0 for an IGNORED row.
 
     Each row may have its own upstream gradient. The arguments are those of linear_cross_entropy().
     """
     head = HeadOptions(**options)
-    dtype = head.compute_dtype(weight)
-    needs_grad = _require_grad(hidden, weight, bias)
-    if any(needs_grad):
-        log_probs: torch.Tensor = _LogProbs.apply(hidden, weight, bias, labels, dtype, head)
+    inputs: tuple[Any, ...] = hidden, weight, bias, labels, head.compute_dtype(weight), head
+    if _require_grad(hidden, weight, bias):
+        log_probs: Tensor = _LogProbs.apply(*inputs)
         return log_probs
-    return -_losses_and_gradients(hidden, weight, bias, labels, dtype, head, needs_grad)[0]
+    return -_losses_and_gradients(*inputs)[0]
 
 
 def default_chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
@@ -121,83 +113,66 @@ def chunk_sizes(rows: int, most: int) -> list[int]:
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        dtype: torch.dtype,
-        head: HeadOptions,
-    ) -> torch.Tensor:
-        losses, *gradients = _losses_and_gradients(
-            hidden, weight, bias, labels, dtype, head, list(ctx.needs_input_grad[:3])
-        )
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        losses, *gradients = _losses_and_gradients(*(*inputs, ctx.needs_input_grad[:3]))
         ctx.save_for_backward(*gradients)
         return losses.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), None, None, None)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        dtype: torch.dtype,
-        head: HeadOptions,
-    ) -> torch.Tensor:
-        ctx.head, ctx.dtype, ctx.trained = head, dtype, any(ctx.needs_input_grad[1:3])
-        needs_grad = [not ctx.trained, False, False]
-        losses, d_hidden, _, _ = _losses_and_gradients(hidden, weight, bias, labels, dtype, head, needs_grad)
-        ctx.save_for_backward(*((hidden, weight, bias, labels) if ctx.trained else (d_hidden,)))
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, ctx.dtype, ctx.head = inputs
+        ctx.trained = any(ctx.needs_input_grad[1:3])
+        losses, d_hidden, _, _ = _losses_and_gradients(*(*inputs, [not ctx.trained, False, False]))
+        ctx.save_for_backward(*(tensors if ctx.trained else (d_hidden,)))
         return -losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.trained:
             return _scaled(ctx.saved_tensors[0], -upstream), None, None, None, None, None
-        needs_grad = list(ctx.needs_input_grad[:3])
-        hidden, weight, bias, labels = ctx.saved_tensors
-        _, *gradients = _losses_and_gradients(hidden, weight, bias, labels, ctx.dtype, ctx.head, needs_grad, -upstream)
-        return *gradients, None, None, None
+        inputs: tuple[Any, ...] = *ctx.saved_tensors, ctx.dtype, ctx.head, ctx.needs_input_grad[:3], -upstream
+        return *_losses_and_gradients(*inputs)[1:], None, None, None
 
 
 @torch.no_grad()
 def _losses_and_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
     dtype: torch.dtype,
     options: HeadOptions,
-    needs_grad: list[bool],
-    upstream: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Any, Any, Any]:
+    needs_grad: Sequence[bool] = (False, False, False),
+    upstream: Tensor | None = None,
+) -> tuple[Tensor, Any, Any, Any]:
     """The loss of each row, and the gradients of their sum for hidden, weight and bias; None where not `needs_grad`.
 
     `upstream`: [rows], factors of the rows in that sum; None: 1.
     """
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
-    fp8_scales, exact = options.fp8_scales, torch.float64 if dtype is torch.float64 else torch.float32
+    fp8_scales, exact = options.fp8_scales, torch.promote_types(dtype, torch.float32)
     losses = hidden.new_empty(rows, dtype=exact)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_grad[0] else None
     d_weight = weight.new_zeros(vocabulary, width, dtype=exact) if needs_grad[1] else None
     d_bias = weight.new_zeros(vocabulary, dtype=exact) if needs_grad[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
-        head, offset = _head_matrix(weight, fp8_scales, dtype, needs_grad[0]), None if bias is None else bias.to(dtype)
+        head, offset = weight, None if bias is None else bias.to(dtype)
+        if fp8_scales is None:
+            head = weight.to(dtype)
+        elif needs_grad[0]:  # the product for the hidden states' gradient is not in fp8
+            head = dequantize_weight(weight, fp8_scales, dtype)
         most = min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1))
         sizes = chunk_sizes(rows, most)
         # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU
-        # there is no gap between rows, because oneDNN's bfloat16 matmul reads it, and nan times its zeros is nan
-        # (torch 2.13). In fp8 neither: its product writes no result with gaps, and the vocabulary is a multiple of 16.
+        # oneDNN's bfloat16 matmul reads the gap, and nan times its zeros is nan. The fp8 product writes no gaps.
         stride = -(-vocabulary // 64) * 64 if hidden.is_cuda and fp8_scales is None else vocabulary
         buffer = torch.empty(max(sizes, default=1), stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
@@ -226,7 +201,7 @@ def _losses_and_gradients(
 
 
 def _softmax_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, scale: float, cap: float, gradient: bool
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: float, cap: float, gradient: bool
 ) -> None:
     """Write each row's loss into `losses`. With `gradient`, replace the logits by the gradient of that loss."""
     if logits.device.type == "cuda":
@@ -250,7 +225,7 @@ def _softmax_gradient(
         logits.copy_(z * slope).masked_fill_(ignored[:, None], 0.0)
 
 
-def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) -> None:
+def _add_outer(total: Tensor, logits: Tensor, inputs: Tensor) -> None:
     """total += logits^T inputs in `total`'s dtype, a block of the vocabulary at a time to keep temporaries small."""
     block = max(BLOCK // total.shape[1], 128)
     for start in range(0, total.shape[0], block):
@@ -263,7 +238,7 @@ def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) 
             total[start : start + block].addmm_(part.to(total.dtype), inputs.to(total.dtype))
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient * factor, multiplied in float32: one over the step's tokens is not a bfloat16 number.
 
     `factor`: a scalar, or [rows].
@@ -280,38 +255,15 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _require_grad(*inputs: torch.Tensor | None) -> list[bool]:
-    return [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
+def _require_grad(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
 
 
-def _to_dtype_of(like: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _to_dtype_of(like: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or like is None else gradient.to(like.dtype)
 
 
-def _head_matrix(
-    weight: torch.Tensor, fp8_scales: torch.Tensor | None, dtype: torch.dtype, gradient: bool
-) -> torch.Tensor:
-    """The head's matrix in `dtype`. An fp8 head is dequantized for the gradient of the hidden states only."""
-    if fp8_scales is None:
-        return weight.to(dtype)
-    return dequantize_weight(weight, fp8_scales, dtype) if gradient else weight
-
-
-def reference_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    cap: float = 0.0,
-) -> torch.Tensor:
-    """linear_log_probs() with all logits at once, by plain autograd. Tests compare with it."""
-    logits = scale_and_cap(F.linear(hidden, weight, bias), scale, cap)
-    return -F.cross_entropy(logits.float(), labels, reduction="none")
-
-
-def scale_and_cap(logits: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+def scale_and_cap(logits: Tensor, scale: float, cap: float) -> Tensor:
     """Logits as the model defines them: scaled, then soft-capped where `cap` is above 0."""
     if scale != 1.0:
         logits = logits * scale

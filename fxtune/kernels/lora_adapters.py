@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -56,9 +55,7 @@ class Adapters:
 
 
 def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
-    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of
-    ALIGN.
-    """
+    """Columns of x A^T: the siblings' ranks, one of ones where there is a bias, and zeros to a multiple of ALIGN."""
     return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
 
 
@@ -86,16 +83,12 @@ def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
 def project(
     x: Tensor,
     factor: Tensor,
-    left: Optional[Tensor] = None,
-    right: Optional[Tensor] = None,
-    ones: Optional[int] = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
+    ones: int | None = None,
     value: float = 1.0,
 ) -> Tensor:
-    """x factor, [rows, R] in the compute dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R].
-
-    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of
-    the product that is `value` instead.
-    """
+    """x factor, as lora_triton.project(), for any dtype and R."""
     if by_triton(x, factor.shape[1]):
         from fxtune.kernels.lora_triton import project as launch
 
@@ -111,13 +104,9 @@ def project(
 
 
 def add(
-    y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None, residual: Optional[Tensor] = None
+    y: Tensor, narrow: Tensor, factor: Tensor, out: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """y + narrow factor + residual, rounded after each of the two sums: `y` and `residual` [rows, width] with
-    contiguous rows, `narrow` [rows, R], `factor` [R, width].
-
-    In place, or written to `out` of y's shape, which may be y.
-    """
+    """y + narrow factor + residual, as lora_triton.add(), for any dtype and R; in y where there is no `out`."""
     into = y if out is None else out
     if by_triton(y, len(factor)):
         from fxtune.kernels.lora_triton import add as launch
@@ -137,9 +126,9 @@ class AdapterGradients:
     def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
         """`wanted`: whether A, and B, need gradients."""
         self.adapters, self.wanted = adapters, wanted
-        self.totals: list[Optional[Tensor]] = [None, None]
+        self.totals: list[Tensor | None] = [None, None]
 
-    def add(self, dyb: Tensor, x: Optional[Tensor], xa: Tensor, dy: Optional[Tensor]) -> None:
+    def add(self, dyb: Tensor, x: Tensor | None, xa: Tensor, dy: Tensor | None) -> None:
         """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. Without x or dy the sum over it is
         in `totals` already.
         """
@@ -171,7 +160,7 @@ class AdapterGradients:
         return first, second
 
 
-def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
+def _outer(wide: Tensor, narrow: Tensor, into: Tensor | None) -> Tensor:
     """wide^T narrow as partial sums [parts, width, R], added to `into` if given; float32, or float64 for float64."""
     if (into is not None and into.shape[0] > 1) or by_triton(wide, narrow.shape[1]):
         from fxtune.kernels.lora_triton import reduce

@@ -8,21 +8,21 @@
 
 project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: it does not split the sum, so
 a GPU of 132 processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The
-kernels are for 16-bit numbers (on tensor cores float32 would be TF32) and at most SIBLINGS linears in a group. Import
-this module only on a GPU: torch's CPU builds do not include triton.
+kernels are for 16-bit numbers (on tensor cores float32 would be TF32). Import this module only on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SIBLINGS = 4
+from fxtune.kernels.triton_matrix import load, matrix, store
+
 COLUMNS = 1024
 """Columns of A for each program of pack."""
 NUMBERS = 2048
@@ -41,49 +41,29 @@ def pack(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scaling: Sequence[float],
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     into_a: Tensor,
     into_b: Tensor,
 ) -> None:
     """Write all of `into_a` [R, in] and `into_b` [out, R]. `bias` [out] is the column after the ranks."""
     width = len(into_a)
     blocks = width * triton.cdiv(into_a.shape[1], COLUMNS)
-    _for_siblings(
-        _pack,
-        a,
-        b,
-        scaling,
-        into_a,
-        into_b,
-        bias if bias is not None else into_b,
-        into_a.stride(0),
-        into_b.stride(0),
-        width,
-        blocks,
-        BIAS=bias is not None,
-        COLUMNS=COLUMNS,
-    )
+    targets = matrix(into_a), matrix(into_b), into_b if bias is None else bias
+    _for_siblings(_pack, a, b, scaling, targets, width, blocks, BIAS=bias is not None, COLUMNS=COLUMNS)
 
 
 def unpack(
-    da: Optional[Tensor],
-    db: Optional[Tensor],
-    scaling: Sequence[float],
-    grad_a: Sequence[Tensor],
-    grad_b: Sequence[Tensor],
+    da: Tensor | None, db: Tensor | None, scaling: Sequence[float], grad_a: Sequence[Tensor], grad_b: Sequence[Tensor]
 ) -> None:
     """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled)
-    lora_B.
-
-    None: those gradients do not change.
+    lora_B. None: those gradients do not change.
     """
     some = da if da is not None else db
     assert some is not None
     one, two = (some if given is None else given for given in (da, db))
-    blocks = triton.cdiv(one.shape[1], _rows(one.shape[2])) if da is not None else 0
-    _for_siblings(
-        _unpack, grad_a, grad_b, scaling, one, two, some, len(one), len(two), one.shape[2], blocks, B=db is not None
-    )
+    width = some.shape[2]
+    blocks = 0 if da is None else triton.cdiv(da.shape[1], _rows(width))
+    _for_siblings(_unpack, grad_a, grad_b, scaling, (one, two, len(one), len(two)), width, blocks, B=db is not None)
 
 
 def _for_siblings(
@@ -91,44 +71,19 @@ def _for_siblings(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scaling: Sequence[float],
-    total_a: Tensor,
-    total_b: Tensor,
-    third: Tensor,
-    number_a: int,
-    number_b: int,
+    totals: tuple[Any, ...],
     width: int,
     blocks_a: int,
     **flags: Any,
 ) -> None:
     """Launch `kernel` with `blocks_a` programs for A, then with programs for B that handle _rows() rows each."""
-    count, inner = len(a), a[0].shape[1]
-    assert 0 < count <= SIBLINGS, count
     assert all(one.is_contiguous() for one in (*a, *b))
-    # The first sibling fills the unused arguments; the kernels do not read them.
-    a, b, scaling = ([*one, *[one[0]] * (SIBLINGS - count)] for one in (a, b, scaling))
-    ranks, outs = [len(one) for one in a], [len(one) for one in b]
-    out, rows = sum(outs[:count]), _rows(width)
+    ranks, outs = tuple(map(len, a)), tuple(map(len, b))
+    out, rows = sum(outs), _rows(width)
     if total := blocks_a + (triton.cdiv(out, rows) if flags.get("B", True) else 0):
-        kernel[(total,)](
-            *a,
-            *b,
-            *map(float, scaling),
-            *ranks,
-            *outs,
-            total_a,
-            total_b,
-            third,
-            number_a,
-            number_b,
-            inner,
-            out,
-            width,
-            blocks_a,
-            COUNT=count,
-            ROWS=rows,
-            WIDTH=triton.next_power_of_2(width),
-            **flags,
-        )
+        siblings = tuple(a), tuple(b), tuple(map(float, scaling)), ranks, outs
+        sizes = dict(COUNT=len(a), ROWS=rows, WIDTH=triton.next_power_of_2(width))
+        kernel[(total,)](*siblings, *totals, a[0].shape[1], out, width, blocks_a, **sizes, **flags)
 
 
 def _rows(width: int) -> int:
@@ -136,11 +91,16 @@ def _rows(width: int) -> int:
     return max(NUMBERS // triton.next_power_of_2(width), 1)
 
 
+def _wide(columns: int) -> int:
+    """The columns of a tile that holds `columns`; a tensor core takes no fewer than 16."""
+    return max(triton.next_power_of_2(columns), 16)
+
+
 def project(
     x: Tensor,
     factor: Tensor,
-    left: Optional[Tensor] = None,
-    right: Optional[Tensor] = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
     ones: int = -1,
     value: float = 1.0,
 ) -> Tensor:
@@ -150,19 +110,15 @@ def project(
     the product that is `value` instead. R is a multiple of 16.
     """
     (rows, width), columns = x.shape, factor.shape[1]
-    assert (x.stride(1), x.dtype.itemsize) == (1, 2), (x.stride(), x.dtype)
+    assert x.dtype.itemsize == 2, x.dtype
     product = x.new_empty(rows, columns)
     if rows:
         _project[(triton.cdiv(rows, PROJECT["ROWS"]),)](
-            x,
-            x.stride(0),
-            factor,
-            *factor.stride(),
+            matrix(x),
+            (factor, *factor.stride()),
             product,
-            left if left is not None else x,
-            left.stride(0) if left is not None else 0,
-            right if right is not None else product,
-            right.stride(0) if right is not None else 0,
+            (x, 0) if left is None else matrix(left),
+            (product, 0) if right is None else matrix(right),
             rows,
             width,
             columns,
@@ -170,41 +126,30 @@ def project(
             float(value),
             LEFT=left is not None,
             RIGHT=right is not None,
-            WIDTH=max(triton.next_power_of_2(columns), 16),
+            WIDTH=_wide(columns),
             **PROJECT,
         )
     return product
 
 
-def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
+def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
     """x^T t as partial sums, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
 
     `into`: the result of an earlier call, with any number of rows, to whose parts the sums are added.
     """
     (rows, width), columns = x.shape, t.shape[1]
-    assert (x.stride(1), t.stride(1), x.dtype.itemsize) == (1, 1, 2), (x.stride(), t.stride(), x.dtype)
+    assert x.dtype.itemsize == 2, x.dtype
     blocks = triton.cdiv(width, REDUCE["COLUMNS"])
     parts = len(into) if into is not None else max(min(-(-PROGRAMS // blocks), rows // LEAST_ROWS), 1)
     each = triton.cdiv(triton.cdiv(rows, parts), REDUCE["STEP"]) * REDUCE["STEP"]
     made = into if into is not None else torch.empty(parts, width, columns, dtype=torch.float32, device=x.device)
     _reduce[(blocks, parts)](
-        x,
-        x.stride(0),
-        t,
-        t.stride(0),
-        made,
-        rows,
-        width,
-        columns,
-        each,
-        ADD=into is not None,
-        WIDTH=max(triton.next_power_of_2(columns), 16),
-        **REDUCE,
+        matrix(x), matrix(t), made, rows, width, columns, each, ADD=into is not None, WIDTH=_wide(columns), **REDUCE
     )
     return made
 
 
-def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Tensor] = None) -> Tensor:
+def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
     """Write y + t F, added in float32 and rounded, to `out`, which may be y, and return it.
 
     `residual` is added to that, and the sum is rounded again, as a separate operator would do. y is rounded already,
@@ -214,58 +159,40 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Te
     any strides.
     """
     (rows, width), ranks = y.shape, len(factor)
-    assert (t.shape, factor.shape[1], y.stride(1), t.stride(1), y.dtype.itemsize) == ((rows, ranks), width, 1, 1, 2)
     more = y if residual is None else residual
-    assert (out.shape, out.stride(1), out.dtype) == (more.shape, more.stride(1), more.dtype) == (y.shape, 1, y.dtype)
+    assert (t.shape, factor.shape[1], y.dtype.itemsize) == ((rows, ranks), width, 2)
+    assert out.shape == more.shape == y.shape
+    assert out.dtype == more.dtype == y.dtype
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
-            y,
-            y.stride(0),
-            t,
-            t.stride(0),
-            factor,
-            *factor.stride(),
-            more,
-            more.stride(0),
-            out,
-            out.stride(0),
+            matrix(y),
+            matrix(t),
+            (factor, *factor.stride()),
+            matrix(more),
+            matrix(out),
             rows,
             width,
             ranks,
             MORE=residual is not None,
-            RANKS=max(triton.next_power_of_2(ranks), 16),
+            RANKS=_wide(ranks),
             **ADD,
         )
     return out
 
 
+# Tuples with an entry for each sibling: a, b: lora_A, lora_B or their gradients; s: scaling; r: rank; o: outputs.
+
+
 @triton.jit
 def _pack(
-    a0,
-    a1,
-    a2,
-    a3,
-    b0,
-    b1,
-    b2,
-    b3,
-    s0,
-    s1,
-    s2,
-    s3,
-    r0,
-    r1,
-    r2,
-    r3,
-    o0,
-    o1,
-    o2,
-    o3,
+    a,
+    b,
+    s,
+    r,
+    o,
     into_a,
     into_b,
     bias,
-    stride_a,
-    stride_b,
     inner,
     out,
     width,
@@ -278,53 +205,22 @@ def _pack(
 ):
     program = tl.program_id(0)
     if program < blocks_a:
-        _pack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, into_a, stride_a, inner, width, COUNT, COLUMNS)
+        _pack_a(program, a, r, into_a, inner, width, COUNT, COLUMNS)
     else:
-        _pack_b(
-            program - blocks_a,
-            b0,
-            b1,
-            b2,
-            b3,
-            s0,
-            s1,
-            s2,
-            s3,
-            r0,
-            r1,
-            r2,
-            r3,
-            o0,
-            o1,
-            o2,
-            o3,
-            into_b,
-            bias,
-            stride_b,
-            out,
-            width,
-            BIAS,
-            COUNT,
-            ROWS,
-            WIDTH,
-        )
+        _pack_b(program - blocks_a, b, s, r, o, into_b, bias, out, width, BIAS, COUNT, ROWS, WIDTH)
 
 
 @triton.jit
-def _pack_a(
-    program, a0, a1, a2, a3, r0, r1, r2, r3, into_a, stride_a, inner, width, COUNT: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _pack_a(program, a, r, into, inner, width, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
     row = program % width
     columns = (program // width) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < inner
-    value = _row(a0, row, r0, inner, columns)
-    if COUNT > 1:
-        value += _row(a1, row - r0, r1, inner, columns)
-    if COUNT > 2:
-        value += _row(a2, row - r0 - r1, r2, inner, columns)
-    if COUNT > 3:
-        value += _row(a3, row - r0 - r1 - r2, r3, inner, columns)
-    tl.store(into_a + row.to(tl.int64) * stride_a + columns, value.to(into_a.dtype.element_ty), mask=inside)
+    value = _row(a[0], row, r[0], inner, columns)
+    own = row
+    for index in tl.static_range(1, COUNT):
+        own -= r[index - 1]
+        value += _row(a[index], own, r[index], inner, columns)
+    store(into, row.to(tl.int64), columns, value, inside)
 
 
 @triton.jit
@@ -337,25 +233,12 @@ def _row(pointer, row, ranks, inner, columns):
 @triton.jit
 def _pack_b(
     program,
-    b0,
-    b1,
-    b2,
-    b3,
-    s0,
-    s1,
-    s2,
-    s3,
-    r0,
-    r1,
-    r2,
-    r3,
-    o0,
-    o1,
-    o2,
-    o3,
-    into_b,
+    b,
+    s,
+    r,
+    o,
+    into,
     bias,
-    stride_b,
     out,
     width,
     BIAS: tl.constexpr,
@@ -365,25 +248,16 @@ def _pack_b(
 ):
     rows = program * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
-    value = _block(b0, rows, columns, o0, r0) * s0
-    after = r0
-    if COUNT > 1:
-        value += _block(b1, rows - o0, columns - r0, o1, r1) * s1
-        after = r0 + r1
-    if COUNT > 2:
-        value += _block(b2, rows - o0 - o1, columns - r0 - r1, o2, r2) * s2
-        after = r0 + r1 + r2
-    if COUNT > 3:
-        value += _block(b3, rows - o0 - o1 - o2, columns - r0 - r1 - r2, o3, r3) * s3
-        after = r0 + r1 + r2 + r3
+    value = _block(b[0], rows, columns, o[0], r[0]) * s[0]
+    own_rows, own_columns, after = rows, columns, r[0]
+    for index in tl.static_range(1, COUNT):
+        own_rows, own_columns = own_rows - o[index - 1], own_columns - r[index - 1]
+        value += _block(b[index], own_rows, own_columns, o[index], r[index]) * s[index]
+        after += r[index]
     if BIAS:
         offset = tl.load(bias + rows, mask=rows < out, other=0.0).to(tl.float32)
         value += tl.where(columns == after, offset, 0.0)
-    tl.store(
-        into_b + rows.to(tl.int64) * stride_b + columns,
-        value.to(into_b.dtype.element_ty),
-        mask=(rows < out) & (columns < width),
-    )
+    store(into, rows.to(tl.int64), columns, value, (rows < out) & (columns < width))
 
 
 @triton.jit
@@ -395,29 +269,13 @@ def _block(pointer, rows, columns, outs, ranks):
 
 @triton.jit
 def _unpack(
-    a0,
-    a1,
-    a2,
-    a3,
-    b0,
-    b1,
-    b2,
-    b3,
-    s0,
-    s1,
-    s2,
-    s3,
-    r0,
-    r1,
-    r2,
-    r3,
-    o0,
-    o1,
-    o2,
-    o3,
+    a,
+    b,
+    s,
+    r,
+    o,
     total_a,
     total_b,
-    unused,
     parts_a,
     parts_b,
     inner,
@@ -431,100 +289,27 @@ def _unpack(
 ):
     program = tl.program_id(0)
     if program < blocks_a:
-        _unpack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, total_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
+        _unpack_a(program, a, r, total_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
     else:
-        _unpack_b(
-            program - blocks_a,
-            b0,
-            b1,
-            b2,
-            b3,
-            s0,
-            s1,
-            s2,
-            s3,
-            r0,
-            r1,
-            r2,
-            r3,
-            o0,
-            o1,
-            o2,
-            o3,
-            total_b,
-            parts_b,
-            out,
-            width,
-            COUNT,
-            ROWS,
-            WIDTH,
-        )
+        _unpack_b(program - blocks_a, b, s, r, o, total_b, parts_b, out, width, COUNT, ROWS, WIDTH)
 
 
 @triton.jit
-def _unpack_a(
-    program,
-    a0,
-    a1,
-    a2,
-    a3,
-    r0,
-    r1,
-    r2,
-    r3,
-    total_a,
-    parts_a,
-    inner,
-    width,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    value, rows, columns = _added(program, total_a, parts_a, inner, width, ROWS, WIDTH)
-    _write(a0, rows, columns, inner, r0, 1, inner, value)
-    if COUNT > 1:
-        _write(a1, rows, columns - r0, inner, r1, 1, inner, value)
-    if COUNT > 2:
-        _write(a2, rows, columns - r0 - r1, inner, r2, 1, inner, value)
-    if COUNT > 3:
-        _write(a3, rows, columns - r0 - r1 - r2, inner, r3, 1, inner, value)
+def _unpack_a(program, a, r, total, parts, inner, width, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    value, rows, columns = _added(program, total, parts, inner, width, ROWS, WIDTH)
+    for index in tl.static_range(COUNT):
+        _write(a[index], rows, columns, inner, r[index], 1, inner, value)
+        columns -= r[index]
 
 
 @triton.jit
 def _unpack_b(
-    program,
-    b0,
-    b1,
-    b2,
-    b3,
-    s0,
-    s1,
-    s2,
-    s3,
-    r0,
-    r1,
-    r2,
-    r3,
-    o0,
-    o1,
-    o2,
-    o3,
-    total_b,
-    parts_b,
-    out,
-    width,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    program, b, s, r, o, total, parts, out, width, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    value, rows, columns = _added(program, total_b, parts_b, out, width, ROWS, WIDTH)
-    _write(b0, rows, columns, o0, r0, r0, 1, value * s0)
-    if COUNT > 1:
-        _write(b1, rows - o0, columns - r0, o1, r1, r1, 1, value * s1)
-    if COUNT > 2:
-        _write(b2, rows - o0 - o1, columns - r0 - r1, o2, r2, r2, 1, value * s2)
-    if COUNT > 3:
-        _write(b3, rows - o0 - o1 - o2, columns - r0 - r1 - r2, o3, r3, r3, 1, value * s3)
+    value, rows, columns = _added(program, total, parts, out, width, ROWS, WIDTH)
+    for index in tl.static_range(COUNT):
+        _write(b[index], rows, columns, o[index], r[index], r[index], 1, value * s[index])
+        rows, columns = rows - o[index], columns - r[index]
 
 
 @triton.jit
@@ -549,16 +334,11 @@ def _write(pointer, rows, columns, outs, ranks, down, across, value):
 
 @triton.jit
 def _project(
-    x_ptr,
-    x_stride,
-    factor_ptr,
-    factor_down,
-    factor_across,
+    x,
+    factor,
     product_ptr,
-    left_ptr,
-    left_stride,
-    right_ptr,
-    right_stride,
+    left,
+    right,
     rows,
     width,
     columns,
@@ -576,32 +356,30 @@ def _project(
     for start in range(0, width, STEP):
         across, down = start + tl.arange(0, STEP)[None, :], start + tl.arange(0, STEP)[:, None]
         inside = (row < rows) & (across < width)
-        x = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0)
-        factor = tl.load(
-            factor_ptr + down.to(tl.int64) * factor_down + column * factor_across,
+        tile = load(x, row, across, inside)
+        part = tl.load(
+            factor[0] + down.to(tl.int64) * factor[1] + column * factor[2],
             mask=(down < width) & (column < columns),
             other=0.0,
         )
-        total = tl.dot(x, factor, total)
+        total = tl.dot(tile, part, total)
         if LEFT:
             # x is read again, from the cache. If x itself were stored, Triton (3.6 to 3.9) would keep one buffer too
             # few for it in shared memory, and a later tile would overwrite the operand of a product that still runs.
-            again = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(left_ptr + row * left_stride + across, again, mask=inside)
+            again = tl.load(x[0] + row * x[1] + across, mask=inside, other=0.0, cache_modifier=".cg")
+            store(left, row, across, again, inside)
     total = tl.where(column == ones, value, total)
     product = total.to(product_ptr.dtype.element_ty)
     inside = (row < rows) & (column < columns)
     tl.store(product_ptr + row * columns + column, product, mask=inside)
     if RIGHT:
-        tl.store(right_ptr + row * right_stride + column, product, mask=inside)
+        store(right, row, column, product, inside)
 
 
 @triton.jit
 def _reduce(
-    x_ptr,
-    x_stride,
-    t_ptr,
-    t_stride,
+    x,
+    t,
     into_ptr,
     rows,
     width,
@@ -620,11 +398,9 @@ def _reduce(
     total = tl.zeros((COLUMNS, WIDTH), tl.float32)
     for start in range(first, last, STEP):
         row = (start + tl.arange(0, STEP)).to(tl.int64)[:, None]
-        x = tl.load(x_ptr + row * x_stride + across[None, :], mask=(row < last) & (across[None, :] < width), other=0.0)
-        t = tl.load(
-            t_ptr + row * t_stride + column[None, :], mask=(row < last) & (column[None, :] < columns), other=0.0
-        )
-        total = tl.dot(tl.trans(x), t, total)
+        left = load(x, row, across[None, :], (row < last) & (across[None, :] < width))
+        right = load(t, row, column[None, :], (row < last) & (column[None, :] < columns))
+        total = tl.dot(tl.trans(left), right, total)
     at = into_ptr + (part.to(tl.int64) * width + across[:, None]) * columns + column[None, :]
     inside = (across[:, None] < width) & (column[None, :] < columns)
     if ADD:
@@ -634,17 +410,11 @@ def _reduce(
 
 @triton.jit
 def _add(
-    y_ptr,
-    y_stride,
-    t_ptr,
-    t_stride,
-    factor_ptr,
-    factor_down,
-    factor_across,
-    more_ptr,
-    more_stride,
-    out_ptr,
-    out_stride,
+    y,
+    t,
+    factor,
+    more,
+    out,
     rows,
     width,
     ranks,
@@ -656,8 +426,8 @@ def _add(
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rank = tl.arange(0, RANKS)
-    factor = tl.load(
-        factor_ptr + rank[:, None] * factor_down + column.to(tl.int64) * factor_across,
+    right = tl.load(
+        factor[0] + rank[:, None] * factor[1] + column.to(tl.int64) * factor[2],
         mask=(rank[:, None] < ranks) & (column < width),
         other=0.0,
     )
@@ -666,10 +436,10 @@ def _add(
     for tile in range(TILES):
         row = ((last * TILES + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
         inside = (row < rows) & (column < width)
-        y = tl.load(y_ptr + row * y_stride + column, mask=inside, other=0.0)
-        t = tl.load(t_ptr + row * t_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
-        total = y.to(tl.float32) + tl.dot(t, factor)
+        value = load(y, row, column, inside)
+        left = load(t, row, rank[None, :], (row < rows) & (rank[None, :] < ranks))
+        total = value.to(tl.float32) + tl.dot(left, right)
         if MORE:
-            more = tl.load(more_ptr + row * more_stride + column, mask=inside, other=0.0)
-            total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + more.to(tl.float32)
-        tl.store(out_ptr + row * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+            stream = load(more, row, column, inside)
+            total = total.to(out[0].dtype.element_ty).to(tl.float32) + stream.to(tl.float32)
+        store(out, row, column, total, inside)

@@ -1,36 +1,24 @@
 """Large products in 16 bits by one of two kernels: cuBLAS's, or quack's for Hopper, written in CuTe DSL.
 
-`mm(left, right, out, by, plus)` is torch.mm or torch.addmm with the choice of a kernel. The large products of a model
-with frozen weights take three quarters of a step's time, and cuBLAS's choice for them is not the fastest. On an H200,
-in bfloat16, 16,384 rows, at its limit of 700 W for a minute, kernels in turn, milliseconds (the linears of an 8B
-model's layer with columns for adapters of rank 16, forward and their dx):
-
-                     cuBLAS   256 x 192, 1 x 2   2 x 1   2 x 2   1 x 1   128 x 256, 1 x 2
-    gate and up      5.95     5.65               5.81    5.87    5.94    6.00
-        dx           5.90     5.72               5.88    5.91    5.98    5.89
-    down             2.99     2.89               2.97    2.98    3.03    2.98
-        dx           3.01     2.88               2.96    3.01    3.01    3.05
-    all of a layer   22.28    21.38              22.06   22.21   22.41   22.36
+The large products of a model with frozen weights take three quarters of a step's time, and cuBLAS's choice for them is
+not the fastest: all linears of an 8B model's layer, forward and dx at 16,384 rows in bfloat16, take 22.28 ms on an
+H200 at its power limit, and 21.38 ms by this kernel.
 
 At its power limit, a GPU is faster the less energy its work takes, and that depends on how often an operand crosses
 the chip. So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two
 adjacent tiles that share the rows of the left factor, and a persistent grid (one program for each streaming
-multiprocessor, "processor" below). Sums are float32 in a fixed order: the same bits in each run. Sizes and strides are
-not compiled in, so there is one kernel for each dtype and memory order of the right factor, and one that adds a third
-tensor. Compiling takes seconds and is cached on disk (prepare()).
+multiprocessor, "processor" below). Sums are float32 in a fixed order: the same bits in each run.
 
 `by` is a preference for large products: cuBLAS computes the small ones, and those whose operands the CuTe kernel
-cannot read (is_served()). It is an argument and no global variable, because models of one process may differ in it.
-
-The call of quack is an operator, `fxtune::cute_mm`, so that FLOP counters, fake tensors and profilers see a product.
-On a CPU it is torch's own product, which is its reference.
+cannot read (is_served()). The call of quack is an operator, `fxtune::cute_mm`, so that FLOP counters, fake tensors and
+profilers see a product. On a CPU it is torch's own product, which is its reference.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,28 +31,22 @@ CAPABILITY = (9, 0)
 TILE = (256, 192)
 CLUSTER = (1, 2)
 MIN_ROWS, MIN_SIZE = 2048, 1024
-"""The CuTe kernel computes products with at least this many rows, and this many columns and terms of each sum. It was
-measured with 16,384 rows and 4,096 numbers or more; its tile is fixed, while cuBLAS has others for small products. A
-chunk of the loss (linear_cross_entropy.py) has up to 4,096 rows, and a vocabulary of columns."""
+"""The CuTe kernel computes products with at least this many rows, and this many columns and terms of each sum. Its
+tile is fixed, while cuBLAS has others for small products."""
 MIN_UTILIZATION = 0.92
 """The least utilization() for the CuTe kernel. The least that was measured is 0.94."""
 MAX_SPAN = 2**31
-"""cuBLAS computes the product if a tensor spans this many numbers in memory: whether the CuTe kernel can use offsets
-of more than 32 bits is not known."""
+"""cuBLAS computes the product if a tensor spans this many numbers: the CuTe kernel's offsets may have 32 bits."""
 
 _PREPARED: set[tuple[torch.device, torch.dtype]] = set()
 
 
-def mm(
-    left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBLAS, plus: Optional[Tensor] = None
-) -> Tensor:
-    """left right + plus, [rows, columns] in their dtype, for `left` [rows, k] and `right` [k, columns]; in `out` if
-    given.
+def mm(left: Tensor, right: Tensor, out: Tensor | None = None, by: str = CUBLAS, plus: Tensor | None = None) -> Tensor:
+    """left right + plus, [rows, columns], for `left` [rows, k] and `right` [k, columns]; in `out` if given.
 
     Rows may have space between them; `right` may be a transpose. `plus` [rows, columns] must not be `out`. The CuTe
-    kernel (if `right` is a transpose) and a CPU add it to float32 sums and round once; cuBLAS (of CUDA 13, on an H200)
-    adds it to the rounded product. `by`: CUBLAS, or CUTE for the products that it serves, after prepare(). Autograd
-    does not see the product.
+    kernel (if `right` is a transpose) and a CPU add it to float32 sums and round once; cuBLAS adds it to the rounded
+    product. `by`: CUBLAS, or CUTE for the products that it serves, after prepare(). Autograd does not see the product.
     """
     if by == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out
@@ -76,7 +58,7 @@ def mm(
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
-def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> bool:
+def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> bool:
     """Whether the CuTe kernel computes this product: on a GPU that it supports, in 16 bits, large, and aligned for it.
 
     Hopper's copy engine (TMA) moves boxes with a contiguous first dimension and rows that begin at a multiple of 16
@@ -99,10 +81,8 @@ def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] =
 
 
 def utilization(rows: int, columns: int, processors: int) -> float:
-    """The share of the kernel's time in which its processors compute numbers of the result [rows, columns].
-
-    Each processor computes one tile at a time. The parts of tiles beyond the result's edge, and processors without a
-    tile in the last round, are wasted.
+    """The share of the kernel's time in which its processors compute numbers of the result [rows, columns]. The parts
+    of tiles beyond the result's edge, and processors without a tile in the last round, are wasted.
     """
     cluster = CLUSTER[0] * CLUSTER[1]
     computed = rounds(rows, columns, processors) * (processors // cluster) * cluster * TILE[0] * TILE[1]
@@ -120,11 +100,9 @@ def rounds(rows: int, columns: int, processors: int) -> int:
 def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     """Compile the CuTe kernel for products of `dtype`, or load it from disk, and check its products.
 
-    Call it before the first product, because compiling must not be part of a CUDA graph or of a measurement. The first
-    time each of the three kernels takes some seconds, later milliseconds. They are kept in QUACK_CACHE_DIR if it is
-    set, else in `cache`; quack's own default is a folder under /tmp that others may write to.
-
-    Raises whatever the package and its compiler raise, and RuntimeError if a product is wrong.
+    Call it before the first product, because compiling must not be part of a CUDA graph or of a measurement. The
+    kernels are kept in QUACK_CACHE_DIR if it is set, else in `cache`; quack's own default is a folder under /tmp that
+    others may write to. Raises whatever the package and its compiler raise, and RuntimeError if a product is wrong.
     """
     if (device, dtype) in _PREPARED:
         return
@@ -149,12 +127,10 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     _PREPARED.add((device, dtype))
 
 
-def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
+def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
     """Write left right + plus to `out` with the CuTe kernel. The tensors must be aligned as is_served() requires."""
     if (left.device, left.dtype) not in _PREPARED and left.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the CuTe kernel would be compiled while a CUDA graph is recorded: call matmul.prepare() first"
-        )
+        raise RuntimeError("the CuTe kernel would be compiled within a CUDA graph: call matmul.prepare() first")
     from quack.gemm import gemm
 
     # detach: DLPack exports no tensors that require a gradient. b_kn: the right factor is [k, columns], as in torch.
@@ -178,13 +154,13 @@ torch.library.impl("fxtune::cute_mm", "cuda")(by_quack)
 
 
 @torch.library.impl("fxtune::cute_mm", "cpu")
-def reference(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
+def reference(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
     """The same product by torch."""
     mm(left, right, out, CUBLAS, plus)
 
 
 @torch.library.register_fake("fxtune::cute_mm")
-def _(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
+def _(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
     assert out.shape == (left.shape[0], right.shape[1])
 
 

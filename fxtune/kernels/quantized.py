@@ -1,8 +1,7 @@
 """Weights packed in 4 or 8 bits, dequantized for one use. The linears that hold them: techniques/quantized_modules.py.
 
 A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before
-the matmul, forward and again backward, and nothing in 16 bits outlives the operator. That costs one pass over the
-weight each time, and the matmul itself runs at full speed: at 16k tokens an H200 spends 50 times longer in it.
+the matmul, forward and again backward, and nothing in 16 bits outlives the operator.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 
 
 @torch.no_grad()
-def unpack(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Dequantize a linear's weight into `out` [out, in], which is contiguous.
 
     `kind`: the linear's `fxtune_quantized`; `tensors`: what quantized_modules.packed() returns for it.
@@ -63,7 +63,7 @@ def unpack(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Non
             out.copy_(functional.dequantize_4bit(codes, state))
 
 
-def int8_weight(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def int8_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """codes [out, in] * scale [out], rounded once. `out=` makes it one kernel without an intermediate float32 copy."""
     return torch.mul(codes, scale.unsqueeze(1), out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 

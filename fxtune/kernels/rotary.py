@@ -7,20 +7,17 @@ does:
     y1 = x1 cos1 - x2 sin1          dx1 = dy1 cos1 + dy2 sin2
     y2 = x2 cos2 + x1 sin2          dx2 = dy2 cos2 - dy1 sin1
 
-cos and sin [rows, length, width] are transformers', computed once for all layers, so they include scaling (with YaRN's
-attention factor) and packed positions. If `width` is less than a head's, the dimensions behind it are copied. All
-arithmetic is float32, and each result is rounded once; plain torch code would round bfloat16 three times.
+cos and sin [rows, length, width] are transformers', so they include scaling (with YaRN's attention factor) and packed
+positions. If `width` is less than a head's, the dimensions behind it are copied. All arithmetic is float32, and each
+result is rounded once; plain torch code would round bfloat16 three times.
 
 `fxtune::rotary` takes q and k with any strides and returns each contiguous, as [rows, length, heads, dim]: the layout
 that attention kernels read without a copy. The backward pass is the same operator with `back`.
 
 `fxtune::rotary_qkv` takes the product of all three projections, [rows, length, (heads + 2 kv_heads) dim], and returns
-q, k and v. Its purpose is the backward pass: it reads dq, dk and dv where attention left them and writes them side by
-side, once, as the gradient of that product; autograd would write each of them and then concatenate them. Behind each
-row of that gradient are `room` numbers of padding, into which the matmul that reads the gradient writes dy B
-(fused_lora.py).
-
-For 16,384 tokens of an 8B Llama, forward and backward must each move 0.4 GB a layer, which is what the kernels do.
+q, k and v. Its backward pass reads dq, dk and dv where attention left them and writes them side by side, once;
+autograd would write each of them and then concatenate them. Behind each row of that gradient are `room` numbers of
+padding, into which the matmul that reads it writes dy B (fused_lora.py).
 """
 
 from __future__ import annotations
@@ -33,9 +30,8 @@ from torch import Tensor
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """transformers' apply_rotary_pos_emb, with its arguments and results: q and k as [rows, heads, length, dim], or as
-    [rows, length, heads, dim] with unsqueeze_dim=2. The results have the dtypes of q and k, whatever that of cos
-    is."""
+    """transformers' apply_rotary_pos_emb: q and k are [rows, heads, length, dim], or [rows, length, heads, dim] with
+    unsqueeze_dim=2. The results have the dtypes of q and k."""
     assert unsqueeze_dim in (1, 2), unsqueeze_dim
     if unsqueeze_dim == 1:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -43,11 +39,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 
 
-@torch.library.custom_op(
-    "fxtune::rotary",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::rotary", mutates_args=())
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q [rows, length, heads, dim] and k [rows, length, kv_heads, dim], rotated; cos, sin [rows or 1, length, width].
 
@@ -76,12 +68,7 @@ def _rotary_gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
 _rotary.register_autograd(_rotary_gradients, setup_context=_rotary_setup)
 
 
-@torch.library.custom_op(
-    "fxtune::rotary_qkv",
-    mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, SymInt heads, SymInt kv_heads, SymInt room)"
-    " -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("fxtune::rotary_qkv", mutates_args=())
 def _rotary_qkv(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,24 +76,23 @@ def _rotary_qkv(
 
     `room`: how many numbers of padding the gradient of x has behind each row. Its reader may overwrite them.
     """
-    parts = _parts(x, heads, kv_heads)
-    q, k, v = (x.new_empty(part.shape) for part in parts)
-    _rotate(parts, (q, k, v), cos, sin, False)
-    return q, k, v
+    results = _qkv_results(x, heads, kv_heads)
+    _rotate(_parts(x, heads, kv_heads), results, cos, sin, False)
+    return results
 
 
 @_rotary_qkv.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _qkv_results(x, heads, kv_heads)
+
+
+def _qkv_results(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     dim = x.shape[-1] // (heads + 2 * kv_heads)
     q, k, v = (x.new_empty(*x.shape[:2], number, dim) for number in (heads, kv_heads, kv_heads))
     return q, k, v
 
 
-@torch.library.custom_op(
-    "fxtune::rotary_qkv_backward",
-    mutates_args=(),
-    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, SymInt room) -> Tensor",
-)
+@torch.library.custom_op("fxtune::rotary_qkv_backward", mutates_args=())
 def _rotary_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int) -> Tensor:
     """[rows, length, N + room]: first the N columns of the gradient of rotary_qkv's x, then uninitialized padding."""
     padded = dq.new_empty(_gradient_shape(dq, dk, room))
@@ -143,8 +129,7 @@ def _gradient_shape(dq: Tensor, dk: Tensor, room: int) -> list[int]:
 
 def _parts(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of their product."""
-    each = x.unflatten(-1, (heads + 2 * kv_heads, -1))
-    q, k, v = each.split([heads, kv_heads, kv_heads], 2)
+    q, k, v = x.unflatten(-1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], 2)
     return q, k, v
 
 
@@ -166,9 +151,8 @@ def _rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, s
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """The operation on x [rows, length, heads, dim] in plain torch; arithmetic and result in float32 (float64 for
-    float64)."""
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    """The operation on x [rows, length, heads, dim] in plain torch and float32 (float64 for float64)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
     width = cos.shape[-1]
     (x1, x2), (cos1, cos2), (sin1, sin2) = (
         each.chunk(2, -1) for each in (x[..., :width].to(wide), *(angle.to(wide).unsqueeze(2) for angle in (cos, sin)))

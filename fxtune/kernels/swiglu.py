@@ -2,20 +2,17 @@
 2002.05202).
 
 `gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. Both functions write to a tensor that
-the caller passes. Its rows may have gaps between them: it may be the left part of a buffer that the next matmul reads.
-All arithmetic is float32, and each result is rounded once. On a GPU Triton kernels compute this
-(swiglu_lora_triton.py); elsewhere torch does, in the same order.
+the caller passes, whose rows may have gaps between them. All arithmetic is float32, and each result is rounded once.
+On a GPU Triton kernels compute this (swiglu_lora_triton.py); elsewhere torch does, in the same order.
 
 The functions also add the products of adapters, each passed as its two factors: forward to gate and up, backward to
-the gradient of p = act(gate) * up. A matmul of its own would read and write these tensors, the widest of a layer, once
-more. The backward pass can also reduce its results over the rows, for the gradients of adapters (`FusedSums`,
-swiglu_reduce_triton.py).
+the gradient of p = act(gate) * up. A matmul of its own would read and write the widest tensors of a layer once more.
+The backward pass can also reduce its results over the rows, for the gradients of adapters (`FusedSums`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Optional
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,7 +40,7 @@ class FusedSums:
     """Columns of xa for dgate, for dup, and columns of dyb. Other columns of the sums have no meaning."""
     keep_p: bool
     """Whether dp must be overwritten with p; otherwise it may keep its values."""
-    totals: tuple[Optional[Tensor], Optional[Tensor]] = field(default=(None, None))
+    totals: tuple[Tensor | None, Tensor | None] = (None, None)
     """The two sums as partial sums, [parts, 2 width, R] and [parts, width, Q], float32 or float64. Before the call
     both are None, or both are the result of an earlier call, to which the sums of these rows are added.
     """
@@ -69,7 +66,7 @@ def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
 
 
 def gated_backward(
-    act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, sums: Optional[FusedSums] = None
+    act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, sums: FusedSums | None = None
 ) -> Tensor:
     """Write [dgate | dup] to `out` [rows, 2 width] and return it. `dp` [rows, width], p's gradient, is overwritten
     with p.
@@ -105,7 +102,7 @@ def gated_backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _act(act: str, gate: Tensor) -> tuple[Tensor, Tensor]:

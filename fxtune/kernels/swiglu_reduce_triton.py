@@ -10,13 +10,10 @@ The rows are cut into parts, so that the GPU is full. Each part has sums of its 
 up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. gate_up and
 dp come without the products of their adapters. The kernel adds these, and keeps their second factors in registers.
 
-All other arithmetic is float32. Offsets are int64. Import this module only where there is a GPU: torch's CPU builds
-come without triton.
+All other arithmetic is float32. Offsets are int64. Import this module only on a GPU.
 """
 
 from __future__ import annotations
-
-from typing import Optional
 
 import torch
 import triton
@@ -24,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.activation import activation
+from fxtune.kernels.triton_matrix import matrix
 
 NARROW = 16
 """The largest rank whose sums fit into registers for all columns of a program. For half of them twice this rank fits.
@@ -49,7 +47,7 @@ def backward(
     xa: Tensor,
     dyb: Tensor,
     ranks: tuple[int, int, int],
-    totals: tuple[Optional[Tensor], Optional[Tensor]],
+    totals: tuple[Tensor | None, Tensor | None],
     factors: tuple[Tensor, Tensor],
     keep_p: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -69,15 +67,13 @@ def backward(
     assert gate_up.shape == out.shape == (rows, 2 * width)
     assert len(xa) == len(dyb) == rows
     assert max(ranks) <= 2 * NARROW
-    assert all(one.stride(1) == 1 and one.dtype.itemsize == 2 for one in (gate_up, dp, out, xa, dyb, *factors))
+    assert all(one.dtype.itemsize == 2 for one in (gate_up, dp, out, xa, dyb, *factors))
     shape = dict(WALK)
     if max(ranks) > NARROW:
         shape["COLUMNS"] //= 2
-    if (
-        dp.is_cuda
-        and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < SHARED_MEMORY
-    ):
-        shape["STAGES"] = min(shape["STAGES"], 3)
+    if dp.is_cuda:
+        gpu = triton.runtime.driver.active.utils.get_device_properties(dp.device.index)
+        shape["STAGES"] = min(shape["STAGES"], 3 if gpu["max_shared_mem"] < SHARED_MEMORY else 4)
     blocks = triton.cdiv(width, shape["COLUMNS"])
     of_b, of_a = totals
     if of_b is None or of_a is None:
@@ -89,27 +85,13 @@ def backward(
     parts = len(of_b)
     assert (of_b.shape[1:], of_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
     each = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
-    b, a = factors
     _backward[(blocks, parts)](
-        gate_up,
-        gate_up.stride(0),
-        dp,
-        dp.stride(0),
-        out,
-        out.stride(0),
-        xa,
-        xa.stride(0),
-        dyb,
-        dyb.stride(0),
-        b,
-        b.stride(0),
-        a,
-        a.stride(0),
+        *map(matrix, (gate_up, dp, out, xa, dyb, *factors)),
         of_b,
         of_a,
         rows,
         width,
-        *ranks,
+        ranks,
         xa.shape[1],
         dyb.shape[1],
         each,
@@ -134,8 +116,9 @@ def _parts(rows: int, blocks: int) -> int:
 
 
 @triton.jit
-def _tile(pointer, stride, row, column, inside):
-    return tl.load(pointer + (row * stride + column), mask=inside, other=0.0)
+def _tile(x, first, row, column, inside):
+    """A tile of `x` whose first number is at `first`."""
+    return tl.load(x[0] + first + (row * x[1] + column), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -150,27 +133,18 @@ def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr)
 
 @triton.jit
 def _backward(
-    gate_up_ptr,
-    gate_up_stride,
-    dp_ptr,
-    dp_stride,
-    out_ptr,
-    out_stride,
-    xa_ptr,
-    xa_stride,
-    dyb_ptr,
-    dyb_stride,
-    b_ptr,
-    b_stride,
-    a_ptr,
-    a_stride,
+    gate_up,
+    dp,
+    out,
+    xa,
+    dyb,
+    b,
+    a,
     into_b,
     into_a,
     rows,
     width,
-    gate_rank,
-    up_rank,
-    down_rank,
+    ranks,
     wide_b,
     wide_a,
     each,
@@ -183,6 +157,7 @@ def _backward(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    gate_rank, up_rank, down_rank = ranks
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column = columns[None, :]
     step = tl.arange(0, ROWS)[:, None]
@@ -190,16 +165,13 @@ def _backward(
     first = part * each
     last = tl.minimum(first + each, rows)
     rank, down = tl.arange(0, RANKS), tl.arange(0, DOWN)
-    kind = out_ptr.dtype.element_ty
-    b_at = b_ptr + column.to(tl.int64) * b_stride + rank[:, None]
+    kind = out[0].dtype.element_ty
+    b_at = b[0] + column.to(tl.int64) * b[1] + rank[:, None]
     b_gate = tl.load(b_at, mask=(rank[:, None] < gate_rank) & (column < width), other=0.0)
-    b_at += tl.cast(width, tl.int64) * b_stride + gate_rank
+    b_at += tl.cast(width, tl.int64) * b[1] + gate_rank
     b_up = tl.load(b_at, mask=(rank[:, None] < up_rank) & (column < width), other=0.0)
-    a = tl.load(
-        a_ptr + down[:, None].to(tl.int64) * a_stride + column,
-        mask=(down[:, None] < down_rank) & (column < width),
-        other=0.0,
-    )
+    a_at = a[0] + down[:, None].to(tl.int64) * a[1] + column
+    a_down = tl.load(a_at, mask=(down[:, None] < down_rank) & (column < width), other=0.0)
     of_gate = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_up = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_down = tl.zeros((COLUMNS, DOWN), tl.float32)
@@ -207,40 +179,31 @@ def _backward(
         # Offsets within a tile are int32, and only that of its first row is int64: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
-        gate = _tile(gate_up_ptr + at * gate_up_stride, gate_up_stride, step, column, inside).to(tl.float32)
-        up = _tile(gate_up_ptr + (at * gate_up_stride + width), gate_up_stride, step, column, inside).to(tl.float32)
-        dp = _tile(dp_ptr + at * dp_stride, dp_stride, step, column, inside).to(tl.float32)
-        xa_at = xa_ptr + at * xa_stride
-        xa_gate = _tile(xa_at, xa_stride, step, rank[None, :], below & (rank[None, :] < gate_rank))
-        xa_up = _tile(xa_at + gate_rank, xa_stride, step, rank[None, :], below & (rank[None, :] < up_rank))
-        dyb = _tile(dyb_ptr + at * dyb_stride, dyb_stride, step, down[None, :], below & (down[None, :] < down_rank))
+        gate = _tile(gate_up, at * gate_up[1], step, column, inside).to(tl.float32)
+        up = _tile(gate_up, at * gate_up[1] + width, step, column, inside).to(tl.float32)
+        d_p = _tile(dp, at * dp[1], step, column, inside).to(tl.float32)
+        xa_gate = _tile(xa, at * xa[1], step, rank[None, :], below & (rank[None, :] < gate_rank))
+        xa_up = _tile(xa, at * xa[1] + gate_rank, step, rank[None, :], below & (rank[None, :] < up_rank))
+        dyb_down = _tile(dyb, at * dyb[1], step, down[None, :], below & (down[None, :] < down_rank))
         gate = tl.dot(xa_gate, b_gate, gate)
         up = tl.dot(xa_up, b_up, up)
-        dp = tl.dot(dyb, a, dp)
+        d_p = tl.dot(dyb_down, a_down, d_p)
         value, slope = activation(gate, SILU)
-        d_gate, d_up, p = (dp * up * slope).to(kind), (dp * value).to(kind), (value * up).to(kind)
-        to = out_ptr + at * out_stride
-        tl.store(to + (step * out_stride + column), d_gate, mask=inside)
-        tl.store(to + width + (step * out_stride + column), d_up, mask=inside)
+        d_gate, d_up, p = (d_p * up * slope).to(kind), (d_p * value).to(kind), (value * up).to(kind)
+        to = out[0] + at * out[1]
+        tl.store(to + (step * out[1] + column), d_gate, mask=inside)
+        tl.store(to + width + (step * out[1] + column), d_up, mask=inside)
         # Adding zero uses each sum, so the program waits for it. Otherwise Triton (3.6 to 3.9) overwrites the xa and
         # dyb of these products with the next rows while the products run: it gives an operand one buffer too few if
         # registers read it, too.
         of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate) + 0.0
         of_up = tl.dot(tl.trans(d_up), xa_up, of_up) + 0.0
-        of_down = tl.dot(tl.trans(p), dyb, of_down) + 0.0
+        of_down = tl.dot(tl.trans(p), dyb_down, of_down) + 0.0
         if KEEP:  # All threads have met at the products above, so each has read the dp that is overwritten here.
-            tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
+            tl.store(dp[0] + at * dp[1] + (step * dp[1] + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)
     into_b += tl.cast(width, tl.int64) * wide_b + gate_rank
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_up, width, up_rank, ADD)
-    _store(
-        into_a + part.to(tl.int64) * width * wide_a,
-        down[None, :],
-        columns[:, None],
-        wide_a,
-        of_down,
-        width,
-        down_rank,
-        ADD,
-    )
+    into_a += part.to(tl.int64) * width * wide_a
+    _store(into_a, down[None, :], columns[:, None], wide_a, of_down, width, down_rank, ADD)

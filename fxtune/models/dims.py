@@ -32,9 +32,7 @@ class Shape:
         head = text.get("head_dim") or hidden // heads
         experts = text.get("num_local_experts") or text.get("num_experts") or 1
         used = text.get("num_experts_per_tok") or 1
-        inner = (
-            (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
-        )
+        inner = (experts > 1 and text.get("moe_intermediate_size")) or text.get("intermediate_size") or 4 * hidden
         return Shape(
             hidden,
             inner * (used if experts > 1 else 1),
@@ -64,11 +62,15 @@ class Shape:
     @property
     def linear_parameters(self) -> int:
         """Parameters of the linears of all layers."""
-        each = {name: inward * outward for name, (inward, outward) in self.linears.items()}
-        mlp = each["gate_proj"] + each["up_proj"] + each["down_proj"]
-        return int(self.layers * (sum(each.values()) - mlp + mlp * self.experts))
+        attention, mlp = 2 * self.hidden * (self.q + self.k), 3 * self.hidden * self.inner
+        return int(self.layers * (attention + mlp * self.experts))
 
     @property
     def other_parameters(self) -> int:
         """Parameters of the embedding, the head and the norms."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden
+
+
+def position_limit(text: dict[str, Any]) -> int | None:
+    """The longest document that a model was trained on or has position embeddings for; None: its config names none."""
+    return next((text[name] for name in ("max_position_embeddings", "n_positions") if text.get(name)), None)

@@ -1,8 +1,8 @@
 """Builds a model and its tokenizer from a hub id, a folder or an architecture in the recipe.
 
-If weights do not fit a checkpoint's config, transformers warns and draws the rest at random. Here that is an error:
-each weight of the architecture comes from the checkpoint, and each weight of the checkpoint has a place. Only
-safetensors are read, since a pickle can run code. untrusted.py refuses what else a stranger's folder may try.
+If weights do not fit a checkpoint's config, transformers warns and draws the rest at random. Here that is an error
+(weights.py). Only safetensors are read, since a pickle can run code; untrusted.py refuses what else a stranger's
+folder may try.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Optional
 import torch
 
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line
+from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import weights
 from fxtune.models.untrusted import inspect_config, inspect_folder
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
@@ -72,8 +72,8 @@ def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
 
 
 def load_config(model: ModelConfig) -> Any:
-    """The model's Hugging Face config, from its folder or from the recipe's `architecture`, with the
-    RoPE scaling of its adapter.
+    """The model's Hugging Face config, from its folder or the recipe's `architecture`, with the RoPE scaling of its
+    adapter.
 
     Raises ConfigError for a mistake in the recipe, StorageError for a hub out of reach or an unreadable file.
     """
@@ -83,19 +83,16 @@ def load_config(model: ModelConfig) -> Any:
     if "model_type" in model.architecture:
         config = _config_of_type(model.architecture)
     else:
-        assert model.path is not None
-        config = _read_config(locate(model.path, model.revision, code=model.trust_remote_code), model)
+        config = _read_config(_locate(model), model)
         config = _edited_config(config, model.architecture) if model.architecture else config
     return with_adapter_rope(config, adapter) if adapter else config
 
 
 def with_adapter_rope(config: Any, adapter: Origin) -> Any:
-    """A base's config with the RoPE parameters that `adapter` was trained with; `config` itself
-    if it was trained with these.
+    """A base's config with the RoPE parameters that `adapter` was trained with, which save_model() writes to a
+    config.json next to it. At other frequencies the adapter gives wrong results, without an error.
 
-    save_model() writes them to a config.json next to the adapter. At other frequencies the adapter gives
-    wrong results, without an error. Raises ConfigError for the config of another kind of model, StorageError
-    for one that cannot be read.
+    Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
     """
     inspect_folder(adapter.folder, f"adapter {adapter.name}")
     file = adapter.folder / "config.json"
@@ -115,19 +112,18 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
             "give the base that it belongs to."
         )
     scaled = copy.deepcopy(config)
-    text = scaled.get_text_config()
     for name in ("rope_parameters", "max_position_embeddings"):
         if hasattr(trained, name):
-            setattr(text, name, copy.deepcopy(getattr(trained, name)))
+            setattr(scaled.get_text_config(), name, copy.deepcopy(getattr(trained, name)))
     return scaled
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """The model's fast tokenizer, with a pad token. Each of its ids has an embedding in the model.
 
-    A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. Nothing
-    is resized. This is safe because no mask is derived from pad ids: targets are marked one by one, positions separate
-    documents, and generation passes its own attention mask.
+    A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. This is
+    safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
+    generation passes its own attention mask.
     """
     from transformers import AutoTokenizer
 
@@ -185,9 +181,8 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
         built = weights.draw(hf_config, dtype, world, seed, code)
         built.name_or_path, built.base_revision, built.config_edited = "", None, True
         return built
-    assert model.path is not None
-    origin = locate(model.path, model.revision, code=code)
-    built = weights.read(origin, hf_config, dtype, world, code, model.path)
+    origin = _locate(model)
+    built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
     built.name_or_path, built.base_revision = origin.name, origin.revision
     built.config_edited = hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built
@@ -198,7 +193,7 @@ def silence_libraries() -> None:
     import huggingface_hub
     import transformers
 
-    # peft imports torchao and bitsandbytes if they are installed, and these log every extension that does not load.
+    # peft imports these if they are installed, and they log every extension that does not load.
     for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
@@ -224,6 +219,11 @@ def _check(model: ModelConfig) -> None:
         )
 
 
+def _locate(model: ModelConfig) -> Origin:
+    assert model.path is not None
+    return locate(model.path, model.revision, code=model.trust_remote_code)
+
+
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -245,10 +245,18 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
         ) from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
-        raise ConfigError(f"{name} is a {config.model_type} model, which is no causal language model.")
+        raise ConfigError(f"{name} is a {config.model_type} model, {_why_not_causal(config.model_type)}.")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
     return config
+
+
+def _why_not_causal(kind: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
+
+    if kind in WITH_IMAGES:
+        return "which transformers trains with images only. Use a text model of its family"
+    return "which is no causal language model"
 
 
 def _config_of_type(architecture: dict[str, Any]) -> Any:
@@ -256,7 +264,9 @@ def _config_of_type(architecture: dict[str, Any]) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     kind = architecture["model_type"]
-    if kind not in CONFIG_MAPPING or kind not in CAUSAL:
+    if kind in CONFIG_MAPPING and kind not in CAUSAL:
+        raise ConfigError(f"model.architecture.model_type={kind} is a {kind} model, {_why_not_causal(kind)}.")
+    if kind not in CAUSAL:
         hint = did_you_mean(str(kind), CAUSAL)
         raise ConfigError(
             f"model.architecture.model_type={kind} is no causal language model that this transformers has{hint}"
@@ -266,8 +276,7 @@ def _config_of_type(architecture: dict[str, Any]) -> Any:
 
 
 def _edited_config(config: Any, changes: dict[str, Any]) -> Any:
-    """`config` with `changes`. Values that its author computed from a changed size are
-    dropped, to be computed again."""
+    """`config` with `changes`. Values that depend on a changed size are dropped, to be computed again."""
     values = config.to_dict()
     if {"hidden_size", "num_attention_heads"} & set(changes):
         values.pop("head_dim", None)
@@ -283,11 +292,39 @@ def _make_config(kind: Any, values: dict[str, Any], in_recipe: Iterable[str]) ->
     inspect_config({name: values[name] for name in in_recipe}, "model.architecture")
     known = [*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling"]
     for name in in_recipe:
-        if name not in known:
+        if name not in known and not _is_read(kind, values, name):
             hint = did_you_mean(name, known)
             raise ConfigError(f"model.architecture.{name}: {kind.model_type} has no such key{hint}")
     try:
         return kind(**values)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.architecture does not make a {kind.model_type}: {reason}") from error
+        raise ConfigError(f"model.architecture does not make a {kind.model_type}: {shortened(error, 600)}") from error
+
+
+def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
+    """Whether a key that a config class does not declare acts: the class keeps it as something else, or the model's
+    constructor reads it, as Qwen3-MoE's reads `head_dim`.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+
+    wrong_value = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+    read = set()
+
+    class Recorded(kind):
+        def __getattribute__(self, key: str) -> Any:
+            read.add(key)
+            return super().__getattribute__(key)
+
+    try:
+        config = kind(**values)
+        if name not in vars(config):
+            return True
+        config.__class__ = Recorded
+        read.clear()
+        with torch.device("meta"):
+            build: Any = AutoModelForCausalLM._model_mapping[kind]
+            build(config)
+    except (*wrong_value, StrictDataclassError):
+        return False
+    return name in read

@@ -7,21 +7,24 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`, over the empty template that peft writes.
 
-    `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's
-    fingerprint), figures (metric -> value), facts (the machine's Facts), config (the run's config as plain
-    data). Secrets are redacted.
+    `facts`, all optional: title, base, revision, adapter (one that was merged in), data (its fingerprint), weights
+    (of which step), figures (metric -> value), facts (the machine's Facts), config (the run's, as plain data). Secrets
+    are redacted.
     """
     import yaml
 
     machine = facts.get("facts")
     facts = redact({name: value for name, value in facts.items() if name != "facts"})
-    adapter = _json(folder / "adapter_config.json")
+    adapter, hf_config = (
+        read_json(file) if file.exists() else {} for file in (folder / "adapter_config.json", folder / "config.json")
+    )
     base, config = str(facts.get("base") or ""), facts.get("config") or {}
     front: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -38,14 +41,15 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         "run": run.get("name"),
         "seed": run.get("seed"),
         "data": facts.get("data"),
+        "weights": facts.get("weights"),
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {facts.get('title') or folder.name}",
         "Trained with fxtune.",
         _table(summary),
-        f"## How to load it\n\n```python\n{_loading_code(base, bool(adapter), (folder / 'config.json').exists())}```",
-        *_rope_notes(_json(folder / "config.json"), base, adapter),
+        f"## How to load it\n\n```python\n{_loading_code(base, bool(adapter), bool(hf_config))}```",
+        *_rope_notes(hf_config, base, adapter),
     ]
     if facts.get("figures"):
         parts += ["## Figures", _table(facts["figures"])]
@@ -56,25 +60,11 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if there is no file."""
-    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return content
-
-
 def _loading_code(base: str, adapter: bool, config: bool) -> str:
-    """The Python lines that load the model or adapter. `config`: whether the folder of an
-    adapter has a config.json."""
+    """The Python lines that load the model or adapter. `config`: an adapter's folder has a config.json."""
     classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
-    if not adapter:
-        lines = [
-            f"from transformers import {classes}",
-            "",
-            folder,
-            "model = AutoModelForCausalLM.from_pretrained(folder)",
-        ]
-    else:
-        scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
+    scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
+    if adapter:
         lines = [
             "from peft import PeftModel",
             f"from transformers import {'AutoConfig, ' * config}{classes}",
@@ -84,6 +74,9 @@ def _loading_code(base: str, adapter: bool, config: bool) -> str:
             f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}"{", config=config" * config})',
             "model = PeftModel.from_pretrained(base, folder)",
         ]
+    else:
+        load = "model = AutoModelForCausalLM.from_pretrained(folder)"
+        lines = [f"from transformers import {classes}", "", folder, load]
     return "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", ""])
 
 

@@ -1,8 +1,8 @@
 """Loads an adapter that peft saved, from a folder or the hub: compares its options with the recipe's, and loads its
 weights.
 
-Any difference is an error. peft itself builds what an adapter's config says, whatever the recipe says. It drops keys
-that it does not know, only warns of missing weights, ignores weights that have no place in the model, and accepts NaN.
+Any difference is an error. peft itself builds what an adapter's config says, drops keys that it does not know, only
+warns of missing weights, ignores weights that have no place in the model, and accepts NaN.
 """
 
 from __future__ import annotations
@@ -10,29 +10,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, shortened
+from fxtune.models.weights import misfits
 from fxtune.system.console import say
 from fxtune.system.hub import Origin, fetch, locate_adapter
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 FACTORED = ("pissa", "olora")
 """Values of `init` that also change the base, which whoever loads the adapter must know."""
+TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
+"""Options that name the modules with adapters."""
 _PEFT_ONLY = (
     "bias",
     "lora_bias",
-    "layers_to_transform",
-    "layers_pattern",
-    "exclude_modules",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
     "trainable_token_indices",
     "alora_invocation_tokens",
     "arrow_config",
@@ -50,30 +47,37 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     `options`: those of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises
     ConfigError if the adapter was made with other options, StorageError if it is damaged or does not fit.
     """
-    origin = locate_adapter(adapter)
-    fetch_adapter(origin, adapter, key="model.adapter")
-    saved, lora_config = read_options(origin, adapter, key="model.adapter"), model.peft_config["default"]
-    _require_same_options(
-        saved, {**options, "target_modules": _sorted(lora_config.target_modules)}, lora_config, adapter
-    )
-    load_weights(model, origin, adapter, key="model.adapter")
+    origin, key = locate_adapter(adapter), "model.adapter"
+    fetch_adapter(origin, adapter, key)
+    saved, lora_config = read_options(origin, adapter, key), model.peft_config["default"]
+    patterns = {name: getattr(lora_config, name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}
+    if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in _adapter_weights(model)}:
+        options = {name: value for name, value in options.items() if name not in TARGETS}  # in whatever words
+    _require_same_options(saved, options, lora_config, adapter)
+    load_weights(model, origin, adapter, key)
     model.adapter_start = adapter
-    trained_on, here = saved.get("base_model_name_or_path") or "", getattr(model, "name_or_path", "")
+    trained_on, base = saved.get("base_model_name_or_path") or "", getattr(model, "name_or_path", "")
     # A folder that moved keeps its name.
-    if trained_on and here and Path(trained_on).name.lower() != Path(here).name.lower():
-        say(f"model.adapter={adapter} was trained on {trained_on}; here it is over {here}, which has the same shapes.")
+    if trained_on and base and Path(trained_on).name.lower() != Path(base).name.lower():
+        say(f"model.adapter={adapter} was trained on {trained_on}; here it is over {base}, which has the same shapes.")
+
+
+def require_same_options(adapter: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `adapter` was made with other `options`; see load_adapter(). Needs no model."""
+    origin, key = locate_adapter(adapter), "model.adapter"
+    fetch_adapter(origin, adapter, key)
+    _require_same_options(read_options(origin, adapter, key), options, None, adapter)
 
 
 def fetch_adapter(origin: Origin, name: str, key: str) -> None:
-    """Make the two files of an adapter local. `key`, `name`: as the user wrote them. Raises StorageError
-    if one is missing.
-    """
+    """Make the two files of an adapter local, or raise StorageError. `key`, `name`: as the user wrote them."""
     pickles = sorted(path.name for path in origin.folder.glob("adapter_model*.bin"))
     if origin.revision is None and pickles and not (origin.folder / WEIGHTS).exists():
         raise StorageError(
             f"{key}={name}: {origin.folder / WEIGHTS} is missing. {pickles[0]} in the same folder is a pickle, "
-            "which can run code when it is read; fxtune reads safetensors only. If you trust it, convert it: "
-            "PeftModel.from_pretrained and then save_pretrained write safetensors."
+            "which can run code when it is read. If you trust it, convert it: PeftModel.from_pretrained and then "
+            "save_pretrained write safetensors."
         )
     fetch(origin, FILES, key=key)
 
@@ -84,41 +88,22 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
     Raises StorageError for a file that cannot be read, ConfigError for options that are invalid or that peft would
     ignore.
     """
-    file = origin.folder / CONFIG
-    place = f"{key}={name}: {file}"
+    place = f"{key}={name}: {origin.folder / CONFIG}"
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = json.loads((origin.folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise ValueError("it holds no options")
+        if not isinstance(saved.get("peft_type"), str):
+            raise ValueError("it does not say what kind of adapter it is (peft_type)")
     except (OSError, ValueError) as error:
         raise StorageError(f"{place} cannot be read: {error}. Use a complete copy of the adapter.") from error
-    if not isinstance(saved.get("peft_type"), str):
-        raise StorageError(
-            f"{place} cannot be read: it does not say what kind of adapter it is (peft_type). Use a complete "
-            "copy of the adapter."
-        )
-    for option in ("target_modules", "exclude_modules", "modules_to_save"):
-        if not _are_names(saved.get(option)):
-            raise ConfigError(
-                f"{place}: {option}={_short(saved[option])} is not a list of names. Use another copy of the adapter."
-            )
-    for option in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(saved.get(option) or {}, dict):
-            raise ConfigError(
-                f"{place}: {option}={_short(saved[option])} is not a table. Use another copy of the adapter."
-            )
-    alphas = {f"alpha_pattern.{module}": value for module, value in (saved.get("alpha_pattern") or {}).items()}
-    for option, value in {"lora_alpha": saved.get("lora_alpha"), **alphas}.items():
-        if isinstance(value, (int, float)) and not abs(value) < torch.finfo(torch.float32).max:
-            raise ConfigError(
-                f"{place}: {option}={_short(value)} is no number to scale an adapter by. Use another copy of the "
-                "adapter."
-            )
+    for option, wrong in _wrong_values(saved):
+        raise ConfigError(f"{place}: {option} {wrong}. Use another copy of the adapter.")
     if str(saved.get("init_lora_weights")).startswith("pissa_niter_"):
         raise ConfigError(
-            f"{place}: init_lora_weights={saved['init_lora_weights']} subtracts a part of the base that was "
-            "computed with random numbers, so it cannot be computed again from the base. Where the adapter was "
-            "trained, save it as plain LoRA: peft's save_pretrained(path_initial_model_for_weight_conversion=...)."
+            f"{place}: init_lora_weights={saved['init_lora_weights']} subtracts a random part of the base, which "
+            "cannot be computed again from the base. Where the adapter was trained, save it as plain LoRA: peft's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     if unknown := _unknown_options(saved):
         from peft import __version__
@@ -130,29 +115,45 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
     return saved
 
 
+def _wrong_values(saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(option and value, what is wrong) of options of which peft would make nonsense, or a traceback."""
+    for option in ("target_modules", "exclude_modules", "modules_to_save"):
+        value = saved.get(option)
+        names = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not (names or value is None or isinstance(value, str)):
+            yield f"{option}={shortened(value)}", "is not a list of names"
+    alphas = {"lora_alpha": saved.get("lora_alpha")}
+    for option in ("rank_pattern", "alpha_pattern"):
+        value = saved.get(option) or {}
+        if not isinstance(value, dict):
+            yield f"{option}={shortened(value)}", "is not a table"
+        elif option == "alpha_pattern":
+            alphas |= {f"{option}.{module}": alpha for module, alpha in value.items()}
+    for option, value in alphas.items():
+        if isinstance(value, (int, float)) and not abs(value) < torch.finfo(torch.float32).max:
+            yield f"{option}={shortened(value)}", "is no number to scale an adapter by"
+
+
 def _unknown_options(saved: dict[str, Any]) -> list[str]:
     """Options that are set and that LoraConfig does not have; nothing for other kinds of adapters."""
     from peft import LoraConfig
 
     known = {field.name for field in dataclasses.fields(LoraConfig)}
-    return (
-        sorted(_short(option) for option, value in saved.items() if value and option not in known)
-        if saved.get("peft_type") == "LORA"
-        else []
-    )
+    unknown = [shortened(option) for option, value in saved.items() if value and option not in known]
+    return sorted(unknown) if saved["peft_type"] == "LORA" else []
 
 
 def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lora_config: Any, adapter: str) -> None:
-    """Raise ConfigError unless the options `saved` with an adapter are the recipe's `options`.
+    """Raise ConfigError unless the options `saved` with an adapter are the recipe's `options`, those that are given.
 
-    `lora_config`: the recipe's options as peft's LoraConfig.
+    `lora_config`: the recipe's options as peft's LoraConfig; None: not known yet.
     """
-    if saved.get("peft_type") != "LORA":
+    if saved["peft_type"] != "LORA":
         raise ConfigError(
-            f"model.adapter={adapter} cannot be trained here: it is a {_short(saved.get('peft_type'))} adapter, "
+            f"model.adapter={adapter} cannot be trained here: it is a {shortened(saved['peft_type'])} adapter, "
             "and fxtune trains LoRA, rsLoRA and DoRA."
         )
-    init = saved.get("init_lora_weights")
+    init, layers = saved.get("init_lora_weights"), saved.get("layers_to_transform")
     found = {
         "r": saved.get("r"),
         "alpha": saved.get("lora_alpha"),
@@ -160,65 +161,66 @@ def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lor
         "dora": bool(saved.get("use_dora")),
         "init": init if init in FACTORED else "default",
         "target_modules": _sorted(saved.get("target_modules")),
+        "exclude_modules": _sorted(saved.get("exclude_modules")),
+        "layers_to_transform": [layers] if isinstance(layers, int) else layers or [],
+        "rank_pattern": saved.get("rank_pattern") or {},
+        "alpha_pattern": saved.get("alpha_pattern") or {},
         "modules_to_save": _sorted(saved.get("modules_to_save")),
     }
     different = [
-        f"  techniques.lora.{name}: {options[name]} in the recipe, {other} in the adapter"
+        f"  techniques.lora.{name}: {options[name]} in the recipe, {other} in the adapter\n"
         for name, other in found.items()
-        if options[name] != other
+        if name in options and options[name] != other
     ]
     if different:
+        merge = "fxtune merge writes its base with this adapter in it: train a new one over that (model.path)"
         raise ConfigError(
-            f"model.adapter={adapter} was made with other options:\n"
-            + "\n".join(different)
-            + "\nSet these in the recipe as they are in the adapter."
+            f"model.adapter={adapter} was made with other options:\n{''.join(different)}"
+            "To train this adapter further, set these in the recipe as they are in the adapter. "
+            + (
+                f"An adapter's rank cannot change: for rank {options['r']}, {merge}."
+                if found["r"] != options["r"]
+                else ""
+            )
         )
+    if lora_config is None:
+        return
+    others = ("target_parameters", "layers_pattern") if "target_modules" in options else ()
     peft_only = [
-        f"  {name}: {_short(saved[name])}"
-        for name in _PEFT_ONLY
+        f"  {name}: {shortened(saved[name])}\n"
+        for name in (*_PEFT_ONLY, *others)
         if name in saved and _comparable(saved[name]) != _comparable(getattr(lora_config, name, None))
     ]
     if peft_only:
         raise ConfigError(
-            f"model.adapter={adapter} was made with options of peft that no recipe has:\n"
-            + "\n".join(peft_only)
-            + "\nWhere it can be merged into its base (fxtune merge), train a new adapter over that."
+            f"model.adapter={adapter} was made with options of peft that no recipe has:\n{''.join(peft_only)}"
+            "Where it can be merged into its base (fxtune merge), train a new adapter over that."
         )
 
 
 def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
-    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all
-    fit and are finite.
-    """
+    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all fit and are finite."""
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = origin.folder / WEIGHTS
+    file, place = origin.folder / WEIGHTS, f"{key}={name}"
     try:
         stored = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise StorageError(f"{key}={name}: {WEIGHTS} is broken: {error}. Use a complete copy of it.") from error
-    wanted = adapter_weights(model)
-    _drop_base_weights(stored, model, wanted, f"{key}={name}")
-    common = stored.keys() & wanted.keys()
-    shapes = {one for one in common if stored[one].shape != wanted[one].shape}
-    troubles = [
-        f"{len(names)} {what}, such as {sorted(names)[0]}"
-        for names, what in (
-            (wanted.keys() - stored.keys(), "weights are missing"),
-            (stored.keys() - wanted.keys(), "weights have no place in the model"),
-            (shapes, "weights have another shape"),
-        )
-        if names
-    ]
+        raise StorageError(f"{place}: {WEIGHTS} is broken: {error}. Use a complete copy of it.") from error
+    wanted = _adapter_weights(model)
+    _drop_base_weights(stored, model, wanted, place)
+    shapes = {one for one in stored.keys() & wanted.keys() if stored[one].shape != wanted[one].shape}
+    troubles = misfits(
+        ("weights are missing", wanted.keys() - stored.keys()),
+        ("weights have no place in the model", stored.keys() - wanted.keys()),
+        ("weights have another shape", shapes),
+    )
     if troubles:
-        raise StorageError(
-            f"{key}={name} does not fit this model: {'; '.join(troubles)}. Is this the base that it was trained on?"
-        )
-    _require_finite(stored, wanted, file, f"{key}={name}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        raise StorageError(f"{place} does not fit this model: {troubles}. Is this the base that it was trained on?")
+    _require_finite(stored, wanted, file, place)
+    with warnings.catch_warnings(action="ignore"):
         set_peft_model_state_dict(model, stored)
 
 
@@ -244,8 +246,7 @@ def _require_finite(
 def _drop_base_weights(
     stored: dict[str, torch.Tensor], model: nn.Module, wanted: Mapping[str, torch.Tensor], place: str
 ) -> None:
-    """Remove the base's weights from `stored`: with an adapter on an embedding or a head, peft saves the base's
-    weight, too.
+    """Remove the base's weights from `stored`: peft saves them, too, where an embedding or a head has an adapter.
 
     Raises StorageError if they are not those of `model`: the adapter belongs to the weights in its file.
     """
@@ -265,18 +266,23 @@ def _drop_base_weights(
         )
 
 
-def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by their names in adapter_model.safetensors."""
+def _adapter_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by their names in its file."""
     from peft import get_peft_model_state_dict
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def _are_names(value: Any) -> bool:
-    names = isinstance(value, list) and all(isinstance(one, str) for one in value)
-    return names or value is None or isinstance(value, str)
+def _modules_in_file(origin: Origin) -> set[str]:
+    """The modules with an adapter in a file, however its options name them; empty for a file that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(origin.folder / WEIGHTS, "pt") as stored:
+            return {name.rpartition(".lora_")[0] for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return set()
 
 
 def _comparable(value: Any) -> Any:
@@ -284,11 +290,6 @@ def _comparable(value: Any) -> Any:
     if value is None or value is False or value in ("", "none", [], {}):
         return None
     return sorted(value) if isinstance(value, (set, tuple)) else value
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _sorted(names: Any) -> list[str]:

@@ -12,13 +12,17 @@ from fxtune.models.model_card import write_card
 from fxtune.system.atomic_files import replace_folder
 
 
+def staging_folders(folder: Path) -> tuple[Path, Path]:
+    """Where save_model() puts a folder together, and where the one that it replaces stands meanwhile."""
+    return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
+
+
 def save_model(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
-    With adapters: PEFT's layout (adapter_model.safetensors, adapter_config.json). It has no place for an edited config
-    of the base (RoPE scaling), so that config is written to config.json next to them. The card says so, and
-    with_adapter_rope() reads it.
-    Without adapters: the whole model in safetensors, and a config.json with all of rope_parameters and the raised
+    With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
+    config.json next to it; the card says so, and with_adapter_rope() reads it.
+    Without adapters: the whole model in safetensors, and a config.json with rope_parameters and the raised
     max_position_embeddings, the keys that transformers 5 and vLLM read.
 
     The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
@@ -27,7 +31,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | 
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    staging, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    staging, old = staging_folders(folder)
     try:
         for leftover in (staging, old):
             shutil.rmtree(leftover, ignore_errors=True)

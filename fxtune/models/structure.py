@@ -15,11 +15,24 @@ from torch import nn
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a causal language model, with or without adapters, first to last."""
-    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    for module in model.modules():
+    return list(_layer_list(_base(model).get_decoder(), model.config))
+
+
+def _layer_list(decoder: nn.Module, config: Any) -> nn.ModuleList:
+    depth = config.get_text_config().num_hidden_layers
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return list(module)
-    raise AssertionError(f"{type(model).__name__} has no list of {depth} layers")
+            return module
+    raise AssertionError(f"{type(decoder).__name__} has no list of {depth} layers")
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_named(path: str, name: str) -> bool:
+    """Whether `name` is the path of a module or the end of it."""
+    return f".{path}".endswith(f".{name}")
 
 
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
@@ -46,9 +59,25 @@ def _skeleton(architecture: str) -> nn.Module:
 
 def backbone(model: nn.Module) -> nn.Module:
     """The decoder of a causal language model, with or without adapters: tokens in, last hidden states out, no head."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    found: nn.Module = base.get_decoder()
-    return found
+    base = _base(model)
+    decoder: nn.Module = base.get_decoder()
+    if decoder is base:  # Llama 4's
+        layers = _layer_list(base, model.config)
+        decoder = next(module for module in base.modules() if layers in module.children())
+    return decoder
+
+
+def base_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the model's weights. Packed weights and adapters have dtypes of their own."""
+    parameters = model.named_parameters()
+    return next(one.dtype for name, one in parameters if one.is_floating_point() and "lora_" not in name)
+
+
+def beside_text(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that no text reaches: those outside of the decoder and the head, such as a vision tower's."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    reached = {id(one) for part in (backbone(model), head) if part is not None for one in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:

@@ -3,8 +3,7 @@
 Libraries trust such a folder. They follow links and names out of it, load a kernel of the hub if a config names one,
 and build two billion layers if a config says so. This file refuses:
 
-    - links out of the folder, except into the blobs of the hub's own cache, and except
-      weights, which can only be numbers
+- links out of the folder, except into the blobs of the hub's own cache, and except weights, which can only be numbers
 - pipes, devices and folders in place of files, where reading would never end
 - JSON that is too big or nested too deeply, and sizes that no model has
 - paths where a file name belongs: shards in an index, named chat templates
@@ -16,6 +15,7 @@ A model's own code (`auto_map`) and pickled weights are not read at all, see loa
 from __future__ import annotations
 
 import json
+import math
 import re
 import stat
 from collections.abc import Iterator
@@ -27,15 +27,19 @@ from fxtune.errors import ConfigError, StorageError
 READ_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors")
 """Endings of the files that libraries read in such a folder."""
 TEMPLATE_FOLDER = "additional_chat_templates"
-MAX_JSON_BYTES = 16 << 20
-MAX_BYTES = {"tokenizer.json": 1 << 30, "vocab.json": 1 << 30, "model.safetensors.index.json": 256 << 20}
-"""Files that may be larger than MAX_JSON_BYTES."""
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_BYTES = {
+    "tokenizer.json": 1 << 30,
+    "vocab.json": 1 << 30,
+    "model.safetensors.index.json": 256 << 20,
+    ".json": 16 << 20,
+    ".jinja": 1 << 20,
+}
+"""By the name of a file, or else by its ending."""
 MAX_DEPTH = 64
 MAX_INTEGER = 2**31 - 1
 """Limit on any integer except a frequency base."""
-_LAYERS, MAX_LAYERS = re.compile(r"layers?$|blocks?$|depth"), 2000
-_EXPERTS, MAX_EXPERTS = re.compile(r"experts?$|heads?$"), 100_000
+MAX_LAYERS = 2000
+LIMITS = ((re.compile(r"layers?$|blocks?$|depth"), MAX_LAYERS), (re.compile(r"experts?$|heads?$"), 100_000))
 MAX_RANK = 65_536
 _KERNEL = re.compile(r"_?(attn|experts)_implementation\w*$")
 _SHARD = re.compile(r"[\w.+-]+\.safetensors")
@@ -53,22 +57,17 @@ def inspect_folder(folder: Path, source: str) -> None:
     try:
         folders = [place for place in (folder, folder / TEMPLATE_FOLDER) if place.is_dir()]
         for file in sorted(file for place in folders for file in place.iterdir()):
-            if file.suffix in READ_ENDINGS and (file.exists() or file.is_symlink()):
-                _check_link(file, folder, source)
-                if file.suffix == ".json":
+            if file.suffix in READ_ENDINGS:
+                _check_file(file, folder, source)
+                if file.suffix == ".json" and file.name not in ("tokenizer.json", "vocab.json"):
+                    # Those two are long, and read by code that limits their depth.
                     _check_json(file, f"{source}: {file}")
-                elif file.suffix == ".jinja" and (size := file.stat().st_size) > MAX_TEMPLATE_BYTES:
-                    raise ConfigError(
-                        f"{source}: {file} has {size:,} bytes, more than a chat template ever has "
-                        f"({MAX_TEMPLATE_BYTES:,})."
-                    )
     except OSError as error:
         raise StorageError(f"{source}: {folder} cannot be read: {error}") from error
 
 
 def inspect_config(values: Any, source: str) -> None:
-    """Refuse numbers that no model has, and names of code to load. `source`: where `values`
-    are written, for messages."""
+    """Refuse numbers that no model has, and names of code to load. `source`: where `values` are written."""
     for name, value in _leaves(values):
         key = name.rpartition(".")[2]
         if isinstance(value, str) and _KERNEL.match(key) and ("/" in value or ":" in value):
@@ -78,13 +77,14 @@ def inspect_config(values: Any, source: str) -> None:
             )
         if isinstance(value, str) and key == "transformers_weights" and not _SHARD.fullmatch(value):
             raise ConfigError(f"{source}: {name}={value!r} is no safetensors file of this folder.")
-        if isinstance(value, int) and not isinstance(value, bool) and "theta" not in name and "base" not in key:
-            limit = MAX_LAYERS if _LAYERS.search(key) else MAX_EXPERTS if _EXPERTS.search(key) else MAX_INTEGER
+        if type(value) is int and "theta" not in name and "base" not in key:
+            limit = next((most for pattern, most in LIMITS if pattern.search(key)), MAX_INTEGER)
             if not -MAX_INTEGER <= value <= limit:
                 raise ConfigError(f"{source}: {name}={str(value)[:24]} is beyond what any model has ({limit:,}).")
 
 
-def _check_link(file: Path, folder: Path, source: str) -> None:
+def _check_file(file: Path, folder: Path, source: str) -> None:
+    """Refuse a link out of the folder, what is no regular file, and one that is too large."""
     root, target = folder.resolve(), file.resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if file.suffix != ".safetensors" and not (target.is_relative_to(root) or target.is_relative_to(blobs)):
@@ -94,16 +94,16 @@ def _check_link(file: Path, folder: Path, source: str) -> None:
         )
     if not target.exists():
         raise StorageError(f"{source}: {file} is a link to {target}, which does not exist. Use a complete copy.")
-    if not stat.S_ISREG(target.stat().st_mode):
+    status = target.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{source}: {file} is no regular file. Remove it.")
+    limit = MAX_BYTES.get(file.name) or MAX_BYTES.get(file.suffix) or math.inf
+    if status.st_size > limit:
+        kind = "a chat template" if file.suffix == ".jinja" else "such a file"
+        raise ConfigError(f"{source}: {file} has {status.st_size:,} bytes, more than {kind} ever has ({limit:,}).")
 
 
 def _check_json(file: Path, source: str) -> None:
-    size, limit = file.stat().st_size, MAX_BYTES.get(file.name, MAX_JSON_BYTES)
-    if size > limit:
-        raise ConfigError(f"{source} has {size:,} bytes, more than such a file ever has ({limit:,}).")
-    if file.name in ("tokenizer.json", "vocab.json"):  # long, and read by code that limits its depth
-        return
     try:
         values = json.loads(file.read_bytes())
         leaves = list(_leaves(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from fxtune.system.oom import out_of_memory_reason
 def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
     """Whether weights that will be quantized start on world.device and not in host memory.
 
-    Random weights start on the device if they fit: a GPU draws them a hundred times faster than a host. Weights that
-    are read pass through host memory anyway, so they start on the device only if they do not fit in host memory: all
-    of them at once would fragment the GPU's memory.
+    Random weights do if they fit: a GPU draws them a hundred times faster. Weights that are read pass through host
+    memory anyway, so they do only if they do not fit there: all at once would fragment the GPU's memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,12 +55,11 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    name, files = f"model.path={path}", _fetch(origin)
+    files, place = _fetch(origin), f"model.path={path}: the weights in {origin.folder}"
     loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks output_loading_info
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
     # ImportError: a kernel that config.json names is not installed.
-    unusable = (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError)
+    unusable = (OSError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError, ImportError)
     try:
         built, report = loader(
             origin.folder,
@@ -68,40 +67,45 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=code,
-            **options,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
             **placement,
         )
-    except (*unusable, ArithmeticError, ImportError) as error:
+    except (*unusable, SafetensorError) as error:
         if out_of_memory_reason(error):
             raise
         raise StorageError(
-            f"{name}: the weights in {origin.folder} cannot be loaded as its config.json says: {first_line(error)}. "
-            "Use a complete copy."
+            f"{place} cannot be loaded as its config.json says: {first_line(error)}. Use a complete copy."
         ) from error
-    if problems := _misfits(report):
+    shapes = [
+        f"{name} ({tuple(stored)} in the file, {tuple(expected)} in the config)"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
+    troubles = misfits(
+        ("weights of the architecture are not in the files", report["missing_keys"]),
+        ("weights in the files have no place in the architecture", report["unexpected_keys"]),
+        ("weights have another shape", shapes),
+        ("errors", report["error_msgs"]),
+    )
+    if troubles:
         raise StorageError(
-            f"{name}: the weights in {origin.folder} do not fit its config.json ({hf_config.model_type}): {problems}. "
-            "transformers would continue with random weights. Use a complete copy."
+            f"{place} do not fit its config.json ({hf_config.model_type}): {troubles}. transformers would continue "
+            "with random weights. Use a complete copy."
         )
-    paths = [origin.folder / file for file in files]
-    if packed := _packed_weight(paths, built):
-        raise StorageError(
-            f"{name}: {packed[0]} is stored as {packed[1]} in {packed[2]}, which is no weight: a library that packs "
-            "weights saved it, or it is damaged. Give the model that it was made from."
-        )
-    if not all_finite(built):
-        raise StorageError(f"{name}: {_why_not_finite(paths, dtype)}")
+    if reason := _packed_weight(files, built) or ("" if all_finite(built) else _why_not_finite(files, dtype)):
+        raise StorageError(f"model.path={path}: {reason}")
     return built
 
 
-def all_finite(model: torch.nn.Module) -> bool:
-    """Whether no weight is NaN or infinite. Computes one number per tensor on its device,
-    and waits once for all of them.
+def misfits(*problems: tuple[str, Collection[str]]) -> str:
+    """Each problem with the number of weights that have it, and the first of these; empty if none has one."""
+    return "; ".join(f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems if names)
 
-    Each weight is read once, and no memory is needed. For an 8B model in bfloat16 (16 GB in 291 tensors): by
-    arithmetic 5 ms on a GPU that reads 3.35 TB/s, and about 10 ms to launch three kernels a tensor; on a host 2 s of
-    one core (measured: 8.6 GB/s), where a disk of 2 GB/s takes 8 s to read the files.
-    """
+
+def all_finite(model: torch.nn.Module) -> bool:
+    """Whether no weight is NaN or infinite. Computes one number per tensor on its device, waits once for all of them,
+    and needs no memory: about 15 ms for an 8B model on a GPU, 2 s on one core."""
     # min and max propagate NaN and, unlike a sum, never overflow. A finite number times 0 is 0, any other gives NaN.
     ends = [
         torch.stack(torch.aminmax(weight.detach()))
@@ -111,52 +115,25 @@ def all_finite(model: torch.nn.Module) -> bool:
     return not ends or bool((torch.stack([pair.float() for pair in ends]) * 0 == 0).all())
 
 
-def _misfits(report: dict[str, Any]) -> str:
-    """What transformers' loading report says does not fit; empty if everything does."""
-    shapes = [
-        f"{name} ({tuple(stored)} in the file, {tuple(expected)} in the config)"
-        for name, stored, expected in report["mismatched_keys"]
-    ]
-    return "; ".join(
-        f"{len(names)} {problem}, such as {sorted(names)[0]}"
-        for names, problem in (
-            (report["missing_keys"], "weights of the architecture are not in the files"),
-            (report["unexpected_keys"], "weights in the files have no place in the architecture"),
-            (shapes, "weights have another shape"),
-            (list(report["error_msgs"]), "errors"),
-        )
-        if names
-    )
-
-
-def _packed_weight(files: list[Path], model: torch.nn.Module) -> tuple[str, str, Path] | None:
-    """The name, dtype and file of the first weight that is stored as integers or complex numbers
-    and would be read as real ones.
-
-    Reads only the headers of the files.
-    """
-    from safetensors import safe_open
-
+def _packed_weight(files: list[Path], model: torch.nn.Module) -> str | None:
+    """Names the first weight that is stored as integers or complex numbers and would be read as real ones."""
     floating = {key for key, weight in model.named_parameters() if weight.is_floating_point()}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in sorted(floating.intersection(opened.keys())):
-                if "F" not in (dtype := opened.get_slice(key).get_dtype()):
-                    return key, dtype, file
+    for file, key, opened in _stored(files):
+        if key in floating and "F" not in (dtype := opened.get_slice(key).get_dtype()):
+            return (
+                f"{key} is stored as {dtype} in {file}, which is no weight: a library that packs weights saved it, or "
+                "it is damaged. Give the model that it was made from."
+            )
     return None
 
 
 def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
     """Why some weights are not finite. Reads the files again, tensor by tensor, to name the tensor and its file."""
-    from safetensors import safe_open
-
     broken = []
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in sorted(opened.keys()):
-                weight = opened.get_tensor(key)
-                if not (weight.float() if weight.itemsize == 1 else weight).isfinite().all():  # fp8 has no isfinite
-                    broken.append((key, file))
+    for file, key, opened in _stored(files):
+        weight = opened.get_tensor(key)
+        if not (weight.float() if weight.itemsize == 1 else weight).isfinite().all():  # fp8 has no isfinite
+            broken.append((key, file))
     if not broken:
         return (
             f"weights that are finite in its files are too large for {dtype}, where they become infinite. Set "
@@ -169,10 +146,19 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
     )
 
 
-def _fetch(origin: Origin) -> list[str]:
-    """Make the model's safetensors files local, check that each opens, and return their names
-    (those of its index, if any)."""
-    from safetensors import SafetensorError, safe_open
+def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
+    """(file, name, the opened file) of each tensor in `files`. Reads only their headers."""
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in sorted(opened.keys()):
+                yield file, key, opened
+
+
+def _fetch(origin: Origin) -> list[Path]:
+    """Make the safetensors files of the model local (its index names them), check each, and return them."""
+    from safetensors import SafetensorError
 
     files = ["model.safetensors"]
     index = origin.folder / "model.safetensors.index.json"
@@ -192,13 +178,12 @@ def _fetch(origin: Origin) -> list[str]:
             "fxtune reads safetensors only: convert them (save_pretrained of transformers writes safetensors)."
         )
     fetch(origin, files)
-    for file in files:
+    paths = [origin.folder / file for file in files]
+    for path in paths:
         try:
-            with safe_open(origin.folder / file, framework="pt") as opened:
-                opened.keys()
+            next(_stored([path]), None)
         except (SafetensorError, OSError) as error:
             raise StorageError(
-                f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or copy "
-                "it again."
+                f"{path} is broken or cut short ({first_line(error)}). Delete it and fetch or copy it again."
             ) from error
-    return files
+    return paths

@@ -1,14 +1,12 @@
 """The model's interface for objectives: losses and log-probabilities of supervised tokens only.
 
-Only supervised positions need logits, and the head is the largest matmul of the model: with a vocabulary of 128k it is
-1/15 of an 8B model's work, and its logits take 256 KB a token in bfloat16. So the decoder runs on all tokens, its
-hidden states at `Batch.supervised_at` are gathered, and the head runs on these alone: the same numbers for less work.
-Their number is known on the host, so there is no host sync.
+The head is the largest matmul of a model: with a vocabulary of 128k it is 1/15 of an 8B model's work, and its logits
+take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
+gathered, and the head runs on these alone: the same numbers for less work, and no host sync.
 
-Some model families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). Scales
-are listed in LOGIT_FACTORS, and both are applied here. The list may be incomplete, so the constructor compares the
-logits of a small row with those of the model's own forward. If they differ, the model's own forward is used, which
-computes all logits, and the evidence says so.
+Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). Both are
+applied here, by a table that may be incomplete. So the constructor compares the logits of a small row with those of
+the model's own forward. If they differ, the model's own forward is used, and the evidence says so.
 
 With `liger.fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """
@@ -61,10 +59,8 @@ class LanguageModel:
         self.fused = enabled and liger.fused_linear_cross_entropy is Switch.on  # type: ignore[union-attr]
         self.chunk_rows = liger.chunk_rows if enabled else None  # type: ignore[union-attr]
         config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        factors = [
-            float(factor(value)) for name, factor in LOGIT_FACTORS.items() if (value := getattr(config, name, None))
-        ]
-        self.scale = factors[0] if factors else 1.0
+        factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
+        self.scale = next(factors, 1.0)
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.by: str = getattr(model, "products_by", CUBLAS)  # techniques.lora.matmul
         self.own_forward = False
@@ -87,13 +83,6 @@ class LanguageModel:
         log_probs = self.log_probs(batch)
         segment = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
         return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
-
-    @torch.no_grad()
-    def token_losses(self, batch: Batch) -> torch.Tensor:
-        """Loss of each token in nats, float32 [rows, length], without gradient; 0 at unsupervised positions."""
-        losses = self._cross_entropy(batch, "none")
-        all_losses = losses.new_zeros(batch.targets.numel())
-        return all_losses.index_copy_(0, batch.supervised_at, losses).view_as(batch.targets)
 
     @property
     def head(self) -> Any:
@@ -123,9 +112,8 @@ class LanguageModel:
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
             return -linear_log_probs(hidden, linear.weight, labels, linear.bias, **options)
-        # A head with an adapter or with packed weights runs its own forward, recomputed in the backward pass, so no
-        # logits are kept. The random state is saved only if the head has dropout, because it cannot be read while a
-        # CUDA graph is recorded.
+        # A head with an adapter or with packed weights runs its own forward, recomputed in the backward pass. The
+        # random state is saved only for dropout, because it cannot be read while a CUDA graph is recorded.
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
         chunks = zip(hidden.split(self._chunk_size()), labels.split(self._chunk_size()), strict=True)
         losses = [

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fxtune.system.facts import MachineFacts, c_compiler
+from fxtune.system.facts import APEX, MachineFacts, c_compiler
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
 
@@ -65,21 +65,16 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why this optimizer cannot run under `facts`. Needs no weights."""
     yield from _unread_options(config)
-    if config.name is OptimizerName.adamw_8bit:
-        chosen = library(config, facts)
-        if chosen is Library.auto:
-            yield (
-                f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed. {QUANT}, or use "
-                "adamw."
-            )
-        elif chosen.value not in facts.packages:
-            yield f"optimizer.library: {chosen.value} is not installed. {QUANT}, or use another library."
-        if chosen is Library.bitsandbytes and config.stochastic_rounding:
-            yield (
-                "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or "
-                "stochastic_rounding=false."
-            )
-    elif config.library is not Library.auto:
+    eight_bit, chosen = config.name is OptimizerName.adamw_8bit, library(config, facts)
+    if eight_bit and chosen is Library.auto:
+        both = [f"{one} {facts.lacks(one)}" for one in ("bitsandbytes", "torchao")]
+        lacking = " and ".join(both) if facts.broken else "neither is installed"
+        yield (f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and {lacking}. {QUANT}, or use adamw.")
+    elif eight_bit and chosen.value not in facts.packages:
+        yield f"optimizer.library: {chosen.value} {facts.lacks(chosen.value)}. {QUANT}, or use another library."
+    if eight_bit and chosen is Library.bitsandbytes and config.stochastic_rounding:
+        yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
+    if not eight_bit and config.library is not Library.auto:
         yield (
             f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or "
             "name=adamw_8bit."
@@ -88,11 +83,8 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _no_stochastic_rounding(config, facts)
-    compiled = facts.device == "cuda" and (
-        config.stochastic_rounding
-        or (config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao)
-    )
-    if compiled and not c_compiler():
+    compiled = config.stochastic_rounding or (eight_bit and chosen is Library.torchao)
+    if facts.device == "cuda" and compiled and not c_compiler():
         yield (
             "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or "
             "$CC). Install one (Debian: apt install gcc), or use adamw without stochastic_rounding."
@@ -113,6 +105,14 @@ def _unread_options(config: OptimizerConfig) -> Iterator[str]:
                 f"{config.name.value}{' with stochastic_rounding' * rounding}. Leave it out or set it to "
                 f"{own}, its default" + (f" ({readers} read it)." if not rounding else ".")
             )
+
+
+def packages(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    """Yield the optional packages that this optimizer would use."""
+    if config.name is OptimizerName.adamw_8bit:
+        yield library(config, facts).value
+    elif config.name is OptimizerName.apex_adamw:
+        yield APEX
 
 
 def library(config: OptimizerConfig, facts: MachineFacts) -> Library:

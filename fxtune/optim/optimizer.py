@@ -1,8 +1,7 @@
 """One interface to the optimizers of all libraries: parameter groups, updates that skip non-finite steps, saved state.
 
-`Optimizer` may hold two library optimizers (Muon for matrices, AdamW for the rest). When the loss or the gradient of a
-step is not finite, neither weights nor moments change. That needs no host sync (skip_nonfinite.py), except with
-Adafactor and with large models whose optimizer is not fused.
+When the loss or the gradient of a step is not finite, neither weights nor moments change. That needs no host sync
+(skip_nonfinite.py), except with Adafactor and with large models whose optimizer is not fused.
 
 Memory of the state in bytes per trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are
 bfloat16 too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values
@@ -31,14 +30,12 @@ Scalar = int | float | bool
 
 
 class Optimizer:
-    """The trainable parameters of a model and the library optimizers that update them."""
+    """The trainable parameters of a model and the library optimizers that update them: with Muon two, else one."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False):
-        """`keep_gradients`: zero gradients in place and never drop them. CUDA graphs need this: the next replay of a
-        graph overwrites the gradient that it returned, so gradients are added up in the optimizer's own buffers.
-
-        A weight that no backward pass has reached since the last step is still not updated, as if its gradient were
-        None: a gradient of zeros would apply weight decay and the momentum of earlier steps.
+        """`keep_gradients`: zero gradients in place and never drop them, because the next replay of a CUDA graph
+        overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
+        still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
         """
         self.names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -47,21 +44,36 @@ class Optimizer:
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
         self.keep_gradients = keep_gradients
         self.reached: set[str] = set()
-        """With keep_gradients: names of the weights that have received a gradient since the last step. Autograd hooks
-        add them. No hook runs when a CUDA graph is replayed; the recorder then adds the names it saw while
-        recording."""
+        """With keep_gradients: names of the weights that have received a gradient since the last step, added by
+        autograd hooks; when a CUDA graph is replayed, by the recorder."""
         self.kept: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, name in self.names.items() if keep_gradients else ():
             self.kept[parameter] = parameter.grad = torch.zeros_like(parameter)
             parameter.register_post_accumulate_grad_hook(partial(_mark_reached, self.reached, name))
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradient of each weight, in the order of `names`; None where no backward pass has reached it."""
+        return [
+            parameter.grad if name in self.reached or not self.keep_gradients else None
+            for parameter, name in self.names.items()
+        ]
+
+    @torch.no_grad()
+    def set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        """Set what gradients() returns, in each weight's own dtype."""
+        for (parameter, name), gradient in zip(self.names.items(), gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(gradient)
+            if self.keep_gradients:
+                self.reached.add(name)
+
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to norm `max_norm` (0: do not). Returns its norm before, a scalar on the device."""
-        reached = {
-            parameter: parameter.grad
-            for parameter, name in self.names.items()
-            if parameter.grad is not None and (name in self.reached or not self.keep_gradients)
-        }
+        found = zip(self.names, self.gradients(), strict=True)
+        reached = {parameter: gradient for parameter, gradient in found if gradient is not None}
         norm = torch.nn.utils.get_total_norm(list(reached.values()), foreach=True)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(list(reached), max_norm, norm, foreach=True)
@@ -172,7 +184,7 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether a bad step is undone on the device, without a host sync. Adafactor itself syncs for each weight."""
+    """Whether a Guard undoes bad steps. Adafactor itself syncs for each weight."""
     possible = not part.defaults.get("fused") and not isinstance(part, torch.optim.Adafactor)
     return possible and parameters[0].is_cuda and sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
 
@@ -184,29 +196,30 @@ def _is_from(part: torch.optim.Optimizer, package: str) -> bool:
 def _library_optimizers(
     model: Any, config: OptimizerConfig, parameters: list[torch.Tensor]
 ) -> list[torch.optim.Optimizer]:
-    betas = (config.betas[0], config.betas[1])
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
+    adam: dict[str, Any] = dict(betas=(config.betas[0], config.betas[1]), eps=config.eps, **shared)
     groups = _groups(parameters, config.weight_decay)
 
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if config.stochastic_rounding:
             use_cache_folder()  # its step is compiled
-            return StochasticAdamW(groups, betas=betas, eps=config.eps, **shared)
-        return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=config.fused, **shared)
+            return StochasticAdamW(groups, **adam)
+        return torch.optim.AdamW(groups, fused=config.fused, **adam)
 
     if config.name is OptimizerName.adamw:
         return [adamw(groups)]
     if config.name is OptimizerName.adamw_8bit:
-        return [_adamw_8bit(config, parameters)]
+        if library(config, World(parameters[0].device).facts()) is Library.bitsandbytes:
+            return [adamw_8bit_without_sync()(groups, **adam)]
+        return [_torchao_adamw(groups, config.stochastic_rounding, adam)]
     if config.name is OptimizerName.apex_adamw:
         from apex.optimizers import FusedAdam
 
-        return [FusedAdam(groups, betas=betas, eps=config.eps, adam_w_mode=True, **shared)]
+        return [FusedAdam(groups, adam_w_mode=True, **adam)]
     if config.name is OptimizerName.sgd:
         sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=config.fused, **shared)
         for parameter in parameters if config.momentum else []:
-            # A first step from zeros gives the same result. If torch allocated the buffer in a skipped first step, it
-            # would stay uninitialised.
+            # If torch allocated the buffer in a skipped first step, it would stay uninitialised.
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return [sgd]
     if config.name is OptimizerName.adafactor:
@@ -214,33 +227,26 @@ def _library_optimizers(
     if config.name is OptimizerName.lion:
         from lion_pytorch import Lion
 
-        return [Lion(groups, betas=betas, **shared)]
-    # Muon is for matrices that map activations to activations. Embeddings and heads are look-up tables, so AdamW gets
-    # them.
-    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+        return [Lion(groups, betas=adam["betas"], **shared)]
+    # Muon is for matrices that map activations to activations. Embeddings and heads are look-up tables: AdamW's.
+    tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tables |= {id(p) for p in head.parameters()} if head is not None else set()
-    matrices = [p for p in parameters if p.ndim == 2 and id(p) not in tables]
-    in_muon = {id(p) for p in matrices}
-    rest = [p for p in parameters if id(p) not in in_muon]
+    tables |= set(head.parameters()) if head is not None else set()
+    matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
+    rest = [p for p in parameters if p.ndim != 2 or p in tables]
     muon = torch.optim.Muon(matrices, momentum=config.momentum, adjust_lr_fn="match_rms_adamw", **shared)
     return [muon, adamw(_groups(rest, config.weight_decay))] if rest else [muon]
 
 
-def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    facts = World(parameters[0].device).facts()
-    betas = (config.betas[0], config.betas[1])
-    options: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, betas=betas, eps=config.eps)
-    groups = _groups(parameters, config.weight_decay)
-    if library(config, facts) is Library.bitsandbytes:
-        return adamw_8bit_without_sync()(groups, **options)
-    from torchao.optim import AdamW8bit as TorchaoAdamW8bit
+def _torchao_adamw(
+    groups: list[dict[str, Any]], stochastic_rounding: bool, options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
 
     use_cache_folder()
-    part = TorchaoAdamW8bit(groups, bf16_stochastic_round=config.stochastic_rounding, **options)
-    for parameter in parameters:
-        # torchao keeps a small tensor's moments in the weight's dtype. In bfloat16 the second moment would never
-        # change.
+    part = AdamW8bit(groups, bf16_stochastic_round=stochastic_rounding, **options)
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        # torchao keeps a small tensor's moments in its weight's dtype. In bfloat16 the second one would never change.
         if parameter.numel() < 4096 or parameter.numel() % part.block_size:
             part.state[parameter].update(
                 step=torch.tensor(0.0),
@@ -252,9 +258,10 @@ def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torc
 
 def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: norms, biases and other 1-d parameters get no weight decay, which would only hurt them."""
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
-    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=weight_decay),
+        dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
+    ]
     return [group for group in groups if group["params"]]
 
 

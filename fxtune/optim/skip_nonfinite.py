@@ -1,17 +1,14 @@
 """Skips the step of a library's optimizer if the gradient is not finite, without a host sync.
 
-torch's fused kernels can skip a step on the device. Other optimizers cannot. Reading `finite.item()` first would stop
-the host once a step, and the device would idle while the host issues the optimizer's launches (hundreds for adapters)
-and the first launches of the next forward pass. So the step is always taken, and a bad one is undone on the device:
-weights and moments are copied before the step, and after it each becomes `new * finite + old * (1 - finite)`, in a few
-launches of torch's multi-tensor kernels. This arithmetic runs on their bits, read as integers, so that factors of 0
-and 1 are exact: an infinite moment read as a float would give inf * 0 = NaN. The gradients of a bad step are zeroed
-before the step, so that no library's kernel sees a NaN.
+torch's fused kernels can skip a step on the device; other optimizers cannot, and reading `finite.item()` first would
+stop the host once a step. So the step is always taken, and a bad one is undone on the device: weights and moments are
+copied before the step, and after it each becomes `new * finite + old * (1 - finite)`, in a few multi-tensor launches.
+This arithmetic runs on their bits, read as integers: an infinite moment read as a float would give inf * 0 = NaN. The
+gradients of a bad step are zeroed before it, so that no library's kernel sees a NaN.
 
-Libraries count steps on the host for bias correction (a Python number, or a CPU tensor), and the device cannot undo
-that. The host reads `finite` when the next step begins, long after it was computed, and corrects the count before it
-is used. So the result is the same as with a host sync in each step. A weight without a gradient, such as that of an
-expert that got no token, was not counted.
+Libraries count steps on the host for bias correction, and the device cannot undo that. The host reads `finite` when
+the next step begins, long after it was computed, and corrects the count before it is used. A weight without a
+gradient, such as that of an expert that got no token, was not counted.
 
 Cost: a copy of the trained weights, their gradients and moments during the step, so this is for adapters and small
 models (MAX_BYTES). In larger models a host sync costs a thousandth of the step.

@@ -1,15 +1,14 @@
 """AdamW with stochastic rounding to bfloat16, so that updates too small for a bfloat16 weight still add up.
 
-A bfloat16 has 8 bits of mantissa: an update below 1/512 of a weight of 1 is lost, and a fine-tuning update is about as
-large as the learning rate, 1e-5. Here the update is computed in float32, and the result is rounded up or down with
-probabilities that make its mean exact: 16 random bits are added below the bits that stay, and the sum is truncated. A
-weight changes rarely, but by the right amount on average (arXiv 2010.06192 trains whole models this way). The moments
-are float32: in bfloat16 the second moment, which changes by 1/1000 a step, would never change.
+A bfloat16 has 8 significant bits: rounded to nearest, an update below 1/512 of a weight is lost, and one below 1/256
+may be. A fine-tuning update is about as large as the learning rate, 1e-5. Here the update is computed in float32, 16
+random bits are added below the bits that stay, and the sum is truncated: a weight changes rarely, but by the right
+amount on average (arXiv 2010.06192). The moments are float32: in bfloat16 the second moment, which changes by 1/1000 a
+step, would never change.
 
-Memory per weight: 2 bytes + 8 for the moments + 2 for the gradient; float32 weights take 4 + 8 + 4. No random state is
-saved: the random bits come from torch's generator of the device, which is seeded in each step, so a resumed run draws
-the same bits. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU the same code runs
-eagerly.
+Memory per weight: 2 bytes + 8 for the moments + 2 for the gradient; float32 weights take 4 + 8 + 4. The random bits
+come from torch's generator of the device, which is seeded in each step, so a resumed run draws the same. On a GPU the
+update is compiled to one kernel a tensor, for any size; on a CPU the same code runs eagerly.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ def update(
 
 
 COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-"""Compiler options while update() is called. With dynamic=True betas and eps would become tensors that are copied from
-the host in each call, with a sync; specialised, they are constants. There is one graph for each dtype and number of
-dimensions, for all sizes; they are few, but may exceed torch's recompile limits."""
+"""Compiler options for update(). Without the first, betas and eps would be copied from the host in each call. There is
+one graph for each dtype and number of dimensions, which may exceed torch's recompile limits."""
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """Files that are either complete or detected as incomplete: written with their sha256, synced, and renamed into place.
 
-`HashingWriter` hashes the bytes as it writes them, so no file is read again for its digest, and syncs the file when it
-closes it. `replacing` writes a temporary file in the same folder and renames it. `write_tensors` writes the
+The bytes are hashed while they are written, so no file is read again for its digest. `write_tensors` writes the
 safetensors format (github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the
-bytes of each tensor). The library's own `save_file` does not expose the bytes for hashing and needs all tensors in
-host memory at once; `write_tensors` takes one tensor at a time from any device. Files are read with the library.
+bytes of each tensor), one tensor at a time from any device. The library's own `save_file` needs all tensors in host
+memory at once and does not expose the bytes for hashing.
 
-`find_damage` compares a file with its digest. It opens only regular files of the recorded size: a link, a named pipe
-or a huge file put in their place is refused without being opened.
+Only regular files are read back, of the recorded size: a link, a named pipe or a huge file put in their place is
+refused without being opened.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -62,12 +60,11 @@ class Damage:
 
     reason: str
     lost: bool = False
-    """Whether the saved bytes are known to be gone: the file is missing, or was read and differs. Otherwise it may be
-    readable later, by another version of fxtune or once a disk works again."""
+    """Whether the saved bytes are known to be gone. Otherwise another version, or a repaired disk, may read them."""
 
 
 class HashingWriter:
-    """Writes a new file, as a context manager. On leaving without an error, it syncs the file and sets `digest`."""
+    """Writes a new file, as a context manager that syncs it and sets `digest` if the body raises no error."""
 
     digest: FileDigest
 
@@ -83,9 +80,7 @@ class HashingWriter:
     def __enter__(self) -> HashingWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stream:
             if kind is None:
                 self._stream.flush()
@@ -171,13 +166,13 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 def find_damage(path: Path, written: FileDigest) -> Damage | None:
     """Why the file at `path` differs from the one that was `written`; None if it does not."""
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return Damage(_not_a_file(path, status.st_mode))
-        if status.st_size != written.bytes:
-            return Damage(f"{path.name} has {status.st_size:,} bytes, and {written.bytes:,} were saved", lost=True)
+        size = _size(path)
+        if size != written.bytes:
+            return Damage(f"{path.name} has {size:,} bytes, and {written.bytes:,} were saved", lost=True)
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except ValueError as error:
+        return Damage(str(error))
     except OSError as error:
         reason = f"{path.name} cannot be read: {error.strerror or error}"
         return Damage(reason, lost=isinstance(error, FileNotFoundError))
@@ -189,11 +184,8 @@ def find_damage(path: Path, written: FileDigest) -> Damage | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a regular file. Raises ValueError with the reason if there is none."""
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(_not_a_file(path, status.st_mode))
-        if status.st_size > JSON_LIMIT:
-            raise ValueError(f"{path.name} has {status.st_size:,} bytes, far too many")
+        if (size := _size(path)) > JSON_LIMIT:
+            raise ValueError(f"{path.name} has {size:,} bytes, far too many")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from error
@@ -206,8 +198,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _not_a_file(path: Path, mode: int) -> str:
-    return f"{path.name} is {'a link' if stat.S_ISLNK(mode) else 'no plain file'}"
+def _size(path: Path) -> int:
+    """The bytes of a regular file. Raises ValueError for anything else, OSError if it cannot be seen."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no plain file'}")
+    return status.st_size
 
 
 def sync(path: Path) -> None:

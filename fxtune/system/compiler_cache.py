@@ -1,14 +1,13 @@
 """The folder in which torch.compile keeps compiled code: one for each version of fxtune's own operators.
 
-torch's cache key for a compiled graph has the graph's operators, its inputs, torch's own source and its options. For a
-torch.library operator it has only the name, not the code or the shapes it returns. So torch would load a graph
-compiled with an older version of an operator, which would fail an assertion about sizes or give wrong numbers.
-Therefore the folder's name holds a digest of every source folder that defines operators or checkpointing policies
-(SOURCES). (torch's own tag for this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it;
-backward passes are compiled in another thread.)
+torch's cache key for a compiled graph holds only the names of its torch.library operators. So torch would load a graph
+compiled with an older version of an operator, which fails an assertion about sizes or gives wrong numbers. Therefore
+the folder's name holds a digest of every source folder that defines operators or checkpointing policies (SOURCES).
+torch's own tag for this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it, and backward
+passes are compiled in another thread.
 
 A kill while a C++ compiler links leaves a truncated library under its final name, which torch would fail to load in
-every later run. `remove_truncated_libraries` deletes such files at the start of a run; they are compiled again.
+every later run. Such files are deleted at the start of a run.
 
 Each process holds a shared lock on its folder until it ends. Of the unlocked folders the most recently used ones are
 kept, so that switching between two versions stays fast, and the others are removed.
@@ -32,8 +31,7 @@ from fxtune.system.host import cache_home
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile")
-"""Folders of the package whose code changes what a compiled graph computes without being part of its cache key:
-operators, and the policy of selective checkpointing."""
+"""Folders whose code changes what a compiled graph computes without being part of its cache key."""
 FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")
 KEPT = 2
 """How many unused folders of other versions are kept."""
@@ -77,7 +75,7 @@ def lock_shared(folder: Path) -> None:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            except OSError:  # a file system without locks: no process can lock exclusively either, so all folders stay
+            except OSError:  # a file system without locks: no process can lock exclusively, so all folders stay
                 break
             if _is_file(descriptor, file):
                 break
@@ -97,8 +95,7 @@ def remove_truncated_libraries(folder: Path) -> None:
 
 
 def is_truncated(library: Path) -> bool:
-    """Whether a Linux shared library ends before the end of its section table, which linkers write last (ELF-64,
-    elf(5))."""
+    """Whether a Linux library ends before the end of its section table, which linkers write last (ELF-64, elf(5))."""
     try:
         with library.open("rb") as stream:
             header = stream.read(64)
@@ -114,16 +111,12 @@ def remove_unused(root: Path) -> None:
     """Remove the folders below `root` that no process has locked, except the KEPT ones that were used last."""
     unlocked = [file for file in root.glob("fxtune-*.lock") if file.with_suffix("") not in _LOCKS]
     for file in sorted(unlocked, key=_last_used, reverse=True)[KEPT:]:
-        try:
-            descriptor = os.open(file, os.O_RDWR)
-        except OSError:  # another process removed it first
-            continue
-        with contextlib.suppress(OSError):  # another process holds the lock
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file(descriptor, file):
+        # Another process may remove it first, or hold its lock.
+        with contextlib.suppress(OSError), file.open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file(lock.fileno(), file):
                 shutil.rmtree(file.with_suffix(""), ignore_errors=True)
                 file.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def _last_used(file: Path) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -89,8 +90,22 @@ def unicode() -> bool:
     return console().encoding.lower().startswith("utf")
 
 
+def is_live() -> bool:
+    """Whether standard output is a terminal that can redraw a line."""
+    return console().is_terminal and not console().is_dumb_terminal
+
+
+_last_said = [time.monotonic()]
+
+
+def last_said() -> float:
+    """The time.monotonic() of the last say()."""
+    return _last_said[0]
+
+
 def say(what: RenderableType) -> None:
     """Print text without folding it, or anything that rich renders. Never raises if the output is gone."""
+    _last_said[0] = time.monotonic()
     try:
         if isinstance(what, (str, Text)):
             console().print(plain(what) if isinstance(what, str) else what, soft_wrap=True)

@@ -32,6 +32,9 @@ PACKAGES = (
 )
 
 
+BROKEN: dict[str, str] = {}
+"""Packages that are installed and that a check in this process found not to work, and why
+(techniques/package_checks.py). They count as missing."""
 APEX = "nvidia-apex"
 """Apex with its CUDA extensions. PyPI's `apex` is another project, so a version of `apex` alone says nothing."""
 
@@ -53,7 +56,15 @@ class MachineFacts:
     cores: int = 1
     platform: str = "Linux"
     packages: dict[str, str] = field(default_factory=dict)
-    """The installed version of each package in PACKAGES. A missing package has no key."""
+    """The installed version of each package in PACKAGES. A missing or broken package has no key."""
+    broken: dict[str, str] = field(default_factory=dict)
+    """Why an installed package does not work here. Only packages that this run would use are tried."""
+
+    def lacks(self, package: str) -> str:
+        """Why a package without a key in `packages` cannot be used, as the end of a sentence about it."""
+        if package in self.broken:
+            return f"is installed and does not work here ({self.broken[package]})"
+        return "is not installed"
 
     def apex_problem(self) -> str | None:
         """Why NVIDIA's Apex cannot run here and how to install it; None if it can run."""
@@ -61,6 +72,8 @@ class MachineFacts:
             return f"NVIDIA's Apex runs on a GPU, and the device is {self.device}"
         if APEX in self.packages:
             return None
+        if APEX in self.broken:
+            return f"NVIDIA's Apex {self.lacks(APEX)}. Repair it (`fxtune doctor` says how)"
         found = (
             "the installed package `apex` has no CUDA extensions (amp_C): it is PyPI's, which is another project, or "
             "was built without them"
@@ -79,7 +92,7 @@ def installed_packages() -> dict[str, str]:
             continue
     if importlib.util.find_spec("apex") and importlib.util.find_spec("amp_C"):
         found[APEX] = found.get("apex", "unknown version")
-    return found
+    return {name: version for name, version in found.items() if name not in BROKEN}
 
 
 def c_compiler() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from fxtune.errors import StorageError
 
 CGROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def memory() -> tuple[int, int]:
@@ -37,22 +39,12 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used) for each control group with a limit that contains this process.
-
-    Version 2 has one tree of groups, version 1 one for memory. A container usually sees its own group as the root, but
-    a job of Slurm or systemd does not, and any parent group may have the limit. Used bytes exclude the page cache.
-    """
-    named = {"": (CGROUPS, "memory.max", "memory.current", "inactive_file")}
-    named["memory"] = (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    groups = [(controllers, Path("/")) for controllers in named]
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for name in named.keys() & set(controllers.split(",")):
-                groups += [(name, above) for above in (Path(path), *Path(path).parents)]
-    for name, group in dict.fromkeys(groups):
-        root, limit_file, used_file, cache = named[name]
-        folder = root / group.relative_to("/")
+    """(bytes allowed, bytes used without page cache) for each control group of this process that has a limit."""
+    for two, folder in _group_folders("memory"):
+        limit_file, used_file = (
+            ("memory.max", "memory.current") if two else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        cache = "inactive_file" if two else "total_inactive_file"
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / limit_file).read_text())  # "max" means no limit
             used, spare = int((folder / used_file).read_text()), 0
@@ -62,9 +54,32 @@ def _groups() -> Iterator[tuple[int, int]]:
             yield limit, used - spare
 
 
+def _group_folders(controller: str) -> Iterator[tuple[bool, Path]]:
+    """(whether it is of version 2, folder) for each control group that contains this process.
+
+    Version 2 has one tree of groups, version 1 one for each controller. A job of Slurm or systemd sees the groups
+    above its own, and any of them may have a limit.
+    """
+    groups = [(two, Path("/")) for two in (True, False)]
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                groups += [(not controllers, above) for above in (Path(path), *Path(path).parents)]
+    for two, group in dict.fromkeys(groups):
+        yield two, (CGROUPS if two else CGROUPS / controller) / group.relative_to("/")
+
+
 def cores() -> int:
-    """CPU cores that this process may use: its affinity, not the size of the host."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use, by its affinity and the quotas of its control groups."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for two, folder in _group_folders("cpu"):
+        files = [folder / name for name in (["cpu.max"] if two else ["cpu.cfs_quota_us", "cpu.cfs_period_us"])]
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (int(word) for file in files for word in file.read_text().split())
+            if quota > 0:  # version 1 writes -1, version 2 `max`, if there is no quota
+                allowed = min(allowed, math.ceil(quota / period))
+    return allowed
 
 
 def process_age() -> float:

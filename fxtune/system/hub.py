@@ -1,13 +1,12 @@
 """Finds the local folder of a model: a folder, a hub id, or a model that ships with fxtune.
 
-All other code reads only local folders, so that the network can fail in one place and with one message. Files from the
-hub are stored in the Hugging Face cache: first the small ones (config, tokenizer), then the weights by name.
+All other code reads only local folders, so that the network can fail in one place and with one message. The small
+files (config, tokenizer) come first, then the weights by name; all are stored in the Hugging Face cache.
 
 The hub's own library waits ten seconds for an answer, repeats some requests six times, and does so for each file. Here
-each repository costs one request, which may take PATIENCE seconds. After a request without an answer, the hub gets no
-request for SILENCE seconds: the files that an earlier run fetched are used, with a message. So without a network a run
-starts at most PATIENCE seconds later, however many repositories its recipe names. A commit whose files are all on this
-disk needs no request.
+each repository costs one request of at most PATIENCE seconds, and after one without an answer the hub gets none for
+SILENCE seconds. The files that an earlier run fetched are used then, with a message. So without a network a run starts
+at most PATIENCE seconds later, whatever its recipe names. A commit whose files are all on this disk needs no request.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 
 from fxtune.errors import ConfigError, HubError, StorageError
 from fxtune.system.console import say
+from fxtune.system.progress import phase
 from fxtune.system.redact import redact
 
 BUILTIN = "builtin:"
@@ -32,8 +32,7 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 PATIENCE = 4.0
 """Seconds that a request may take: the name lookup, the connection and the complete answer together."""
 SILENCE = 60.0
-"""Seconds without further requests after one without an answer: longer than a start-up, shorter than a run of a
-sweep."""
+"""Seconds without further requests after one without an answer."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -74,13 +73,13 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
             f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
             f"{folder.parent})."
         )
-    if _looks_local(name):
+    # No hub id looks like this, or it is in a folder that fxtune writes to.
+    if not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/")):
         raise ConfigError(
             f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
             "or a hub id such as Qwen/Qwen3-0.6B."
         )
-    patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
-    found = _snapshot(name, revision, patterns, key)
+    found = _snapshot(name, revision, [*SMALL_FILES, "*.py"] if code else [*SMALL_FILES], key)
     return Origin(found, name, found.name if is_commit(found.name) else revision)
 
 
@@ -98,17 +97,15 @@ def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
 
 def fetch(origin: Origin, files: Iterable[str], key: str = "model.path") -> None:
     """Make these files of `origin` local. Raises StorageError with the first one that is missing afterwards."""
-    files = [file for file in files if not (origin.folder / file).exists()]
-    if files and origin.revision is not None:
-        _snapshot(origin.name, origin.revision, list(files), key)
-    for file in files:
+    missing = [file for file in files if not (origin.folder / file).exists()]
+    if missing and origin.revision is not None:
+        _snapshot(origin.name, origin.revision, missing, key)
+    for file in missing:
         if not (origin.folder / file).exists():
-            reason = (
-                "It is not in the cache and could not be fetched: check the network and HF_HUB_OFFLINE."
-                if origin.revision
-                else "Copy it there, or use a complete copy of the model."
+            todo = "Check the network and HF_HUB_OFFLINE" if origin.revision else "Copy it there"
+            raise StorageError(
+                f"{key}={origin.name}: {origin.folder / file} is missing. {todo}, or use a complete copy of the model."
             )
-            raise StorageError(f"{key}={origin.name}: {origin.folder / file} is missing. {reason}")
 
 
 def _builtin(name: str, key: str) -> Origin:
@@ -118,11 +115,6 @@ def _builtin(name: str, key: str) -> Origin:
         there = ", ".join(sorted(BUILTIN + path.parent.name for path in assets.glob("*/config.json"))) or "none"
         raise ConfigError(f"{key}={name} does not ship with this fxtune (those that do: {there}).")
     return Origin(folder, str(folder.resolve()))
-
-
-def _looks_local(name: str) -> bool:
-    """Whether `name` is a local path: it cannot be a hub id, or is in a folder that fxtune writes to."""
-    return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
 
 
 def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
@@ -145,8 +137,7 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
         except Exception as error:  # noqa: BLE001  handled by the thread that waits
             answers.append(error)
 
-    # In a thread, because no timeout of an HTTP library limits a name lookup, or an answer that comes a byte at a
-    # time.
+    # In a thread, because no timeout of an HTTP library limits a name lookup or an answer that trickles in.
     thread = threading.Thread(target=request, name="hub", daemon=True)
     thread.start()
     thread.join(PATIENCE)
@@ -171,9 +162,18 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{name}"
+    refusals: dict[Any, str] = {
+        errors.GatedRepoError: f" is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
+        "HF_TOKEN).",
+        errors.RevisionNotFoundError: f" has no revision {revision!r}. Its branches, tags and commits: {page}/commits",
+        (errors.RepositoryNotFoundError, errors.HFValidationError): f": no such folder here, and no such model on the "
+        f"hub ({page}). Check the spelling; a private model needs `hf auth login`.",
+    }
     try:
         here = _cached(name, revision, patterns)
-        if here is not None and is_commit(revision) and _has_file_list(here):
+        # Without the commit's list of files a missing file would go unnoticed.
+        listed = here is not None and (here.parent.parent / "trees" / f"{here.name}.json").exists()
+        if here is not None and listed and is_commit(revision):
             return here  # a commit does not change
         try:
             commit, reason = resolve_commit(name, revision)
@@ -182,39 +182,30 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
                 raise
             commit, reason = None, f"it knows no such model, or not for this user: {_reason(error)}"
         if reason is None:
-            if here is not None and here.name == commit and _has_file_list(here):
+            if here is not None and listed and here.name == commit:
                 return here
             # Download by branch or tag, not by commit: the cache can then resolve that name without a network.
-            return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+            with phase(f"Downloading {', '.join(patterns)} of {name}"):
+                return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
         if here is None:
-            raise HubError(_unreachable(name, key, reason))
+            raise HubError(
+                f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
+                f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
+            )
         say(
             f"{key}={name}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used: commit "
             f"{here.name}."
         )
         return here
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
-            "HF_TOKEN)."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(
-            f"{key}={name} has no revision {revision!r}. Its branches, tags and commits: {page}/commits"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ConfigError(
-            f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; a "
-            "private model needs `hf auth login`."
-        ) from error
     except HubError:
         raise
     except Exception as error:
+        for kind, refusal in refusals.items():
+            if isinstance(error, kind):
+                raise ConfigError(f"{key}={name}{refusal}") from error
         # An interrupted download or a full disk: the classes differ between versions of the library.
-        known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(
-            ("httpx", "huggingface_hub")
-        )
-        if not known:
+        library = type(error).__module__.startswith(("httpx", "huggingface_hub"))
+        if not library and not isinstance(error, (OSError, RuntimeError)):
             raise
         raise HubError(
             f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). What has come "
@@ -223,15 +214,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         ) from error
 
 
-def _unreachable(name: str, key: str, reason: str) -> str:
-    return (
-        f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
-        f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
-    )
-
-
 def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """The cached folder of `revision`; None if nothing is cached, or a file that `patterns` names is missing."""
+    """The cached folder of `revision`; None if it is missing or lacks a file that `patterns` names."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -245,15 +229,7 @@ def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None
     return found if there and all("*" in pattern or pattern in there for pattern in patterns) else None
 
 
-def _has_file_list(found: Path | None) -> bool:
-    """Whether the cache has the commit's list of files. Without it a missing file would go unnoticed."""
-    return found is not None and (found.parent.parent / "trees" / f"{found.name}.json").exists()
-
-
 def _reason(error: Exception) -> str:
     text = str(redact((str(error).splitlines() or [""])[0].rstrip(".")))
-    return (
-        text
-        if isinstance(error, TimeoutError) or "HTTP" in type(error).__name__
-        else f"{type(error).__name__}: {text}"
-    )
+    plain = isinstance(error, TimeoutError) or "HTTP" in type(error).__name__
+    return text if plain else f"{type(error).__name__}: {text}"

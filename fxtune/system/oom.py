@@ -1,24 +1,19 @@
 """Handles running out of memory: recognises the error, frees the failed work's memory, and retries with half the rows.
 
-The number of rows in a forward pass does not change an optimizer step: the losses of its micro-batches are summed and
-divided by the step's supervised tokens. So a step that does not fit is repeated from its beginning, with the same rows
-in smaller micro-batches.
+An optimizer step is the same with any number of rows in a forward pass: the losses of its micro-batches are summed and
+divided by the step's supervised tokens. So a step that does not fit is repeated, with the same rows in smaller
+micro-batches. An update that runs out of memory is not retried, because half of it may be done.
 
 An error in the middle of a pass leaves these behind:
 
-    traceback         Its frames hold activations, logits and the batch. They are free once the `except` block has been
-                      left (catch_out_of_memory); frames in reference cycles need the garbage collector
-                      (free_cached_memory).
-    gradients         They hold part of the step's sum and are dropped (Optimizer.drop). Weights and moments change
-                      only in the update. An update that runs out of memory is not retried, because half of it may be
-                      done.
-    side streams      They may still read memory that is about to be reused: free_cached_memory waits for the device.
-    CUDA graphs       Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
-    random numbers    They depend on the step alone.
-    modes             Modes of layers, checkpointing and autocast are restored by `with`.
+    traceback       Its frames hold activations, logits and the batch. They are free once the `except` block has been
+                    left (catch_out_of_memory), in reference cycles after a garbage collection (free_cached_memory).
+    gradients       They hold part of the step's sum and are dropped (Optimizer.drop).
+    side streams    They may still read memory that is about to be reused: free_cached_memory waits for the device.
+    CUDA graphs     Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
 
-On a GPU torch raises a class of its own. On a CPU it raises a plain RuntimeError, and only under a limit of the
-address space or strict accounting; otherwise the kernel kills the process. CUDA's libraries raise RuntimeErrors, too.
+On a GPU torch raises a class of its own; CUDA's libraries and the CPU's allocator raise RuntimeErrors. Without a limit
+of the address space or strict accounting a CPU run gets no error: the kernel kills the process.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ _TORCH_SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
 
 @dataclass(frozen=True)
 class MemoryExhausted:
-    """The result of work that ran out of memory. It holds the reason as text, and no reference to the failed work."""
+    """The result of work that ran out of memory, without a reference to the failed work."""
 
     reason: str
 
@@ -51,7 +46,7 @@ class MemoryExhausted:
 def out_of_memory_reason(error: BaseException) -> str | None:
     """The first line about memory if `error`, or an error that caused it, is out of memory; None for other errors.
 
-    A UserError already tells the user what to change, so its causes are not searched, unless it is a MemoryShortError.
+    A UserError that is no MemoryShortError already tells the user what to change, so its causes are not searched.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -100,10 +95,6 @@ def out_of_memory_message(part: str, rows: int, reason: str) -> str:
     return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
 
 
-def _default_error(part: str, rows: int, reason: str) -> HardwareError:
-    return HardwareError(out_of_memory_message(part, rows, reason))
-
-
 class BatchSizes:
     """Rows per forward pass in each part of a run (`training`, `evaluation`, `questions`), halved to fit in memory."""
 
@@ -112,14 +103,15 @@ class BatchSizes:
         device: torch.device,
         reduced: dict[str, int] | None = None,
         note: Callable[[str], None] | None = None,
-        error: Callable[[str, int, str], HardwareError] = _default_error,
+        error: Callable[[str, int, str], HardwareError] = lambda *failed: HardwareError(
+            out_of_memory_message(*failed)
+        ),
         drop: Callable[[], None] = lambda: None,
     ) -> None:
         """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.
 
-        `note` gets a message for each halving; without it nothing is halved. `error` makes the exception to raise when
-        the rows cannot be halved, from the part, its rows and the reason. `drop` frees memory that can be recreated,
-        such as CUDA graphs.
+        `note` gets a message for each halving; without it nothing is halved. `error` makes the exception for rows that
+        cannot be halved, from (part, rows, reason). `drop` frees memory that can be recreated, such as CUDA graphs.
         """
         self.device, self.note, self.error, self.drop = device, note, error, drop
         self.reduced = {} if reduced is None else reduced

@@ -1,8 +1,8 @@
 """Removes secrets from everything written or printed: the config, the command line, messages, model cards, W&B.
 
-A secret is recognised by three rules: the *name* of its key (`hub_token`, `api_key`); the *shape* of its value
-(`hf_...`, `ghp_...`, a URL with a password or a signature); and its *value*: the content of an environment variable
-with a secret's name is removed wherever it occurs, also inside a longer string.
+A secret is recognised by the *name* of its key (`hub_token`, `api_key`), by the *shape* of its value (`hf_...`,
+`ghp_...`, a URL with a password or a signature), or by its *value*, the content of an environment variable with a
+secret's name, also inside a longer string.
 
 The third rule applies to all output of this process (`redacted_output`); all three apply to tracebacks and to the
 files of a run. Rows of data that look like a key are printed unchanged, because the user should see them.
@@ -10,6 +10,7 @@ files of a run. Rows of data that look like a key are printed unchanged, because
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -87,11 +88,8 @@ def redact_arguments(arguments: list[str]) -> list[str]:
     cleaned = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if equals and "://" not in name:
-            argument = f"{name}={_redact(value, name, secrets)}"
-        else:
-            argument = _clean(argument, "", secrets)
-        cleaned.append(argument)
+        pair = equals and "://" not in name
+        cleaned.append(f"{name}={_redact(value, name, secrets)}" if pair else _clean(argument, "", secrets))
     return cleaned
 
 
@@ -106,14 +104,31 @@ def redact_text(text: str) -> str:
 
 
 class RedactedStream:
-    """A text stream that removes the values of `secrets` from all text written to it."""
+    """A text stream that removes the values of `secrets` from all text written to it.
+
+    Characters that its encoding does not have become question marks, and a reader who closes the pipe stops nothing.
+    """
 
     def __init__(self, stream: IO[str], secrets: list[str]):
         self._stream, self._secrets = stream, secrets
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
     def write(self, text: str) -> int:
-        self._stream.write(_without(text, self._secrets))
+        with self._reader_may_leave():
+            self._stream.write(_without(text, self._secrets))
         return len(text)
+
+    def flush(self) -> None:
+        with self._reader_may_leave():
+            self._stream.flush()
+
+    @contextmanager
+    def _reader_may_leave(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def writelines(self, lines: Iterator[str]) -> None:
         for line in lines:
@@ -125,17 +140,17 @@ class RedactedStream:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Remove the environment's secrets from all output of the body, and from a traceback that ends the process."""
+    """Remove the environment's secrets from all output of the body, and from a traceback that ends the process. The
+    output cannot fail, see RedactedStream."""
     sys.excepthook = _excepthook
     secrets = _environment_secrets()
-    if not secrets:
-        yield
-        return
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = RedactedStream(out, secrets), RedactedStream(err, secrets)
+    streams = sys.stdout, sys.stderr = RedactedStream(out, secrets), RedactedStream(err, secrets)
     try:
         yield
     finally:
+        for stream in streams:
+            stream.flush()  # the interpreter's own flush would fail if the reader has left
         sys.stdout, sys.stderr = out, err
 
 

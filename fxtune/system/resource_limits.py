@@ -1,17 +1,16 @@
 """Limits the CPU time and memory of untrusted work, such as rendering a chat template.
 
-A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10`, ten nested loops or a list that
-holds itself twice, forty levels deep: these take all memory of the machine, or never end. So the operating system
-enforces the limits: a timer of this process's own CPU time (a busy machine does not shorten it, and Python checks it
-also inside a long `repr`, power or regular expression), and a limit on the address space.
+A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10` or ten nested loops. So the
+operating system enforces the limits: a timer of this process's own CPU time, which Python checks also inside a long
+`repr`, power or regular expression, and a limit on the address space. Both together take less than 10 microseconds.
 
-Linux has both, macOS the timer. On other systems, and in threads other than the main one, where signals do not arrive,
-work runs without limits. Setting and removing both takes less than 10 microseconds.
+Linux has both, macOS the timer. In threads other than the main one, where signals do not arrive, work runs without
+limits.
 """
 
 from __future__ import annotations
 
-import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ SECONDS = 10.0
 BYTES = 2 << 30
 """Limit on additional address space. A row of 100 MB takes a fifth of that."""
 REPEAT = 0.1
-"""Seconds between two alarms: an exception raised in a callback of the garbage collector or in a __del__ is
-swallowed."""
+"""Seconds between two alarms: Python swallows one that is raised in a __del__ or in a callback of the garbage
+collector."""
 
 _active = False  # whether the main thread, the only one that can be limited, is inside limit_resources()
 _armed = False
@@ -41,7 +40,7 @@ def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[Non
     Raises LimitExceeded. Afterwards the previous limits and handlers are restored. A nested call does nothing.
     """
     global _active, _armed
-    if _active or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if _active or threading.current_thread() is not threading.main_thread():
         yield
         return
     _active = True
@@ -62,8 +61,6 @@ def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[Non
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
         if address_space is not None:
-            import resource
-
             resource.setrlimit(resource.RLIMIT_AS, address_space)
         _active = False
 
@@ -78,19 +75,13 @@ def _on_alarm(_: int, __: FrameType | None) -> None:
 
 
 def _limit_address_space(more: int) -> tuple[int, int] | None:
-    """Limit the address space to `more` bytes beyond its size now. Returns the previous limits, or None if the system
-    has none."""
+    """Limit the address space to `more` bytes beyond its size now. Returns the previous limits; None: not possible."""
     try:
-        import resource
-
-        statm = os.open("/proc/self/statm", os.O_RDONLY)
-        try:
-            used = int(os.read(statm, 32).split()[0]) * resource.getpagesize()
-        finally:
-            os.close(statm)
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            used = int(statm.read(32).split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([used + more, *limits]), hard))
-    except (ImportError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
     return soft, hard

@@ -1,21 +1,16 @@
 """Handles the signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C.
 
-The first signal is recorded. In phases that can be repeated (start-up, an evaluation, the forward and backward passes
-of a step) it raises Stopped immediately, as Ctrl-C does; everywhere else the loop calls check() after a step. So a
-weight update is never interrupted, and the signal does not wait for a compiler or for the other 31 micro-batches of a
-step: the resumed run repeats the interrupted phase, to the same bits.
+The first signal is recorded. In phases that a resumed run repeats to the same bits (start-up, an evaluation, the
+forward and backward passes of a step) it raises Stopped immediately, as Ctrl-C does; everywhere else the loop calls
+check() after a step. So a weight update is never interrupted, and the signal waits for no compiler.
 
 A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
-disk, a device): a thread reads the number of each signal from a pipe that the interpreter's C handler writes to. A
-signal within DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and
-job scripts forward the signals that they get. SIGUSR1 is an early warning and never ends a process immediately.
+disk, a device): a thread reads each signal from a pipe that the interpreter's C handler writes to. A signal within
+DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and job scripts
+forward the signals that they get. SIGUSR1 is an early warning and never ends a process immediately.
 
-Child processes also get the signals sent to their group or job. They leave them to the main process:
-leave_signals_to_main_process().
-
-LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers when it first writes a file.
-LLVM's handlers forward SIGTERM and SIGINT, but drop SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below
-restores the interpreter's handlers, at least once per step.
+LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers by its own, which drop
+SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the interpreter's handlers.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 from fxtune.errors import Stopped
@@ -37,8 +33,8 @@ DOUBLE = 0.25
 
 
 class Signals:
-    """The signals of this process, as a reentrant context manager. Outside of it, and in threads other than the main
-    one, signals are not handled and the methods do nothing.
+    """The signals of this process, as a reentrant context manager. Outside of it, and in other threads than the main
+    one, the methods do nothing.
     """
 
     def __init__(self) -> None:
@@ -94,9 +90,7 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """In the body a signal raises Stopped immediately. An error after a signal, from a child process that it ended
-        or a library that it interrupted, also becomes Stopped.
-        """
+        """In the body a signal raises Stopped immediately; so does an error that follows a signal."""
         before, self._at_once = self._at_once, True
         try:
             self.check()
@@ -108,6 +102,15 @@ class Signals:
         finally:
             self._at_once = before
         self.check()  # in case a library swallowed the exception
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In the body a signal is only recorded, in `received`. Several ranks must first agree on what to do."""
+        before, self._at_once = self._at_once, False
+        try:
+            yield
+        finally:
+            self._at_once = before
 
     def _restore_handlers(self) -> None:
         """Restore the interpreter's handlers, in case a library replaced them: a system call each, a microsecond."""
@@ -127,19 +130,21 @@ SIGNALS = Signals()
 
 
 def leave_signals_to_main_process() -> None:
-    """Call in a child process before it starts threads, so that signals for the main process do not end the child
-    first.
+    """Call in a child process before it starts threads, so that signals to the group do not end the child first. The
+    child ends with the main process, also one that is killed.
 
-    Only a SIGTERM sent by the main process ends it: multiprocessing sends it to the remaining children when the
-    interpreter exits, and waits for them.
+    Only a SIGTERM by the main process ends it: multiprocessing sends it to the remaining children at the exit.
     """
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
     main = multiprocessing.parent_process()
-    if main is not None and hasattr(signal, "sigwaitinfo"):
+    if main is None:
+        return
+    if hasattr(signal, "sigwaitinfo"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sigwaitinfo sees a blocked signal, but not an ignored one
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_on_sigterm_from, args=(main.pid,), name="fxtune-signals", daemon=True).start()
+    threading.Thread(target=lambda: (wait([main.sentinel]), os._exit(1)), daemon=True).start()
 
 
 def _exit_on_sigterm_from(main: int | None) -> None:

@@ -3,8 +3,7 @@
 A technique is one dataclass. Its fields are its options, so the recipe's YAML is its constructor. It answers three
 questions: can it act here (`check`, before a weight is loaded), how does it act (`configure` on the Hugging Face
 config, `apply` on the model), and did it act (`verify`, by observing the built model). A technique that is enabled and
-does not act is an error, never a print. `resolve` decides every `auto` once, so the other methods read concrete values
-only.
+does not act is an error. `resolve` decides every `auto` once, so the other methods read concrete values only.
 """
 
 from __future__ import annotations
@@ -49,13 +48,16 @@ class Technique:
         """Yield each reason why this cannot run under `facts`: the option's name, a colon, and what to change."""
         yield from ()
 
+    def packages(self, facts: Facts) -> Iterator[str]:
+        """Yield the optional packages that this would use under `facts`. They are tried before `auto` is decided."""
+        yield from ()
+
     def resolve(self, facts: Facts) -> str | None:
         """Replace each `auto` by its value under `facts`, in place. Returns the decisions and why, None if there were
         none.
 
-        The pipeline calls this on a copy of the recipe's options, after check() and before configure().
-        `facts.techniques` is that copy: the techniques before this one are already resolved. An `auto` without a
-        possible value stays, and check() says why.
+        The pipeline calls this on a copy of the recipe's options, after check(). `facts.techniques` is that copy: the
+        techniques before this one are already resolved. An `auto` without a possible value stays.
         """
         return None
 

@@ -1,6 +1,5 @@
-"""The input of a technique's decisions: the machine, the packages, the model, the run and the other techniques.
-
-`Facts` is plain frozen data, so tests of `check` and `resolve` need no hardware.
+"""The input of a technique's decisions. `Facts` is plain frozen data, so tests of `check` and `resolve` need no
+hardware.
 """
 
 from __future__ import annotations
@@ -42,6 +41,11 @@ class Facts(MachineFacts):
     def text(self) -> dict[str, Any]:
         """The config of the language model inside `model`."""
         return self.model.get("text_config") or self.model
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the head and the embedding of tokens are one tensor."""
+        return bool(self.text.get("tie_word_embeddings") or self.model.get("tie_word_embeddings"))
 
     @property
     def row_length(self) -> int:

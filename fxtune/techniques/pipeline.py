@@ -17,12 +17,13 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
+from fxtune.models.dims import position_limit
 from fxtune.models.load import ModelConfig
-from fxtune.models.structure import skeleton
+from fxtune.models.structure import beside_text, skeleton
 from fxtune.system.units import GIB
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.attention.technique import Attention
+from fxtune.techniques.attention.technique import ISOLATED, Attention
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -77,26 +78,25 @@ class Pipeline:
     def ignored_options(self) -> list[str]:
         """A line for each disabled technique with options that are set: probably `enabled=true` was forgotten."""
         notes = []
-        for entry in dataclasses.fields(self):
-            technique = getattr(self, entry.name)
-            given, default = dataclasses.asdict(technique), dataclasses.asdict(type(technique)())
-            changed = ", ".join(
-                f"{key}={getattr(value, 'value', value)}"
-                for key, value in given.items()
-                if key != "enabled" and value != default[key]
-            )
+        for name in (entry.name for entry in dataclasses.fields(self)):
+            technique = getattr(self, name)
+            given, default = dataclasses.asdict(technique), dataclasses.asdict(type(technique)(enabled=False))
+            changed = [f"{key}={getattr(one, 'value', one)}" for key, one in given.items() if one != default[key]]
             if changed and not technique.enabled:
                 notes.append(
-                    f"{entry.name}: off, so {changed} has no effect. To use it: techniques.{entry.name}.enabled=true"
+                    f"{name}: off, so {', '.join(changed)} has no effect. To use it: techniques.{name}.enabled=true"
                 )
         return notes
 
-    def resolved(self, facts: Facts, problems: Sequence[str] = (), measure: bool = True) -> tuple[Pipeline, list[str]]:
-        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises as check()
-        does.
+    def packages(self, facts: Facts) -> Iterator[str]:
+        """The optional packages that the enabled techniques would use under `facts`."""
+        facts = replace(facts, techniques=self)
+        for _, technique in self.enabled():
+            yield from technique.packages(facts)
 
-        `problems`: see check(). `measure`: see decided().
-        """
+    def resolved(self, facts: Facts, problems: Sequence[str] = (), measure: bool = True) -> tuple[Pipeline, list[str]]:
+        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. `problems`: see
+        check(), which it calls. `measure`: see decided()."""
         self.check(facts, problems)
         chosen, notes = self.decided(facts, measure)
         chosen.check(facts)
@@ -105,10 +105,8 @@ class Pipeline:
         return chosen, notes
 
     def decided(self, facts: Facts, measure: bool = True) -> tuple[Pipeline, list[str]]:
-        """resolved() without any check.
-
-        `measure`: whether the GPU may time Liger's kernels under torch.compile. If it may not, they count as off.
-        """
+        """resolved() without any check. `measure`: whether Liger's kernels may be timed under torch.compile;
+        if not, they count as off."""
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
@@ -120,8 +118,8 @@ class Pipeline:
     def mlp_kernel(self, facts: Facts) -> Literal["lora", "liger", ""]:
         """Which technique runs the gated MLPs of a model where fused LoRA can; empty: fused LoRA cannot, or it is off.
 
-        Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it, so only one of them can act.
-        `auto` prefers fused LoRA, unless a Liger kernel for the product is `on`.
+        Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it. `auto` prefers fused LoRA,
+        unless a Liger kernel for the product is `on`.
         """
         if not fuses_mlps(facts, skeleton(facts.model)):
             return ""
@@ -129,14 +127,10 @@ class Pipeline:
         return "liger" if demanded and self.lora.fused is Switch.auto else "lora"
 
     def check(self, facts: Facts, problems: Sequence[str] = ()) -> None:
-        """Raise one ConfigError with every reason why these techniques cannot run under `facts`, each with its key.
-
-        `problems`: other reasons, added at the end.
-        """
+        """Raise one ConfigError with every reason why these techniques cannot run under `facts`, and `problems`."""
         facts = replace(facts, techniques=self)
-        reasons = [
-            f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)
-        ]
+        every = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
+        reasons = [f"techniques.{name}.{reason}" for name, reason in every]
         reasons += [*self._missing(facts), *self._too_large(facts), *problems]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
@@ -145,20 +139,36 @@ class Pipeline:
         """A reason for each disabled technique that this run needs."""
         if facts.packing and not self.attention.enabled:
             yield (
-                "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not "
-                "see each other. Set it to true."
+                "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see "
+                "each other. Set it to true."
             )
         if facts.dtype == "float16" and not self.lora.enabled:
             yield (
-                "techniques.lora.enabled: false, but float16 weights cannot be trained (small updates underflow). "
-                "Set it to true, or model.dtype to bfloat16 or float32."
+                "techniques.lora.enabled: false, but float16 weights cannot be trained (small updates underflow). Set "
+                "it to true, or model.dtype to bfloat16 or float32."
             )
-        positions = facts.text.get("max_position_embeddings")
+        positions = position_limit(facts.text)
         if positions and facts.sequence_length > positions and not self.rope.enabled:
-            yield (
-                f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the "
-                f"{positions} positions that the model was trained on. Shorten the rows, or scale its RoPE."
-            )
+            beyond = f"{facts.sequence_length} is beyond the {positions} positions"
+            if facts.text.get("rope_parameters"):
+                yield (
+                    f"techniques.rope.enabled: false, but data.sequence_length={beyond} that the model was trained "
+                    "on. Shorten the rows, or scale its RoPE."
+                )
+            else:
+                yield (
+                    f"data.sequence_length: {beyond} that {facts.text.get('model_type')} has embeddings for. Set it "
+                    f"to {positions} or less."
+                )
+
+    def why_padded(self, facts: Facts) -> str | None:
+        """Why packed rows cannot be used under `facts` and padded ones can, None if packed ones can."""
+        if not self.attention.enabled:
+            return "techniques.attention.enabled=false leaves out the proof that packed documents are kept apart"
+        facts = replace(facts, techniques=self)
+        padded = set(self.attention.check(replace(facts, packing=False)))
+        packed = (one for one in self.attention.check(replace(facts, packing=True)) if one not in padded)
+        return next((one.partition(": ")[2].rpartition(". ")[0] for one in packed), None)  # without key and change
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
@@ -166,38 +176,40 @@ class Pipeline:
         return forecast(replace(facts, techniques=self), plan)
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
-        """Reasons why a run cannot fit into a host's memory. A GPU reports that at once; a host swaps, or kills the
-        process late."""
+        """Why a run cannot fit into a host's memory: a GPU reports that at once, but a host swaps, or kills late."""
         if facts.device != "cpu" or not facts.memory:
             return
         need = self.memory_need(facts)
         fixed = need.weights + need.trained
         least = fixed + need.kept + need.layer  # without the loss: whether it is fused may still be `auto`
         here = f"and this machine has {facts.memory / GIB:.1f} GiB"
-        changes = []
         if fixed > facts.memory:
-            if not self.lora.enabled:
-                changes.append("techniques.lora.enabled=true")
-            elif not self.quantize.enabled:
-                changes.append("techniques.quantize.enabled=true")
-            if facts.dtype == "float32":
-                changes.append("model.dtype=bfloat16")
-            yield (
+            taken = (
                 f"model.path: its weights in {facts.dtype}, gradients and the optimizer's moments take "
-                f"{fixed / GIB:.1f} GiB, {here}. Use {', '.join([*changes, 'a smaller model'])}, or a GPU."
+                f"{fixed / GIB:.1f} GiB"
             )
+            changes = {
+                "techniques.lora.enabled=true": not self.lora.enabled,
+                "techniques.quantize.enabled=true": self.lora.enabled and not self.quantize.enabled,
+                "model.dtype=bfloat16": facts.dtype == "float32",
+                "a smaller model": True,
+            }
         elif least > FAR * facts.memory:
-            if not self.checkpointing.enabled:
-                changes.append("techniques.checkpointing.enabled=true")
-            if facts.micro_batch_size > 1:
-                changes.append("train.micro_batch_size=1")
-            yield (
+            taken = (
                 f"data.sequence_length: a step of {facts.micro_batch_size} x {facts.row_length} tokens needs some "
-                f"{least / GIB:.0f} GiB, {here}. Use {', '.join([*changes, 'shorter rows'])}, or a GPU."
+                f"{least / GIB:.0f} GiB"
             )
+            changes = {
+                "techniques.checkpointing.enabled=true": not self.checkpointing.enabled,
+                "train.micro_batch_size=1": facts.micro_batch_size > 1,
+                "shorter rows": True,
+            }
+        else:
+            return
+        yield f"{taken}, {here}. Use {', '.join(change for change, helps in changes.items() if helps)}, or a GPU."
 
     def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
-        """Configure and build the model and apply the techniques, in order. Call it on a resolved pipeline.
+        """Configure and build the model and apply the techniques of a resolved pipeline, in order.
 
         `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`.
         """
@@ -206,10 +218,15 @@ class Pipeline:
                 f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the "
                 "adapter."
             )
+        if model.adapter:
+            self.lora.check_start(model.adapter)
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)
         built: nn.Module = models.build(model, hf_config, world, seed, shrinks=self.quantize.enabled)
+        if not self.lora.enabled:  # adapters freeze the whole base
+            for parameter in beside_text(built):
+                parameter.requires_grad_(False)
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for _, technique in self.enabled():
@@ -221,10 +238,7 @@ class Pipeline:
         return built
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
-        """Observe every enabled technique on the built model, under the autocast that training has.
-
-        `probe`: see Technique.verify, on any device.
-        """
+        """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""
         device = next(model.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         with self.precision.context(device):
@@ -239,13 +253,15 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
     """Return `observed`, or raise one ConfigError that lists what did not act."""
     failed = [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in observed if not one.acted]
     if failed:
-        raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + "\nTurn it off, or use another model.")
+        keys = {one.technique: f"techniques.{one.technique}.enabled=false" for one in observed if not one.acted}
+        leak = any(one.asked == ISOLATED for one in observed if not one.acted)
+        change = "data.packing=false" if leak else ", ".join(keys.values())
+        raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + f"\nSet {change}, or use another model.")
     return observed
 
 
 def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:
-    """One row of 24 fixed tokens for verify(), on the model's device: packed documents of 7, 8 and 9 tokens, or one of
-    24."""
+    """One row of 24 fixed tokens for verify(), on the model's device: documents of 7, 8 and 9 tokens, or one of 24."""
     device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     lengths = (7, 8, 9) if packing else (24,)

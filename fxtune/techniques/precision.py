@@ -1,20 +1,14 @@
 """Autocast, loss scaling, TF32 and the cuDNN autotuner: the dtype of matmuls, whatever the dtype of the weights.
 
 autocast=bfloat16 runs matmuls in bfloat16, and norms, softmax and the loss in float32. Over float32 weights this is
-mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the tensor cores. It
-needs no loss scaling, because bfloat16 has float32's range.
+mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the tensor cores.
 
 float16 has 10 bits of mantissa to bfloat16's 7, but gradients below its smallest number, 6e-8, vanish. So the loss is
-multiplied by a scale before the backward pass and the gradients are divided by it after (Micikevicius et al. 2018,
-arXiv 1710.03740). Training finds the scale: a step whose gradient overflows is skipped and halves it, 2,000 good steps
-in a row double it. The scale is a power of two, so scaling rounds nothing, and it stays on the device, so no step
-waits for it.
+multiplied by a scale before the backward pass and the gradients are divided by it after (arXiv 1710.03740). A step
+whose gradient overflows is skipped and halves the scale, 2,000 good steps in a row double it. The scale is a power of
+two, so scaling rounds nothing, and it stays on the device, so no step waits for it.
 
-TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa on the card: several times faster, and off in torch
-by default. The cuDNN autotuner times the algorithms of each convolution at its first call.
-
-Precision is a technique because it is checked, resolved and verified like one; but it changes no module. The pipeline
-applies and verifies all techniques, and TrainStep runs forward passes, under its `context`.
+TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa: several times faster, and off in torch by default.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.models.structure import decoder_layers, observed
+from fxtune.models.structure import base_dtype, decoder_layers, observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
 
@@ -66,10 +60,9 @@ class Precision(Technique):
     """Let cuDNN time its algorithms for each new shape of a convolution. Other layers are not affected."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        number = ".".join(map(str, facts.capability or ()))
-        card = f"{facts.device_name} (compute capability {number})"
-        capability = facts.capability or AMPERE
-        if facts.device == "cuda" and capability < AMPERE:
+        capability, on_gpu = facts.capability or AMPERE, facts.device == "cuda"
+        card = f"{facts.device_name} (compute capability {capability[0]}.{capability[1]})"
+        if on_gpu and capability < AMPERE:
             if self.autocast is Autocast.bfloat16:
                 yield f"autocast: {card} has no bfloat16 units. Use float16, with model.dtype=float32."
             if facts.dtype == "bfloat16":
@@ -78,29 +71,26 @@ class Precision(Technique):
                 yield f"tf32: {card} has no TF32 units; Ampere (8.0) and newer have. Set it to false or null."
             if capability < VOLTA and self.autocast is Autocast.float16:
                 yield f"autocast: {card} has no fast float16 units; Volta (7.0) and newer have. Use none."
-        if facts.device != "cuda" and self.tf32:
+        if self.tf32 and not on_gpu:
             yield "tf32: a feature of NVIDIA cards, and this run is on a CPU. Set it to false or null."
-        if facts.device != "cuda" and self.cudnn_benchmark:
+        if self.cudnn_benchmark and not on_gpu:
             yield "cudnn_benchmark: cuDNN needs a GPU, and this run is on a CPU. Set it to false."
         if self.cudnn_benchmark and facts.deterministic:
             yield (
-                "cudnn_benchmark: it picks algorithms by time, so two runs may compute differently, and "
-                "run.deterministic=true rules that out. Set one of them to false."
+                "cudnn_benchmark: it picks algorithms by time, and run.deterministic=true rules that out. Set one "
+                "of them to false."
             )
         if {self.autocast.value, facts.dtype} == {"bfloat16", "float16"}:
             yield (
-                f"autocast: {self.autocast.value} over {facts.dtype} weights loses the range of one and the precision "
-                "of the other. Use none, or another model.dtype."
+                f"autocast: {self.autocast.value} over {facts.dtype} weights loses range and precision. Use none, or "
+                "another model.dtype."
             )
-        if not (self.initial_scale > 0 and math.frexp(self.initial_scale)[0] == 0.5):
+        if math.frexp(self.initial_scale)[0] != 0.5:
             yield f"initial_scale: {self.initial_scale} must be a power of two, so that scaling rounds nothing."
         if "float16" not in (self.autocast.value, facts.dtype):
             for name in ("initial_scale", "scale_growth_interval"):
                 if (value := getattr(self, name)) != getattr(Precision, name):
-                    yield (
-                        f"{name}: {value} has an effect with float16 only, and autocast is {self.autocast.value} over "
-                        f"{facts.dtype} weights. Leave it out, or set autocast=float16."
-                    )
+                    yield f"{name}: {value} has an effect with float16 only. Leave it out, or set autocast=float16."
 
     def resolve(self, facts: Facts) -> str | None:
         if self.tf32 is not None:
@@ -120,7 +110,7 @@ class Precision(Technique):
         return torch.autocast(device.type, dtype=getattr(torch, self.autocast.value))
 
     def loss_scale(self, dtype: str, device: torch.device) -> LossScale:
-        """The loss scale of a run whose weights have `dtype`. Without float16 it stays 1."""
+        """The loss scale of a run whose weights have `dtype`: 1 without float16."""
         active = dtype == "float16" or (self.enabled and self.autocast is Autocast.float16)
         return LossScale(device, self.initial_scale if active else 1.0, self.scale_growth_interval, active)
 
@@ -132,15 +122,9 @@ class Precision(Technique):
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Count the matmuls of a forward pass by the dtype of their inputs, and look for TF32's rounding in a
-        product."""
+        """Count the matmuls of a forward pass by dtype, and look for TF32's rounding in a product."""
         device = next(model.parameters()).device
-        # The dtype of the model's weights. Packed weights and adapters have dtypes of their own.
-        weights = next(
-            parameter.dtype
-            for name, parameter in model.named_parameters()
-            if parameter.is_floating_point() and "lora_" not in name
-        )
+        weights = base_dtype(model)
         counter = OperatorCounter(_matmul_dtype)
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), self.context(device), counter:
             model(**probe)
@@ -156,26 +140,21 @@ class Precision(Technique):
         if device.type != "cuda":
             return
         if torch.cuda.get_device_capability(device) >= AMPERE:
-            rounded = _rounds_to_tf32(device)
-            yield Evidence(
-                "precision",
-                f"TF32 {'on' if self.tf32 else 'off'}",
-                f"a float32 matmul {'rounds' if rounded else 'keeps'} the 12th bit of its inputs",
-                rounded == bool(self.tf32),
-            )
+            # TF32 loses the 12th bit of mantissa: it has 10, float32 23.
+            fine = torch.full((256, 256), 1 + 2.0**-12, device=device)
+            with torch.autocast(device.type, enabled=False):
+                rounded = bool((fine @ torch.eye(256, device=device) == 1).all())
+            seen = f"a float32 matmul {'rounds' if rounded else 'keeps'} the 12th bit of its inputs"
+            yield Evidence("precision", f"TF32 {'on' if self.tf32 else 'off'}", seen, rounded == bool(self.tf32))
         if self.cudnn_benchmark:
             convolutions = sum(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
-            yield Evidence(
-                "precision",
-                "the cuDNN autotuner on",
-                f"cudnn.benchmark is {torch.backends.cudnn.benchmark}, for {convolutions} convolutions",
-                torch.backends.cudnn.benchmark and convolutions > 0,
-            )
+            active = torch.backends.cudnn.benchmark
+            seen = f"cudnn.benchmark is {active}, for {convolutions} convolutions"
+            yield Evidence("precision", "the cuDNN autotuner on", seen, active and convolutions > 0)
 
 
 class LossScale:
-    """The scale of the loss in the backward pass, and its growth. Its tensors stay on the device, so nothing waits for
-    them.
+    """The scale of the loss in the backward pass. Its tensors stay on the device, so nothing waits for them.
 
     The rule is torch.amp.GradScaler's: halve after a bad step, double after `interval` good steps in a row.
     """
@@ -191,7 +170,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Divide the gradients of `parameters` by the scale. This is exact, because the scale is a power of two."""
+        """Divide the gradients of `parameters` by the scale."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.active and gradients:
             torch._foreach_mul_(gradients, self.scale.reciprocal())
@@ -222,13 +201,6 @@ def _matmul_dtype(name: str, args: tuple[Any, ...]) -> torch.dtype | None:
     name = name.rpartition(".")[2]
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     return tensors["addmm" in name].dtype if _LINEAR.search(name) else None  # addmm's first tensor is the bias
-
-
-def _rounds_to_tf32(device: torch.device) -> bool:
-    """Whether a float32 matmul loses the 12th bit of mantissa: TF32 has 10, float32 23."""
-    fine = torch.full((256, 256), 1 + 2.0**-12, device=device)
-    with torch.autocast(device.type, enabled=False):
-        return bool((fine @ torch.eye(256, device=device) == 1).all())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,20 +1,16 @@
 """Frozen linears in 4 or 8 bits under trained adapters: nf4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8 for
 speed.
 
-Frozen weights are most of a model's memory. In nf4 with double quantization they take 4.127 bits each: 3.4 GiB in
-place of 13 for the linears of an 8B model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a
-step a few percent slower with long rows; the loss starts slightly higher, and adapters make up for most of it.
-Embeddings, norms and the output head keep model.dtype.
+In nf4 with double quantization frozen weights take 4.127 bits each: 3.4 GiB in place of 13 for the linears of an 8B
+model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a step a few percent slower with long
+rows. Embeddings, norms and the output head keep model.dtype.
 
-In fp8 (e4m3, one scale per row) the weights are not dequantized: the frozen linears' products run in fp8, forward and
-backward, at nearly twice bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py).
-Adapters, norms, attention and the loss stay as they are. It needs tensor cores of Ada, Hopper or newer, and as much
-memory as bfloat16, since it keeps both W and W^T.
+In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
+bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
+Hopper or newer, and as much memory as bfloat16, since it keeps both W and W^T.
 
-A model need not fit on the card before quantization. Pretrained weights are read into host memory, and each linear
-goes to the card as it is replaced; random weights are drawn on the card if they fit there, else on the host.
-
-Only the adapter is trained and saved: it loads onto the plain base, and `fxtune merge` merges it into the plain base.
+A model need not fit on the card before quantization: each linear goes to the card as it is replaced. Only the adapter
+is saved; it loads onto the plain base.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,17 +28,17 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK
-from fxtune.models.structure import observed, skeleton
+from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.quantized_modules import (
     Fp8Embedding,
     Fp8Head,
     bytes_per_weight,
     dequantized,
     embedding_of,
-    end_bytes,
     head_of,
     is_quantized,
     quantized,
@@ -50,7 +47,6 @@ from fxtune.techniques.quantized_modules import (
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
-    from fxtune.techniques.lora.technique import Lora
 
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
 """The oldest compute capability that the kernels support."""
@@ -102,55 +98,73 @@ class Quantize(Technique):
     """fp8: store token embeddings in fp8 and dequantize the rows that are read: half of their memory."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        library, fp8 = self._library(facts), self.type is Type.fp8
-        lora = facts.techniques.lora
+        lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is Type.fp8
         if not lora.enabled:
             yield (
-                f"enabled: weights in {self.type.value} cannot be trained, only adapters over them. Set "
+                f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
                 "techniques.lora.enabled=true, or this to false."
             )
-        if fp8:
-            yield from self._fp8(facts)
-        elif library is None:
-            yield "library: neither bitsandbytes nor torchao is installed. Install one: pip install 'fxtune[quant]'."
-        elif library.value not in facts.packages:
-            yield f"library: {library.value} is not installed. Install it: pip install 'fxtune[quant]'."
-        if self.type is Type.nf4 and library is Library.torchao and not self.double:
-            yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
+        yield from self._check_fp8(facts) if fp8 else self._check_library(facts)
         if self.type is not Type.nf4 and not self.double:
+            yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
+        if facts.device == "cuda":
+            yield from self._check_card(facts)
+        if self.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
             yield (
-                f"double: only nf4's scales can be quantized, and type is {self.type.value}. Set it to true, or type "
-                "to nf4."
+                "compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
+                "model.dtype=float16. Set one of them, or compute_dtype to auto."
             )
-        yield from self._compute(facts)
-        yield from self._adapters(lora, library)
+        if lora.enabled and lora.init in ("pissa", "olora"):
+            yield (
+                f"enabled: techniques.lora.init={lora.init.value} moves a part of the weights into the adapter, and "
+                "the rest would have to be quantized again. Use init=default."
+            )
         model = skeleton(facts.model)
         if (self.head or self.embeddings) and not fp8:
             which = "head" if self.head else "embeddings"
-            yield f"{which}: {self.type.value} quantizes only the other linears. Set it to false, or type to fp8."
+            yield f"{which}: {kind} quantizes only the other linears. Set it to false, or type to fp8."
         elif model is not None:
-            yield from self._ends(model, facts)
+            yield from self._check_ends(model, facts)
         if model is not None:
-            yield from self._linears(model, facts, library)
+            yield from self._check_linears(model, facts)
 
-    def _fp8(self, facts: Facts) -> Iterator[str]:
-        """Reasons why fp8 products cannot run."""
+    def _check_library(self, facts: Facts) -> Iterator[str]:
+        library, lora = self._library(facts), facts.techniques.lora
+        if library is None:
+            both = [f"{one} {facts.lacks(one)}" for one in ("bitsandbytes", "torchao")]
+            why = " and ".join(both) if facts.broken else "neither bitsandbytes nor torchao is installed"
+            yield f"library: {why}. Install one: pip install 'fxtune[quant]'."
+        elif library.value not in facts.packages:
+            why = facts.lacks(library.value)
+            yield f"library: {library.value} {why}. Install it: pip install 'fxtune[quant]'. Or use auto."
+        if self.type is Type.nf4 and library is Library.torchao and not self.double:
+            yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
+        if lora.enabled and lora.dora and library is Library.torchao:
+            yield (
+                "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from "
+                "torchao's. Use bitsandbytes."
+            )
+
+    def _check_fp8(self, facts: Facts) -> Iterator[str]:
         if facts.device != "cuda":
             yield (
                 f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
             )
         if self.library is not Library.auto:
             yield f"library: torch computes fp8 products, without {self.library.value}. Set it to auto."
-        compute = facts.compute_dtype if self.compute_dtype is ComputeDtype.auto else self.compute_dtype.value
+        is_auto = self.compute_dtype is ComputeDtype.auto
+        compute = facts.compute_dtype if is_auto else self.compute_dtype.value
         if compute != "bfloat16":
-            change = (
-                "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16"
-                if self.compute_dtype is ComputeDtype.auto
-                else "it to auto or bfloat16"
-            )
+            others = "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16"
+            change = others if is_auto else "it to auto or bfloat16"
             yield f"compute_dtype: fp8's products are bfloat16, and this asks for {compute}. Set {change}."
+        if facts.techniques.lora.enabled and facts.techniques.lora.dora:
+            yield (
+                "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use "
+                "nf4 or int8."
+            )
 
-    def _ends(self, model: Any, facts: Facts) -> Iterator[str]:
+    def _check_ends(self, model: Any, facts: Facts) -> Iterator[str]:
         """Reasons why this model's head and embeddings cannot be in fp8."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if self.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
@@ -160,91 +174,53 @@ class Quantize(Technique):
             )
         if self.embeddings and type(embedding) is not nn.Embedding:
             yield f"embeddings: this model has a {type(embedding).__name__}, not a plain embedding. Set it to false."
-        tied = facts.text.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")
-        if self.embeddings and tied and not self.head:
-            yield (
-                "embeddings: this model's head and embeddings are one tensor. Set head=true as well, or this to false."
-            )
+        if self.embeddings and facts.tied_embeddings and not self.head:
+            yield "embeddings: this model's head and embeddings are one tensor. Set head=true, too, or this to false."
         lora = facts.techniques.lora
         trained = {*lora.modules_to_save, *lora.target_modules} if lora.enabled else set()
         for option, module in (("head", head), ("embeddings", embedding)):
             names = [name for name, one in model.named_modules() if one is module]
-            if getattr(self, option) and any(_named(names[0], str(one)) for one in trained):
+            if getattr(self, option) and any(matches(names[0], str(one)) for one in trained):
                 yield (
                     f"{option}: techniques.lora trains {names[0]}, and fp8 weights are frozen. Set it to false, or "
                     "remove it from target_modules and modules_to_save."
                 )
 
-    def _compute(self, facts: Facts) -> Iterator[str]:
-        """Reasons why the card or the model's dtype does not support these options."""
+    def _check_card(self, facts: Facts) -> Iterator[str]:
         oldest = OLDEST[self.type.value]
-        if facts.device == "cuda" and (facts.capability or oldest) < oldest:
+        if (facts.capability or oldest) < oldest:
             number = ".".join(map(str, facts.capability or ()))
             yield (
                 f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} "
                 f"has {number}. {INSTEAD[self.type.value]}."
             )
-        if (
-            facts.device == "cuda"
-            and (facts.capability or (8, 0)) < (8, 0)
-            and self.compute_dtype is ComputeDtype.bfloat16
-        ):
+        if (facts.capability or (8, 0)) < (8, 0) and self.compute_dtype is ComputeDtype.bfloat16:
             yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
-        if (
-            self.compute_dtype is ComputeDtype.float16
-            and self.type is not Type.fp8
-            and facts.compute_dtype != "float16"
-        ):
-            yield (
-                "compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
-                "model.dtype=float16. Set one of them, or compute_dtype to auto."
-            )
 
-    def _adapters(self, lora: Lora, library: Library | None) -> Iterator[str]:
-        """Reasons why quantized weights cannot have these adapters."""
-        if not lora.enabled:
-            return
-        if lora.init in ("pissa", "olora"):
-            yield (
-                f"enabled: techniques.lora.init={lora.init.value} moves a part of the weights into the adapter, and "
-                "the rest would have to be quantized again. Use init=default."
-            )
-        if lora.dora and self.type is Type.fp8:
-            yield (
-                "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use "
-                "nf4 or int8."
-            )
-        elif lora.dora and library is Library.torchao:
-            yield (
-                "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from "
-                "torchao's. Use bitsandbytes."
-            )
-
-    def _linears(self, model: nn.Module, facts: Facts, library: Library | None) -> Iterator[str]:
+    def _check_linears(self, model: nn.Module, facts: Facts) -> Iterator[str]:
         """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
         found = [(name, linear) for name, _, _, linear in self._targets(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
         if not found:
             yield (
                 f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip "
-                "names: experts in one tensor, convolutions and embeddings are not quantized. Set it to false."
+                "names. Set it to false."
             )
             return
         every = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         for name in self.skip:
-            if not any(_named(there, name) for there in every):
+            if not any(is_named(there, name) for there in every):
                 there = ", ".join(sorted({one.rpartition(".")[2] for one in every}))
                 yield f"skip: this model has no linear {name}. Its linears are {there}."
         lora = facts.techniques.lora
         saved = lora.modules_to_save if lora.enabled else []
-        trained = [name for name in saved if any(_named(there, name) for there, _ in found)]
-        if trained:
+        if trained := [name for name in saved if any(is_named(there, name) for there, _ in found)]:
             yield (
                 f"skip: techniques.lora.modules_to_save trains {', '.join(trained)}, and quantized weights cannot be "
                 "trained. Add it to skip."
             )
         uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
-        if uneven and self.type is Type.nf4 and library is Library.torchao:
+        if uneven and self.type is Type.nf4 and self._library(facts) is Library.torchao:
             yield (
                 f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
                 f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip."
@@ -255,13 +231,12 @@ class Quantize(Technique):
                 f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, "
                 f"such as {odd[0]}. Use nf4 or int8, or name them in skip."
             )
-        yield from self._memory(facts, total, sum(linear.weight.numel() for _, linear in found))
+        if facts.device == "cuda" and facts.free_memory:
+            yield from self._check_memory(facts, total, sum(linear.weight.numel() for _, linear in found))
 
-    def _memory(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
+    def _check_memory(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
         """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
         quantization."""
-        if facts.device != "cuda" or not facts.free_memory:
-            return
         size = 4 if facts.dtype == "float32" else 2
         before = total * size / GIB
         after = before - inside * (size - bytes_per_weight(self.type.value, self.double)) / GIB
@@ -290,6 +265,10 @@ class Quantize(Technique):
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
         return "; ".join(chosen) or None
 
+    def packages(self, facts: Facts) -> Iterator[str]:
+        if self.type is not Type.fp8 and (library := self._library(facts)):
+            yield library.value
+
     def _library(self, facts: Facts) -> Library | None:
         if self.library is not Library.auto:
             return self.library
@@ -302,21 +281,16 @@ class Quantize(Technique):
         for path, parent in model.named_modules():
             for name, module in parent.named_children():
                 full = f"{path}.{name}" if path else name
-                if (
-                    isinstance(module, nn.Linear)
-                    and module is not head
-                    and not any(_named(full, skip) for skip in self.skip)
-                ):
+                skipped = module is head or any(is_named(full, skip) for skip in self.skip)
+                if isinstance(module, nn.Linear) and not skipped:
                     yield full, parent, name, module
 
     def apply(self, model: Any, world: World) -> nn.Module:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""
         compute = getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model))
-        if not targets:
-            raise ConfigError(
-                "techniques.quantize.enabled: this model has no linears besides its head. Set it to false."
-            )
+        if not targets:  # check() cannot know models with code of their own
+            raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
         every = sum(parameter.numel() for parameter in model.parameters())
         share = sum(linear.weight.numel() for *_, linear in targets) / every
         before = after = 0
@@ -327,11 +301,10 @@ class Quantize(Technique):
                 whole = linear.weight.detach().to(world.device).float()
                 error = ((dequantized(made).float() - whole).norm() / whole.norm()).item()
                 del whole
-            before += linear.weight.numel() * linear.weight.element_size()
+            before += linear.weight.nbytes
             after += stored_bytes(made)
             setattr(parent, name, made)
-            # Drops the last reference to the unquantized weight.
-            targets[index] = ("", parent, name, made)
+            targets[index] = ("", parent, name, made)  # drops the last reference to the unquantized weight
         ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":
@@ -339,14 +312,7 @@ class Quantize(Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = {
-            "linears": len(targets),
-            "before": before,
-            "after": after,
-            "error": error,
-            "share": share,
-            "ends": ends,
-        }
+        model.quantization = _Done(len(targets), before, after, error, share, ends)
         return model
 
     def _quantize_ends(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
@@ -357,61 +323,70 @@ class Quantize(Technique):
             made = embedding_of(embedding, compute, world.device)
             model.set_input_embeddings(made)
             shared = made if head is not None and head.weight is embedding.weight else None
-            notes.append(f"embeddings {end_bytes(made) / GIB:.3g} GiB")
+            notes.append(f"embeddings {stored_bytes(made) / GIB:.3g} GiB")
         if self.head:
             last = head_of(head, compute, world.device, shared)
             model.set_output_embeddings(last)
-            notes.append("head with the embeddings' codes" if shared else f"head {end_bytes(last) / GIB:.3g} GiB")
+            notes.append("head with the embeddings' codes" if shared else f"head {stored_bytes(last) / GIB:.3g} GiB")
         return notes
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         linears = [module for module in model.modules() if is_quantized(module)]
         kinds = {module.fxtune_quantized for module in linears}
-        done = model.quantization
+        done: _Done = model.quantization
+        evidence = partial(Evidence, "quantize")
         wanted = self.type.value if self.type is Type.fp8 else f"{self.type.value}/{self.library.value}"
         stored = sum(stored_bytes(module) for module in linears)
-        acted = len(linears) == done["linears"] and kinds == {wanted} and stored == done["after"]
-        acted = acted and (self.type is Type.fp8 or stored < done["before"])
-        yield Evidence(
-            "quantize",
-            f"{done['linears']} linears in {wanted}",
-            f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['share']:.1%} of the model: "
-            f"{done['before'] / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
-            acted,
+        yield evidence(
+            f"{done.linears} linears in {wanted}",
+            f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done.share:.1%} of the model: "
+            f"{done.before / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
+            (len(linears), kinds, stored) == (done.linears, {wanted}, done.after)
+            and (self.type is Type.fp8 or stored < done.before),
         )
         worst = WORST_ERROR[self.type.value]
-        yield Evidence(
-            "quantize",
+        yield evidence(
             f"weights close to the base's (relative error below {worst})",
-            f"{done['error']:.4f} in the first linear",
-            0 < done["error"] < worst,
+            f"{done.error:.4f} in the first linear",
+            0 < done.error < worst,
         )
         trained = sum(parameter.requires_grad for module in linears for parameter in module.parameters())
         dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
-        yield Evidence(
-            "quantize",
+        yield evidence(
             f"frozen, dequantized to {self.compute_dtype.value}",
             f"{trained} of them trained, dequantized to {', '.join(dtypes) or 'nothing'}",
             not trained and dtypes == {self.compute_dtype.value},
         )
         if self.head or self.embeddings:
             ends = [model.get_output_embeddings()] * self.head + [model.get_input_embeddings()] * self.embeddings
-            yield Evidence(
-                "quantize",
+            yield evidence(
                 " and ".join(["head"] * self.head + ["embeddings"] * self.embeddings) + " in fp8",
-                ", ".join(done["ends"]),
-                all(isinstance(one, (Fp8Head, Fp8Embedding)) for one in ends),
+                ", ".join(done.ends),
+                all(isinstance(one, Fp8Head | Fp8Embedding) for one in ends),
             )
         if self.type is Type.fp8:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 seen = observe_operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
             kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
-            yield Evidence(
-                "quantize",
+            yield evidence(
                 "products in fp8",
                 f"{seen.calls} of torch's scaled products in a forward pass" + (f" ({kernels})" if kernels else ""),
                 seen.calls > 0,
             )
+
+
+@dataclass
+class _Done:
+    """What apply() did, for verify()."""
+
+    linears: int
+    before: int
+    """Bytes of the linears, and `after`."""
+    after: int
+    error: float
+    share: float
+    """Of the model's weights that are in these linears."""
+    ends: list[str]
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -421,10 +396,4 @@ def _move(model: nn.Module, device: torch.device) -> None:
             if parameter.device != device:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-
-
-def _named(full: str, name: str) -> bool:
-    """Whether `name` is a module's full name or the end of it."""
-    return full == name or full.endswith(f".{name}")
+            module._buffers[name] = buffer.to(device)

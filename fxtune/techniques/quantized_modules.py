@@ -2,21 +2,15 @@
 
 nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal
 distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256.
-Weights are stored by bitsandbytes, whose kernels are fused, or by torchao, which is plain torch and always quantizes
-the scales.
+Weights are stored by bitsandbytes, whose kernels are fused, or by torchao, which is plain torch.
 
-int8: one scale for each output row. A library stores the weights, but the matmul is fxtune's own, because neither
-library's suits training. That of bitsandbytes rounds the activations to 8 bits too, and keeps them for a gradient that
-nobody needs, where checkpointing cannot free them. That of torchao keeps each weight in 16 bits from forward to
-backward, which takes the memory that quantizing saved.
+int8: one scale for each output row. A library stores the weights, but the matmul is fxtune's own: that of bitsandbytes
+rounds the activations to 8 bits too, and that of torchao keeps each weight in 16 bits from forward to backward.
 
 nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice
-as fast, and save no memory (kernels/fp8.py).
-
-The head and the token embeddings can be in fp8, too, the embeddings for memory, the head for speed and memory. Both
-are matrices [vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is
-dequantized row by row as it is read. The head's logits are an fp8 product of hidden states that are quantized by rows.
-Their rounding is noise of about 0.04 of their size, which shows in the reported loss, in an evaluation's too.
+as fast, and save no memory (kernels/fp8.py). The head and the token embeddings can be in fp8, too: matrices
+[vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is dequantized
+as it is read; the rounding of the head's logits, about 0.04 of their size, shows in the reported loss.
 """
 
 from __future__ import annotations
@@ -55,20 +49,27 @@ def quantized(
     the dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are
     accumulated in float32 and rounded to bfloat16. `linear` does not change.
     """
-    make = (
-        _fp8
-        if kind == "fp8"
-        else {
-            ("nf4", "bitsandbytes"): _nf4_bitsandbytes,
-            ("nf4", "torchao"): _nf4_torchao,
-            ("int8", "bitsandbytes"): _int8_bitsandbytes,
-            ("int8", "torchao"): _int8_torchao,
-        }[kind, library]
-    )
-    made = make(linear, linear.weight.detach().to(device), compute, double)
-    bias = linear.bias
-    made.bias = None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+    makers: dict[str, Any] = {
+        "fp8": _fp8,
+        "nf4/bitsandbytes": _nf4_bitsandbytes,
+        "nf4/torchao": _nf4_torchao,
+        "int8/bitsandbytes": _int8_bitsandbytes,
+        "int8/torchao": _int8_torchao,
+    }
+    name = kind if kind == "fp8" else f"{kind}/{library}"
+    made = makers[name](linear, linear.weight.detach().to(device), double)
+    made.compute_dtype, made.fxtune_quantized = compute, name
+    made.bias = _bias_of(linear, compute, device)
     return made.train(linear.training)
+
+
+def _bias_of(linear: nn.Linear, compute: torch.dtype, device: torch.device) -> Any:
+    bias = linear.bias
+    return None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+
+
+def _biased(linear: nn.Linear, output: Tensor, dtype: torch.dtype) -> Tensor:
+    return (output if linear.bias is None else output + linear.bias).to(dtype)
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -90,26 +91,20 @@ def dequantized(module: Any) -> Tensor:
 
 
 def packed(module: Any) -> list[Tensor]:
-    """The tensors that a quantized linear stores, as an operator's argument. kernels.quantized.unpack() reads those of
-    nf4 and int8.
-    """
+    """The tensors that a quantized module stores. kernels.quantized.unpack() reads those of nf4 and int8."""
+    weight = module.weight
     if isinstance(module, _Fp8):
         return [tensor.detach() for tensor in module.held()]
+    if isinstance(module, Fp8Embedding | Fp8Head):
+        return [weight, module.scales]
     if hasattr(module, "codes"):
         return [module.codes, module.scale]
-    weight = module.weight
     if module.fxtune_quantized == "nf4/torchao":
-        return [
-            weight.quantized_data,
-            weight.quantized_scalers,
-            weight.quantization_factor,
-            weight.scaler_mean,
-            weight.nf4,
-        ]
+        names = ("quantized_data", "quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
+        return [getattr(weight, name) for name in names]
     state = weight.quant_state
-    return [weight.data, state.absmax, state.code] + (
-        [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else []
-    )
+    nested = [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else []
+    return [weight.data, state.absmax, state.code, *nested]
 
 
 @torch.no_grad()
@@ -125,68 +120,56 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
 
 
 def stored_bytes(module: Any) -> int:
-    """Bytes of a quantized linear's weight, scales included."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in packed(module))
+    """Bytes of a quantized module's weight, scales included."""
+    return sum(tensor.nbytes for tensor in packed(module))
 
 
-def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     library = bitsandbytes().nn
-    made = library.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=False,
-        compute_dtype=compute,
-        compress_statistics=double,
-        quant_type="nf4",
-        device="meta",
-    )
-    made.weight = library.Params4bit(
-        weight, requires_grad=False, compress_statistics=double, quant_type="nf4", module=made
-    ).to(weight.device)
+    options = {"compress_statistics": double, "quant_type": "nf4"}
+    made = library.Linear4bit(linear.in_features, linear.out_features, bias=False, device="meta", **options)
+    made.weight = library.Params4bit(weight, requires_grad=False, module=made, **options).to(weight.device)
+    made.compute_type_is_set = True  # else the first input would set it
     # Otherwise an evaluation on a CPU would repack the weight, and never back, for a kernel without a backward pass.
     made.support_avx512bf16_for_cpu = False
-    made.fxtune_quantized = "nf4/bitsandbytes"
     return made
 
 
-def _nf4_torchao(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+def _nf4_torchao(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     made: Any = _Cast(linear.in_features, linear.out_features, bias=False, device="meta")
     tensor = torchao().NF4Tensor.from_tensor(weight, NF4_BLOCK, SCALE_BLOCK)
     made.weight = nn.Parameter(tensor, requires_grad=False)
-    made.compute_dtype, made.fxtune_quantized = compute, "nf4/torchao"
     return made
 
 
-def _int8_bitsandbytes(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+def _int8_bitsandbytes(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     library = bitsandbytes()
     made = _int8_class()(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, device="meta")
     # Int8Params.to() is no choice: it quantizes a weight that comes from a CPU, and does not quantize one on a GPU.
     codes, largest, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
     made.weight = library.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=largest)
     made.init_8bit_state()  # where peft looks for the scales
-    return _with_codes(made, made.state.CB, made.state.SCB / 127, compute, "int8/bitsandbytes")
+    return _with_codes(made, made.state.CB, made.state.SCB / 127)
 
 
-def _int8_torchao(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+def _int8_torchao(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     made: Any = _Int8(linear.in_features, linear.out_features, bias=False, device="meta")
     made.weight = nn.Parameter(weight.float(), requires_grad=False)  # so that the scales are float32
     torchao().quantize_(made, torchao().Int8WeightOnlyConfig(version=2))
     made.weight.requires_grad_(False)
-    return _with_codes(made, made.weight.qdata, made.weight.scale.flatten(), compute, "int8/torchao")
+    return _with_codes(made, made.weight.qdata, made.weight.scale.flatten())
 
 
-def _fp8(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+def _fp8(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.compute_dtype, made.fxtune_quantized = compute, "fp8"
     made.hold(fp8.quantize_weight(weight))
     return made
 
 
-def _with_codes(made: Any, codes: Tensor, scale: Tensor, compute: torch.dtype, name: str) -> Any:
+def _with_codes(made: Any, codes: Tensor, scale: Tensor) -> Any:
     """Register what the matmul reads: codes int8 [out, in] (the library's own memory) and scale float32 [out]."""
     made.register_buffer("codes", codes, persistent=False)
     made.register_buffer("scale", scale, persistent=False)
-    made.compute_dtype, made.fxtune_quantized = compute, name
     return made
 
 
@@ -219,8 +202,7 @@ class _Fp8(nn.Linear):
         return fp8.Weight(self.weight, self.scales, self.back, self.back_scales)
 
     def forward(self, input: Tensor) -> Tensor:
-        output = fp8.linear(input.to(self.compute_dtype), self.held())
-        return (output if self.bias is None else output + self.bias).to(input.dtype)
+        return _biased(self, fp8.linear(input.to(self.compute_dtype), self.held()), input.dtype)
 
 
 class _Int8Forward:
@@ -233,7 +215,7 @@ class _Int8Forward:
 
     def forward(self, input: Tensor) -> Tensor:
         output = _Int8Matmul.apply(input.to(self.compute_dtype), self.codes, self.scale)
-        return (output if self.bias is None else output + self.bias).to(input.dtype)
+        return _biased(self, output, input.dtype)  # type: ignore[arg-type]
 
 
 class _Int8(_Int8Forward, nn.Linear):
@@ -247,9 +229,7 @@ def _int8_class() -> Any:
 
 
 class _Int8Matmul(torch.autograd.Function):
-    """x [..., in] times the transpose of an int8 weight [out, in]. Only x has a gradient, and only the codes are kept
-    for it.
-    """
+    """x [..., in] times the transpose of an int8 weight [out, in]. Only x has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -280,8 +260,7 @@ class Fp8Head(nn.Linear):
     scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        output = fp8.head(input.to(self.compute_dtype), self.weight, self.scales)
-        return (output if self.bias is None else output + self.bias).to(input.dtype)
+        return _biased(self, fp8.head(input.to(self.compute_dtype), self.weight, self.scales), input.dtype)
 
 
 @torch.no_grad()
@@ -290,8 +269,7 @@ def head_of(
 ) -> Fp8Head:
     """A frozen fp8 head on `device` for `linear`, which does not change. `shared`: an embedding of the same matrix."""
     made = Fp8Head(linear.in_features, linear.out_features, bias=False, device="meta")
-    bias = linear.bias
-    made.bias = None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+    made.bias = _bias_of(linear, compute, device)
     return _with_row_codes(made, linear.weight, compute, device, shared)
 
 
@@ -303,20 +281,15 @@ def embedding_of(embedding: nn.Embedding, compute: torch.dtype, device: torch.de
     return _with_row_codes(made, embedding.weight, compute, device, None)
 
 
-def end_bytes(module: Fp8Embedding | Fp8Head) -> int:
-    """Bytes of an fp8 embedding's or head's codes and scales."""
-    return sum(one.numel() * one.element_size() for one in (module.weight, module.scales))
-
-
 def _with_row_codes(
     made: Any, weight: Tensor, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None
 ) -> Any:
     if shared is None:
         codes, scales = quantize_rows(weight.detach().to(device), powers=True)
         made.weight = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
-        made.register_buffer("scales", scales.view(1, -1), persistent=False)
+        scales = scales.view(1, -1)
     else:
-        made.weight = shared.weight
-        made.register_buffer("scales", shared.scales, persistent=False)
+        made.weight, scales = shared.weight, shared.scales
+    made.register_buffer("scales", scales, persistent=False)
     made.compute_dtype = compute
     return made

@@ -6,14 +6,12 @@ for them. Each type is a rule for inv_freq; YaRN also scales the logits by its a
 the rules from their papers, and `verify` compares them with the built model: if a scaling is set too late, or without
 its original length, transformers changes nothing or the wrong thing, without an error.
 
-Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only: a
-sliding window never sees a distance beyond those of training.
+Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only. A
+model or an adapter that was trained with a scaling carries it in its config.json (see models/save.py). Asking for the
+same scaling again changes nothing; another one needs the original length.
 
-A model or an adapter that was trained with a scaling carries it in its config.json (see models/save.py), which
-transformers and vLLM read. Asking for the same scaling again changes nothing; another one needs the original length.
-
-Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code); Llama 3.1, the released `apply_scaling`; linear,
-arXiv 2306.15595; dynamic NTK, arXiv 2309.00071 appendix.
+Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code), with dynamic NTK in its appendix; Llama 3.1, the
+released `apply_scaling`; linear, arXiv 2306.15595.
 """
 
 from __future__ import annotations
@@ -46,22 +44,30 @@ class RopeType(str, Enum):
     llama3 = "llama3"
 
 
+OWNERS = {
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), RopeType.yarn),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), RopeType.llama3),
+}
+"""Options that one type alone reads."""
+
+
 @dataclass
 class Rope(Technique):
     type: RopeType = RopeType.yarn
+    """How the frequencies are scaled, as transformers names it."""
     factor: float = field(default=1.0, metadata={"min": 1})
     """The new context over the original one."""
     original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
-    """The context that the model was trained on; null: the model config's max_position_embeddings, or the original
+    """The context that the model was trained on; null: max_position_embeddings of the model's config, or the original
     length of the same scaling if the model already has it."""
     beta_fast: float = 32.0
     """yarn only: pairs with more rotations than this over the original context keep their frequency."""
-    beta_slow: float = 1.0
+    beta_slow: float = field(default=1.0, metadata={"above": 0})
     """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of
     it."""
-    attention_factor: Optional[float] = None
+    attention_factor: Optional[float] = field(default=None, metadata={"above": 0})
     """yarn only: the scale of queries and of keys, so its square scales the logits; null: 0.1 ln(factor) + 1."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = field(default=1.0, metadata={"above": 0})
     """llama3 only: like beta_slow."""
     high_freq_factor: float = 4.0
     """llama3 only: like beta_fast."""
@@ -97,7 +103,7 @@ class Rope(Technique):
                 "false."
             )
         elif original is None or original < 1:
-            yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
+            yield f"original_max_position_embeddings: {original} is no number of tokens. Set it."
         elif facts.sequence_length > self.factor * original > 0:
             yield (
                 f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than "
@@ -109,27 +115,19 @@ class Rope(Technique):
         yield from self._options()
 
     def _options(self) -> Iterator[str]:
-        owners = dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), RopeType.yarn)
-        owners |= dict.fromkeys(("low_freq_factor", "high_freq_factor"), RopeType.llama3)
-        for name, owner in owners.items():
+        for name, owner in OWNERS.items():
             if self.type is not owner and getattr(self, name) != getattr(Rope, name):
                 yield f"{name}: only type={owner.value} reads it, and type is {self.type.value}. Remove it."
-        if self.type is RopeType.yarn and not self.beta_fast > self.beta_slow > 0:
-            yield f"beta_fast: {self.beta_fast} must be above beta_slow={self.beta_slow}, and that above 0."
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            yield f"attention_factor: {self.attention_factor} must be above 0."
-        if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor > 0:
-            yield (
-                f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and "
-                "that above 0."
-            )
+        if self.type is RopeType.yarn and not self.beta_fast > self.beta_slow:
+            yield f"beta_fast: {self.beta_fast} must be above beta_slow={self.beta_slow}."
+        if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor:
+            yield f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}."
 
     def configure(self, hf_config: Any) -> None:
         """Replace rope_parameters, keep rope_theta, and raise max_position_embeddings."""
         config = hf_config.get_text_config()
-        original = self._original(config.to_dict())
+        original, current = self._original(config.to_dict()), _flat(config.rope_parameters)
         assert original is not None, "check() refuses this"
-        current = _flat(config.rope_parameters)
         assert current is not None, "check() refuses this"
         nested = current is not config.rope_parameters
         parameters = self._written(current, original)
@@ -140,26 +138,14 @@ class Rope(Technique):
     def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
         """The rope parameters of this scaling, for a model with the parameters `current` and the context
         `original`."""
-        parameters: dict[str, Any] = {
-            key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
-        }
-        parameters.update(rope_type=self.type.value, factor=float(self.factor))
-        if self.type in (RopeType.yarn, RopeType.llama3):
-            parameters["original_max_position_embeddings"] = original
-        if self.type is RopeType.yarn:
-            parameters.update(beta_fast=self.beta_fast, beta_slow=self.beta_slow)
-            if self.attention_factor is not None:
-                parameters["attention_factor"] = self.attention_factor
-        if self.type is RopeType.llama3:
-            parameters.update(low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
-        return parameters
+        kept: dict[str, Any] = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
+        kept |= {"rope_type": self.type.value, "factor": float(self.factor)}
+        if owned := [name for name, owner in OWNERS.items() if owner is self.type]:
+            kept["original_max_position_embeddings"] = original
+        return kept | {name: value for name in owned if (value := getattr(self, name)) is not None}
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Dynamic only: reset the longest row so far before each forward.
-
-        transformers keeps it, so a step would depend on all earlier steps, and a resumed run would differ from an
-        unbroken one.
-        """
+        """Dynamic only: reset the longest row so far before each forward, so that no step depends on earlier ones."""
         if self.type is RopeType.dynamic:
             for _, rotary in _rotaries(model):
                 rotary.register_forward_pre_hook(_reset)

@@ -1,6 +1,6 @@
 """Replaces `apply_rotary_pos_emb` for a single model of transformers.
 
-An attention of transformers calls that function by its name in its own Python module. Replacing it there would change
+An attention of transformers calls that function by its name in its own Python module, where a replacement would change
 every model of the process. So the model's attention gets a copy of its forward, with globals of its own.
 """
 

@@ -1,8 +1,4 @@
-"""The display of a run: a live one on a terminal, one line per log interval elsewhere, or none.
-
-Without a terminal each line is `key=value` pairs in a fixed order, for grep. A display gets plain numbers at the log
-interval, so it never waits for the device and never stops training.
-"""
+"""The display of a run: a live one on a terminal, elsewhere a line of `key=value` pairs per log interval, or none."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -21,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtune.errors import ConfigError
-from fxtune.system.console import answers_table, console, plain, say, table, tick, unicode
+from fxtune.system import progress
+from fxtune.system.console import answers_table, console, is_live, plain, say, table, tick, unicode
 from fxtune.techniques.base import Evidence
 
 WINDOW = 50  # log intervals that "time left" is estimated from
@@ -44,13 +41,12 @@ class Display:
         """Begin a run of `total_steps` steps; an earlier process did the first `done_steps`."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the `metrics` after `step` steps, under the tracker's names. Never raises."""
+        """Show the `metrics` after `step` steps, under the tracker's names."""
 
     def note(self, text: str) -> None:
-        """Show a message on its own lines."""
+        """Show a message."""
 
-    def evidence(self, seen: Iterable[Evidence]) -> None:
-        """Show the evidence of the techniques."""
+    def evidence(self, seen: Iterable[Evidence]) -> None: ...
 
     def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
         """Show answers to questions; see `answers_table`."""
@@ -61,9 +57,7 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()
 
 
@@ -74,7 +68,7 @@ def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> 
     """
     if kind == "none":
         return Display()
-    able = console().is_terminal and not console().is_dumb_terminal
+    able = is_live()
     if kind == "rich" and not able:
         raise ConfigError(
             "tracking.display=rich, but standard output is no terminal that can redraw a line: use auto or plain"
@@ -86,19 +80,18 @@ class TimeLeft:
     """Estimates the time left from the steps of this process only: an earlier one may have run on another machine."""
 
     def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
-        self.total, self.done = total, done
-        self._clock = clock
-        self._seen: deque[tuple[int, float]] = deque([(done, clock())], maxlen=WINDOW)
-        self._begun = True
+        self.total, self.done, self._clock = total, done, clock
+        self._start: tuple[int, float] | None = (done, clock())
+        self._seen: deque[tuple[int, float]] = deque([self._start], maxlen=WINDOW)
 
     def reached(self, step: int) -> None:
         if step <= self.done:
             return
         self._seen.append((step, self._clock()))
         self.done = step
-        if self._begun and len(self._seen) > 2:
+        if len(self._seen) == 3 and self._seen[0] == self._start:
             self._seen.popleft()  # the first interval includes compilation and warm-up
-            self._begun = False
+            self._start = None
 
     def left(self) -> float | None:
         """Seconds to the last step, or None before this process's first step is done."""
@@ -120,14 +113,10 @@ class PlainDisplay(Display):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
-        words = [
-            f"step={step}/{self._pace.total}",
-            *(f"{shape.name}={text}" for shape, text in figures(metrics).items()),
-        ]
-        left = self._pace.left()
-        if left is not None and "train/loss" in metrics:
-            words.append(f"left={clock_time(left)}")
-        say(" ".join(words))
+        words = {"step": f"{step}/{self._pace.total}"} | {shape.name: text for shape, text in figures(metrics).items()}
+        if (left := self._pace.left()) is not None and "train/loss" in metrics:
+            words["left"] = clock_time(left)
+        say(" ".join(f"{name}={text}" for name, text in words.items()))
 
     def note(self, text: str) -> None:
         say(text)
@@ -140,31 +129,25 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(PlainDisplay):
-    """A progress bar and the latest figures at the bottom of the terminal, notes above them.
-
-    It neither hides the cursor nor switches the screen, so that even kill -9 leaves a working terminal.
+    """A progress bar and the latest figures at the bottom of the terminal, notes above them. What matters most stands
+    first, so that a narrow terminal cuts the rest.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._latest: dict[str, Any] = {}
-        self._losses = DownsampledSeries()
+        self._losses: list[float] = []
         self._title = ""
         self._began = 0.0
         self._live: Live | None = None
+        self._phases_shown = False
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
         super().start(total_steps, title, done_steps)
         self.finish()
         self._title, self._began = title, self._clock()
-        self._live = Live(
-            console=console(), get_renderable=self._render, refresh_per_second=4, vertical_overflow="crop"
-        )
-        try:
-            self._live.start()
-            console().show_cursor(True)
-        except OSError:
-            self._live = None  # the terminal is gone
+        self._phases_shown = progress.hide()
+        self._live = progress.live_region(self._render)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
@@ -172,47 +155,47 @@ class LiveDisplay(PlainDisplay):
         self._latest = {**self._latest, **metrics}
         loss = _number(metrics.get("train/loss"))
         if loss is not None and math.isfinite(loss):
-            self._losses.add(loss)
+            self._losses.append(loss)
 
     def finish(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            try:
-                live.stop()
-            except OSError:
-                console().quiet = True  # the terminal is gone; there is nothing to restore
+            progress.end_region(live)
+            if self._phases_shown:
+                progress.show()
 
     def _render(self) -> RenderableType:
-        pace, width = self._pace, console().width
-        left = pace.left()
-        passed = self._clock() - self._began
-        times = f"{clock_time(passed)}" + (
-            f", {clock_time(left)} left" if left is not None and pace.done < pace.total else ""
-        )
-        head = [plain(self._title), Text(f"{pace.done:,}/{pace.total:,}", "bold"), Text(times, "cyan")]
-        room = width - sum(part.cell_len + 2 for part in head)
-        bar = ProgressBar(
-            total=max(pace.total, 1),
-            completed=pace.done,
-            width=min(room, 60),
-            complete_style="green",
-            finished_style="green",
-        )
+        pace, width, left = self._pace, console().width, self._pace.left()
+        training, step, work = progress.find(progress.STEPS), progress.find(progress.MICRO_BATCHES), progress.current()
+        steps = max(pace.done, int(training.done) if training else 0)
+        done, total = steps + (step.share if step else 0.0), max(pace.total, 1)
+        head = [Text(f"{steps:,}/{pace.total:,}", "bold")]
+        if left is not None and steps < pace.total:
+            head.append(Text(f"{clock_time(left)} left", "cyan"))
+        tail = [Text(clock_time(self._clock() - self._began), "dim"), plain(self._title)]
         row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(*((head[0], bar, *head[1:]) if room >= 10 else head[1:]))
-        return Group(row, *_flow(self._parts(), width))
+        for parts in (head + tail, head + tail[:1], head):  # with as much as fits beside a bar
+            room = width - sum(part.cell_len + 2 for part in parts)
+            if room >= 10:
+                bar = ProgressBar(total, done, min(room, 60), complete_style="green", finished_style="green")
+                row.add_row(*parts[: len(head)], bar, *parts[len(head) :])
+                break
+        else:
+            row.add_row(*head)
+        shown = work and work is not training and (work.announced or work.seconds >= 1)
+        return Group(row, *_flow(self._parts(), width), *([progress.line()] if shown else []))
 
     def _parts(self) -> list[Text]:
-        parts = []
-        for shape, text in figures(self._latest, live=True).items():
-            name = shape.name
-            if name == "skipped" and text == "0":
-                continue
-            style = "bold" if name == "loss" else ""
-            parts.append(Text.assemble(((shape.label or name) + " ", "dim"), (_human(name, text), style)))
-        if len(self._losses.values) > 2 and unicode():
-            spark = Text(sparkline(self._losses.values, 24), "green")
-            parts.insert(1, spark)
+        parts = [
+            Text.assemble(
+                ((shape.label or shape.name) + " ", "dim"),
+                (_human(shape.name, text), "bold" if shape.name == "loss" else ""),
+            )
+            for shape, text in figures(self._latest, live=True).items()
+            if (shape.name, text) != ("skipped", "0")
+        ]
+        if len(self._losses) > 2 and unicode():
+            parts.insert(1, Text(sparkline(self._losses, 24), "green"))
         return parts
 
 
@@ -246,16 +229,12 @@ COLUMNS = {
 """Metrics in their order in a line. All others follow under their own names."""
 
 
-def column(metric: str) -> Column:
-    default = Column("_".join(metric.replace("/", " ").split()), ".4g", live=not metric.startswith("checkpoint/"))
-    return COLUMNS.get(metric, default)
-
-
 def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
     """The metrics as texts without spaces, in the order of COLUMNS. `live`: only those for the live display."""
     shown = {}
     for metric in [*(name for name in COLUMNS if name in metrics), *(name for name in metrics if name not in COLUMNS)]:
-        shape = column(metric)
+        other = Column("_".join(metric.replace("/", " ").split()), ".4g", live=not metric.startswith("checkpoint/"))
+        shape = COLUMNS.get(metric, other)
         if metric == "train/step" or (live and not shape.live):
             continue
         number = math.nan if metrics[metric] is None else _number(metrics[metric])
@@ -275,39 +254,16 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5)] for mean in means)
 
 
-class DownsampledSeries:
-    """A metric's history in bounded memory: when it is full, pairs of neighbours are averaged into one entry."""
-
-    def __init__(self, capacity: int = 512) -> None:
-        self.values: list[float] = []
-        self._capacity, self._each = capacity, 1
-        self._sum, self._count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        self._sum, self._count = self._sum + value, self._count + 1
-        if self._count == self._each:
-            self.values.append(self._sum / self._count)
-            self._sum, self._count = 0.0, 0
-        if len(self.values) == self._capacity:
-            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
-            self._each *= 2
-
-
 def clock_time(seconds: float) -> str:
     """A duration as 1:02:03 or 2d1:02:03."""
-    total = round(seconds)
-    days, hours, minutes = total // 86400, total // 3600 % 24, total // 60 % 60
-    return (f"{days}d" if days else "") + f"{hours}:{minutes:02}:{total % 60:02}"
+    return str(timedelta(seconds=round(seconds))).replace(" days, ", "d").replace(" day, ", "d")
 
 
 def _human(name: str, text: str) -> str:
-    number = _number(text)
-    if number is None or not math.isfinite(number):
-        return text
     if name in ("mfu", "data_wait", "exact_match"):
-        return f"{number:.1%}"
+        return f"{float(text):.1%}"
     if name == "tok/s":
-        return f"{number:,.0f}"
+        return f"{float(text):,.0f}"
     return f"{text} GiB" if name == "mem_gib" else text
 
 

@@ -53,11 +53,8 @@ class MetricsFile:
             return
         first = not self._waiting
         # JSON has no NaN and no infinities; pandas, jq and DuckDB read null as a missing number.
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in line.items()
-        }
-        self._waiting += (json.dumps(finite) + "\n").encode()
+        bad = {name: None for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._waiting += (json.dumps(line | bad) + "\n").encode()
         if (error := self._flush()) and first:
             self._note(
                 f"{HISTORY} could not be written at step {line[STEP]} ({error}); training goes on, and its lines wait "
@@ -74,7 +71,7 @@ class MetricsFile:
         file, self._file = self._file, None
         try:
             file.close()
-        except OSError as error:
+        except OSError as error:  # NFS reports lost bytes here
             self._note(f"{self.path}: {error}")
 
     def _flush(self) -> OSError | None:
@@ -94,7 +91,7 @@ class MetricsFile:
 
 
 def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
-    """Remove lines of later steps than `step` and incomplete lines, completely or not at all. Raises OSError.
+    """Remove incomplete lines and lines of later steps than `step`, all or none. Raises OSError.
 
     Returns the step of the last remaining line (0: there is none), and the names in each line of `step`.
     """

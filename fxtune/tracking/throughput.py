@@ -1,16 +1,14 @@
 """Throughput of training: model FLOPs, tokens/s, MFU, memory, and the time spent waiting for data.
 
-Model FLOPs count only the operations that the model needs, so that extra work (recomputed activations, padding,
-attention to masked keys) lowers MFU instead of raising it:
+Model FLOPs count only what the model needs, so that extra work (recomputed activations, padding, attention to masked
+keys) lowers MFU instead of raising it:
 
 - A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
-  ones 4N: they have no weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no
-  matmul; a tied output head is one. The head counts only at supervised positions, because no other position needs
-  logits.
+  ones 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head is
+  one. The head counts only at supervised positions, because no other position needs logits.
 - Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
-  masked) and 2.5 times that backward, where the scores are recomputed: 3.5 forward costs in all, as in Dao 2023 (arXiv
-  2307.08691, section 4.1). Documents packed into one row do not attend to each other, so each length is squared by
-  itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
+  masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
+  Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
 """
@@ -63,7 +61,7 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
     """Count the matmuls of `model`, adapters included, by which of its weights require a gradient.
 
     None if these formulas do not hold: mixtures of experts, latent attention, models without attention heads. Norms,
-    activations, RoPE, softmax and DoRA's weight norms are negligible and left out.
+    activations, RoPE and softmax are negligible and left out.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -73,7 +71,7 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
         return None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
-    body = top = 0.0
+    where = {"body": 0.0, "head": 0.0}
     for name, module in model.named_modules():
         if ".original_module" in f".{name}":  # the weights that PEFT's `modules_to_save` replaced are not used
             continue
@@ -82,25 +80,21 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
             continue
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
         flops = (6.0 if trained else 4.0) * sizes[0] * sizes[1]
-        if id(module) in in_head:
-            top += flops
-        else:
-            body += flops
-    return TrainingCost(body, top, attention)
+        where["head" if id(module) in in_head else "body"] += flops
+    return TrainingCost(where["body"], where["head"], attention)
 
 
 def _matmul(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a module that multiplies by its own matrix; None for others.
 
-    It is recognised by its attributes, so that quantised and fused linears count with their logical size. A wrapper
-    with the same attributes, such as PEFT's, does not count; the linear inside it does.
+    It is recognised by its attributes, so that quantised and fused linears count with their logical size. Of a wrapper
+    with the same attributes, such as PEFT's, only the linear inside counts.
     """
 
     def sizes(candidate: nn.Module) -> tuple[int, int] | None:
-        found = (getattr(candidate, "in_features", None), getattr(candidate, "out_features", None))
-        if type(candidate).__name__ == "Conv1D":  # GPT-2's linear, transposed
-            found = (getattr(candidate, "nx", None), getattr(candidate, "nf", None))
-        return found if isinstance(found[0], int) and isinstance(found[1], int) else None  # type: ignore[return-value]
+        names = ("nx", "nf") if type(candidate).__name__ == "Conv1D" else ("in_features", "out_features")  # GPT-2
+        rows, columns = (getattr(candidate, name, None) for name in names)
+        return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
 
     inner = any(sizes(child) for child in module.modules() if child is not module)
     return None if inner else sizes(module)
@@ -129,12 +123,9 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory so far in GiB: of tensors on a GPU, or the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    status = Path("/proc/self/status")
-    if status.exists():
-        # On Linux ru_maxrss may be inherited from the parent process.
-        high = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if high:
-            return int(high[1]) * 1024 / GIB
+    status = Path("/proc/self/status")  # on Linux ru_maxrss may be inherited from the parent process
+    if status.exists() and (high := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(high[1]) * 1024 / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
@@ -160,27 +151,22 @@ class StartupTimer:
 
     def summary(self) -> str:
         """One line: the total time, and each stage that took half a second or more."""
-        parts = [f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5]
-        return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (
-            f" ({', '.join(parts)})" if parts else ""
-        )
+        parts = ", ".join(f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5)
+        return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (f" ({parts})" if parts else "")
 
 
 class PlannedWork(Protocol):
     """The part of a data plan that Meter reads."""
 
-    def lengths(self, step: int) -> np.ndarray:
-        """Lengths in tokens of a step's documents."""
+    def lengths(self, step: int) -> np.ndarray: ...  # in tokens, of each document of a step
 
-    def supervised(self, step: int) -> int:
-        """Supervised tokens of a step."""
+    def supervised(self, step: int) -> int: ...
 
 
 class Meter:
     """Counts the work of the steps between two calls of read(). It reads no tensor, so it never waits for the device.
 
-    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: the autocast dtype, if it differs
-    from the weights' dtype.
+    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: the autocast dtype, if any.
     """
 
     def __init__(
@@ -192,8 +178,10 @@ class Meter:
         supervised_tokens: int = 0,
         dtype: torch.dtype | str | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ranks: int = 1,
     ) -> None:
-        self.cost = training_cost(model)
+        """`ranks`: how many devices share the steps; figures are of all of them, MFU is their mean."""
+        self.cost, self.ranks = training_cost(model), ranks
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype or _matmul_dtype(model))
         self.tokens, self.supervised_tokens = tokens, supervised_tokens
@@ -234,7 +222,7 @@ class Meter:
             "train/data_wait": min(self._waited / seconds, 1.0),
         }
         if self.cost and self.peak:
-            figures["train/mfu"] = self._flops / seconds / self.peak
+            figures["train/mfu"] = self._flops / seconds / self.peak / self.ranks
         figures["train/memory_gib"] = memory_gib(self._device)
         if self._device.type == "cuda":
             # The allocator's memory: far above memory_gib means fragmentation.
@@ -256,9 +244,8 @@ def _matmul_dtype(model: nn.Module) -> str:
     """The dtype of most matmul weights, by size; `tf32` for float32 weights if TF32 is on."""
     share: dict[torch.dtype, int] = {}
     for module in model.modules():
-        sizes = _matmul(module)
         weight = getattr(module, "weight", None)
-        if sizes and isinstance(weight, torch.Tensor):
+        if (sizes := _matmul(module)) and isinstance(weight, torch.Tensor):
             dtype = weight.dtype if weight.dtype.is_floating_point else getattr(model.config, "dtype", None)
             if isinstance(dtype, torch.dtype):
                 share[dtype] = share.get(dtype, 0) + sizes[0] * sizes[1]

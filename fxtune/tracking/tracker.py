@@ -1,8 +1,7 @@
 """Writes the metrics of a run: always to metrics.jsonl, and to Weights & Biases and TensorBoard if configured.
 
 Training goes on if a tracker fails: `Tracker.log` never raises and never waits. W&B runs in a process of its own
-(wandb_client.py says why), which reads metrics.jsonl: starting it does not delay the loop, a run whose network does
-not answer goes offline, and a service that dies is reported once.
+that reads metrics.jsonl (wandb_client.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import queue
 import secrets
 import shlex
-import string
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +24,7 @@ from filelock import FileLock
 from fxtune.checkpoint.run_folder import read_config, require_own_files
 from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.system.atomic_files import replace_text
+from fxtune.system.progress import phase
 from fxtune.system.redact import redact, redact_arguments
 from fxtune.system.signals import SIGNALS
 from fxtune.techniques.facts import Facts
@@ -48,7 +47,7 @@ class WandbMode(str, Enum):
     offline = "offline"
 
 
-class Display(str, Enum):
+class DisplayKind(str, Enum):
     auto = "auto"
     rich = "rich"
     plain = "plain"
@@ -60,9 +59,13 @@ class WandbConfig:
     mode: WandbMode = WandbMode.disabled
     """`auto`: WANDB_MODE if it is set; otherwise online with an API key (WANDB_API_KEY or netrc), offline without."""
     project: str = "fxtune"
+    """The project of W&B that gets the run."""
     entity: Optional[str] = None
+    """The team or user of W&B. Null: the key's own."""
     group: Optional[str] = None
+    """Runs of one group are shown together."""
     tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
     init_timeout: float = field(default=5.0, metadata={"above": 0})
     """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for it."""
 
@@ -72,7 +75,7 @@ class TrackingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
     """Also write TensorBoard event files into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
-    display: Display = Display.auto
+    display: DisplayKind = DisplayKind.auto
     """`auto`: a live display on a terminal, one line per log interval elsewhere."""
 
 
@@ -86,7 +89,7 @@ def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
     if "wandb" not in facts.packages:
         yield f"tracking.wandb.mode={wandb.mode.value}, but wandb is not installed: pip install wandb"
     if not 0 < len(wandb.project) <= 128 or set(wandb.project) & set("/\\#?%:"):
-        yield (f"tracking.wandb.project={wandb.project!r}: W&B takes 1 to 128 characters, none of them / \\ # ? % :")
+        yield f"tracking.wandb.project={wandb.project!r}: W&B takes 1 to 128 characters, none of them / \\ # ? % :"
     for tag in wandb.tags:
         if not 0 < len(tag) <= 64:
             yield f"tracking.wandb.tags: {tag!r} has {len(tag)} characters; W&B takes 1 to 64"
@@ -110,11 +113,9 @@ def wandb_mode(config: WandbConfig) -> str:
 class Tracker:
     """Writes a run's metrics to every place that the config names.
 
-    `resume_step`: the number of optimizer steps that the resumed run has done; `logged`: the last logged one (see
-    MetricsFile). `wandb_id`: the id of the W&B run to continue. `note` gets one-line messages for the user, always
-    from the thread that calls this object.
-
-    Raises only ConfigError, if TensorBoard is configured and not installed.
+    `resume_step`: the optimizer steps that the resumed run has done; `logged`: the last logged one (see MetricsFile).
+    `wandb_id`: the id of the W&B run to continue. `note` gets one-line messages, from the thread that calls this
+    object. Raises only ConfigError, if TensorBoard is configured and not installed.
     """
 
     def __init__(
@@ -145,15 +146,13 @@ class Tracker:
                 self._notes.put(
                     "W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline"
                 )
-            modes = (mode, "offline")
             self._wandb = _client(
-                config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, modes, self._notes
+                config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, (mode, "offline"), self._notes
             )
         self._pass_notes_on()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never
-        waits."""
+        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps."""
         if step == self._resume_step and frozenset(metrics) in self._file.kept:
             return  # the run was killed after it wrote these figures, and has computed them again
         values = {STEP: step, **{name: _json_value(value) for name, value in metrics.items()}}
@@ -169,15 +168,21 @@ class Tracker:
     def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
         """Set the summary and close everything. Safe to call twice.
 
-        Waits for W&B's last upload: at most half a minute, or SHORT_PATIENCE if the exit code says that the run was
-        stopped.
+        Waits for W&B's last upload: at most half a minute, or SHORT_PATIENCE if the run was stopped.
         """
         self.summary(figures or {})
-        self._close_files()  # first, because W&B's process reads metrics.jsonl to its end
+        if self._tensorboard:
+            try:
+                self._tensorboard.close()
+            except Exception as error:  # noqa: BLE001  a third party's writer must not fail a finished run
+                self._notes.put(f"TensorBoard: {error}")
+            self._tensorboard = None
+        self._file.close()  # before W&B ends, because its process reads metrics.jsonl to the end
         client, self._wandb = self._wandb, None
         if client:
             try:
-                with SIGNALS.interruptible() if exit_code == 0 else contextlib.nullcontext():
+                waiting = SIGNALS.interruptible() if exit_code == 0 else contextlib.nullcontext()
+                with waiting, phase("Waiting for W&B's last upload", announce=False):
                     client.finish(exit_code, self._summary, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
             except Stopped:  # the run is finished; the signal stops only the upload
                 if not client.finish(exit_code, self._summary, SHORT_PATIENCE):
@@ -191,15 +196,6 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         unnamed = 130 if isinstance(error, KeyboardInterrupt) else 1
         self.finish(exit_code=0 if error is None else getattr(error, "exit_code", unnamed))
-
-    def _close_files(self) -> None:
-        if self._tensorboard:
-            try:
-                self._tensorboard.close()
-            except Exception as error:  # noqa: BLE001  a third party's writer must not fail a finished run
-                self._notes.put(f"TensorBoard: {error}")
-            self._tensorboard = None
-        self._file.close()
 
     def _pass_notes_on(self) -> None:
         while not self._notes.empty():
@@ -228,6 +224,22 @@ class Tracker:
             self._tensorboard = None
 
 
+class NoTracker(Tracker):
+    """The tracker of all ranks but one: it records nothing."""
+
+    def __init__(self) -> None:
+        self.wandb_id = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        pass
+
+    def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
+        pass
+
+
 def upload(run_dir: Path, note: Callable[[str], None]) -> None:
     """Send W&B the rows of the run in `run_dir` that it does not have. No process may be training that run.
 
@@ -242,15 +254,8 @@ def upload(run_dir: Path, note: Callable[[str], None]) -> None:
     with FileLock(run_dir / ".lock", timeout=0):
         plain = read_config(run_dir) or {}
         try:
-            settings = plain["tracking"]["wandb"]
-            config = WandbConfig(
-                WandbMode.online,
-                settings["project"],
-                settings["entity"],
-                settings["group"],
-                settings["tags"],
-                init_timeout=SYNC_PATIENCE,
-            )
+            settings = {key: plain["tracking"]["wandb"][key] for key in ("project", "entity", "group", "tags")}
+            config = WandbConfig(WandbMode.online, **settings, init_timeout=SYNC_PATIENCE)
             name = str(plain["run"]["name"])
         except (KeyError, TypeError) as error:
             raise StorageError(
@@ -280,11 +285,8 @@ def _client(
     init = {
         "id": wandb_id,
         "name": run_name,
-        "project": config.project,
-        "entity": config.entity,
-        "group": config.group,
-        "tags": list(config.tags),
-        "config": redact(resolved_config),
+        **{key: getattr(config, key) for key in ("project", "entity", "group", "tags")},
+        "config": resolved_config,
         "allow_val_change": True,
     }
     argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
@@ -299,7 +301,7 @@ def wandb_run_id(run_dir: Path, given: str | None) -> str:
         # The folder may be a stranger's: read no pipe, and no link to a file of ours.
         if file.is_file() and not file.is_symlink():
             known = known or file.read_text(encoding="utf-8").strip()
-    known = known or os.environ.get("WANDB_RUN_ID") or _new_id()
+    known = known or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)  # a seed must not repeat an id
     with contextlib.suppress(OSError):  # if the folder cannot be written, W&B says so itself
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, known)
@@ -311,8 +313,3 @@ def _json_value(value: Any) -> int | float | str | bool | None:
     if hasattr(value, "item"):
         value = value.item()
     return value if value is None or isinstance(value, (int, float, str, bool)) else str(value)
-
-
-def _new_id() -> str:
-    """Eight characters, like W&B's own ids, from the system's random numbers, so that a seed never repeats one."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

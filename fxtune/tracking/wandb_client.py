@@ -1,16 +1,13 @@
 """Starts, watches and ends the process that runs W&B (wandb_worker.py).
 
 W&B is a network client with threads, exit hooks and a service process. In the training process a dead network, a
-killed service or a hanging upload would block a step or the exit, or raise from a hook. In a process of its own the
-worst case is that this process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the
-training loop.
+killed service or a hanging upload would block a step or the exit. In a process of its own the worst case is that this
+process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the training loop.
 
-metrics.jsonl is the history of a run, and W&B's history is a copy of it with one row for each step: the process reads
-the file and nothing else. Every session starts from the file's first line. Online, rows that the server has are
-skipped, so a resumed run sends what an earlier session could not, and no step twice. Offline, the newest folder holds
-all rows. So if a session fails (a server that refuses, a service that is killed, an upload that never ends), the next
-one completes it. `fxtune sync` runs such a session without training. `wandb sync` sends all rows of a folder, also
-those that the server has, so it is suggested only if the server has none.
+metrics.jsonl is the history of a run, and W&B's history is a copy of it with one row for each step. Every session
+starts from the file's first line. Online, rows that the server has are skipped; offline, the newest folder holds all
+rows. So the next session completes one that failed. `fxtune sync` runs such a session without training. `wandb sync`
+sends all rows of a folder, also those that the server has, so it is suggested only if the server has none.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,8 +52,7 @@ class WandbClient:
         """`init`: arguments of wandb.init. `argv`: the command to show, free of secrets. `notes` gets the messages."""
         self._init = {**init, "dir": str(run_dir)}
         self._run_dir, self._argv, self._notes, self._modes = run_dir, argv, notes, modes
-        self._init_timeout = init_timeout
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "init_timeout": init_timeout,
             "finish_timeout": upload_timeout or UPLOAD_TIMEOUT,
             "finish_timeout_raises": True,
@@ -66,15 +61,14 @@ class WandbClient:
             "x_stats_pid": os.getpid(),
             "disable_job_creation": True,
         }
-        self._events: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
-        """Messages, each with the process that sent it, or None if finish() did."""
         self._finish: dict[str, Any] | None = None
+        self._sending = threading.Lock()
         self._abandoned = False
         self.trouble: str | None = None
         """Why neither W&B nor an offline folder has all rows."""
         self.process: subprocess.Popen[str] | None = None
         self.folder: str | None = None
-        """W&B's folder of the session, once the session is ready."""
+        """The folder of the session, once the session is ready."""
         if (os.environ.get(ADDRESS) or server()) != server():
             notes.put(
                 f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs "
@@ -89,8 +83,11 @@ class WandbClient:
         `patience`: seconds to wait; None: END_TIMEOUT and the time that W&B has to start. A run that is resumed later
         need not wait: the next session sends the missing rows.
         """
-        self._events.put((None, {"finish": exit_code, "summary": summary}))
-        self._thread.join(self._init_timeout + END_TIMEOUT if patience is None else patience)
+        with self._sending:
+            if self._finish is None:
+                self._finish = {"finish": exit_code, "summary": summary}
+                self._send(self._finish)
+        self._thread.join(self._settings["init_timeout"] + END_TIMEOUT if patience is None else patience)
         if self._thread.is_alive():
             self._abandoned = True
             if patience is None:
@@ -100,43 +97,54 @@ class WandbClient:
         return not self._abandoned
 
     def _run(self) -> None:
-        trouble = None
         for number, mode in enumerate(self._modes, 1):
-            trouble = self._session(mode)
-            if trouble is None or self._abandoned:
+            self.trouble = self._session(mode)
+            if self.trouble is None or self._abandoned:
                 return
             if number < len(self._modes):
                 self._notes.put(
-                    f"{trouble}. Training goes on, and W&B's history is kept offline, from the first step on."
+                    f"{self.trouble}. Training goes on, and W&B's history is kept offline, from the first step on."
                 )
-        self.trouble = trouble
         if "offline" in self._modes:
             self._notes.put(
-                f"{trouble}. Training goes on; all figures are in {wandb_worker.HISTORY}.{self._how_to_sync()}"
+                f"{self.trouble}. Training goes on; all figures are in {wandb_worker.HISTORY}.{self._how_to_sync()}"
             )
 
     def _session(self, mode: str) -> str | None:
         """Run one W&B process until the run ends. Returns None if it has all rows, else the reason."""
-        if (reason := self._start(mode)) is not None:
-            return f"W&B did not take the run ({reason})"
-        assert self.process
-        if self._finish:
-            self._send(self._finish)
-        answer = self._answer()
+        try:
+            self.process = process = self._start(mode)
+        except OSError as error:
+            return f"W&B did not take the run ({error})"
+        assert process.stdout
+        limit = self._kill_after(START_TIMEOUT)
+        answers: dict[str, Any] = {}
+        for line in process.stdout:
+            answers |= (answer := json.loads(line))
+            limit.cancel()
+            if "imported" in answer:
+                timeout = self._settings["init_timeout"] + SERVICE_TIMEOUT if mode == "online" else START_TIMEOUT
+                limit = self._kill_after(timeout)
+            elif "ready" in answer:
+                self._ready(mode, **answer["ready"])
+            elif "done" in answer:
+                self._close_input()
+        limit.cancel()
         self.folder = None
-        assert self.process.stdin
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self.process.wait()
-        if "done" not in answer:
-            reason = answer.get("late") or answer.get("lost") or "its process ended"
+        self._close_input()
+        process.wait()
+        if "ready" not in answers:
+            silent = f"its library or its service does not start; see {self._run_dir / 'wandb' / 'process.log'}"
+            return f"W&B did not take the run ({answers.get('failed', silent)})"
+        if "done" not in answers:
+            reason = answers.get("late") or answers.get("lost") or "its process ended"
             return f"W&B {'did not finish' if self._finish else 'stopped working'} ({reason})"
         if mode == "offline":
             self._notes.put(f"W&B: the run was kept offline.{self._how_to_sync()}")
         return None
 
-    def _start(self, mode: str) -> str | None:
-        """Start the W&B process in `mode`. Returns None once it is ready, else the reason."""
+    def _start(self, mode: str) -> subprocess.Popen[str]:
+        """Start the W&B process in `mode` and send it all that it needs. Raises OSError."""
         folder = self._run_dir / "wandb"
         # W&B's error reports to its makers would contain more than a run's metrics, and there may be no network for
         # them.
@@ -148,68 +156,49 @@ class WandbClient:
         # them.
         init = {**self._init, "mode": mode, "resume": "allow" if mode == "online" else None}
         history = str((self._run_dir / wandb_worker.HISTORY).resolve())
-        start = {"argv": self._argv, "settings": self._settings, "init": init, "history": history}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "process.log").open("ab") as log:
-                self.process = process = subprocess.Popen(
-                    [sys.executable, "-P", str(PROGRAM)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=environment,
-                    text=True,
-                    encoding="utf-8",
-                    start_new_session=True,  # Ctrl-C in the terminal is for the training process alone
-                )
-        except OSError as error:
-            return str(error)
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
-        self._send(start)
-        try:
-            answer = self._answer(START_TIMEOUT)
-            if "imported" in answer:
-                limit = self._init_timeout + SERVICE_TIMEOUT if mode == "online" else START_TIMEOUT
-                answer = self._answer(limit)
-        except queue.Empty:
-            answer = {"failed": "its library or its service does not start"}
-        if "ready" not in answer:
-            process.kill()
-            return str(answer.get("failed", f"its process ended; see {folder / 'process.log'}"))
-        ready = answer["ready"]
-        self.folder = ready["dir"]
-        if mode == "online":
-            with contextlib.suppress(OSError):
-                (folder / "online").touch()
-            known = f" It has the steps up to {ready['last']}, which are not sent again." if ready["last"] >= 0 else ""
-            self._notes.put(f"W&B: {ready['url']}{known}")
-        return None
-
-    def _answer(self, timeout: float | None = None) -> dict[str, Any]:
-        """The next message of the process. Passes a finish() that comes first on to it. Raises queue.Empty."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            sender, message = self._events.get(timeout=left)
-            if sender is self.process:
-                return message
-            if sender is None and self._finish is None:
-                self._finish = message
-                if self.folder:
-                    self._send(message)
-
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout
-        for line in process.stdout:
-            self._events.put((process, json.loads(line)))
-        self._events.put((process, {"gone": True}))
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "process.log").open("ab") as log, self._sending:
+            self.process = process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C in the terminal is for the training process alone
+            )
+            self._send({"argv": self._argv, "settings": self._settings, "init": init, "history": history})
+            if self._finish:
+                self._send(self._finish)
+        return process
 
     def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the process is gone: its output ends, and _session() returns
+            if self.process and self.process.stdin:
+                self.process.stdin.write(json.dumps(message, default=str) + "\n")
+                self.process.stdin.flush()
+
+    def _close_input(self) -> None:
+        with contextlib.suppress(OSError), self._sending:
+            assert self.process
+            assert self.process.stdin
+            self.process.stdin.close()
+
+    def _kill_after(self, seconds: float) -> threading.Timer:
         assert self.process
-        assert self.process.stdin
-        with contextlib.suppress(OSError):  # the process is gone; _answer() reports that
-            self.process.stdin.write(json.dumps(message, default=str) + "\n")
-            self.process.stdin.flush()
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _ready(self, mode: str, dir: str, url: str | None, last: int) -> None:
+        self.folder = dir
+        if mode == "online":
+            with contextlib.suppress(OSError):
+                (self._run_dir / "wandb" / "online").touch()
+            known = f" It has the steps up to {last}, which are not sent again." if last >= 0 else ""
+            self._notes.put(f"W&B: {url}{known}")
 
     def _how_to_sync(self) -> str:
         """A sentence with the command that completes W&B's history."""
@@ -230,8 +219,7 @@ def api_key_at_hand() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(server()).hostname or ""
-    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for file in files:
+    for file in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(os.path.expanduser(file)).authenticators(host):
                 return True

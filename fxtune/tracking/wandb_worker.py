@@ -31,8 +31,7 @@ GOES_ON = 75  # the exit code of a run that was stopped by a signal and will be 
 
 
 def main() -> None:
-    # W&B's service inherits descriptors 0, 1 and 2. If it held our pipes, the training process would not notice that
-    # this process died.
+    # W&B's service inherits descriptors 0, 1 and 2. Holding our pipes it would hide the death of this process.
     lines, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -96,9 +95,9 @@ def _follow(
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Send the rows of steps after `last` as they are written, until the first command.
 
-    Returns the command and a function that sends the last row. All lines of one step make one row, which is sent when
-    the next step begins. A sent row cannot be extended. So the last row is not sent if it may be incomplete (the
-    training process died, or the run will be resumed): the next session sends it.
+    Returns the command and a function that sends the last row. All lines of one step make one row, sent when the next
+    step begins, because a sent row cannot be extended. If the training process died or will be resumed, the last row
+    may be incomplete, and the next session sends it.
     """
     row: dict[str, Any] = {}
 
@@ -135,10 +134,10 @@ def _new_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _require_uploaded(run: Any) -> None:
-    """Raise OSError if W&B's service gave up uploading the history. run.log() and run.finish() do not report that.
+    """Raise OSError if W&B's service gave up uploading the history, which run.log() and run.finish() do not report.
 
-    The service's own log does (wandb 0.22 to 0.31): it has one JSON object a line, and this failure is an error with a
-    message that starts with `filestream:`. Requests that the service retries are not logged as errors.
+    The service's log does (wandb 0.22 to 0.31), as a JSON object with level ERROR and a message that starts with
+    `filestream:`. Requests that the service retries are not logged as errors.
     """
     with (
         contextlib.suppress(FileNotFoundError),

@@ -2,10 +2,8 @@
 
 A question is a chat row like those of training: the supervised tokens of its last assistant turn are the right answer,
 and everything before them is the prompt. So prompts have the same tokens as in training, and an answer ends at the
-end-of-turn token that the model was trained to write.
-
-Prompts of similar length are batched, padded on the left, with a KV cache. After a call the cache is freed, the model
-is back in its earlier mode, and the random state is unchanged.
+end-of-turn token that the model was trained to write. Prompts of similar length are batched, padded on the left, with
+a KV cache.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,9 +23,10 @@ from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.config import QuestionsConfig, SourceConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
-from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.errors import DataError, StorageError
 from fxtune.models.structure import observed
 from fxtune.system.oom import BatchSizes
+from fxtune.system.progress import phase
 
 
 @dataclass(frozen=True)
@@ -42,21 +41,13 @@ class Question:
     """The special token that ends the answer, if the chat template writes one."""
 
 
-def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str | None = None) -> list[Question]:
-    """The first `config.limit` rows of `config.path` as questions.
+def load_questions(
+    config: QuestionsConfig, tokenizer: Any, chat_template: str | None = None, system: str | None = None
+) -> list[Question]:
+    """The first `config.limit` rows of `config.path` as questions. `chat_template`, `system`: as in DataConfig.
 
-    Args:
-        chat_template: data.chat_template, the Jinja file that replaces the tokenizer's.
-
-    Raises:
-        ConfigError: a setting is out of range.
-        DataError: the data does not exist, or a row cannot be read or has no answer. Names its file and line.
+    Raises DataError if the data does not exist, or with file and line if a row cannot be read or has no answer.
     """
-    for name in ("limit", "batch_size", "max_new_tokens"):
-        if (value := getattr(config, name)) < 1:
-            raise ConfigError(
-                f"data.questions.{name}={value} must be at least 1; data.questions.path=null asks nothing."
-            )
     assert config.path is not None
     source = open_source(SourceConfig(path=config.path, limit=config.limit))
     form = source.format()
@@ -71,9 +62,10 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
             raise DataError(f"{row.where}: {row.error}")
     values = [row.value for row in rows if row.value is not None]
     questions = []
-    documents = Encoder(tokenizer, form, chat_template).encode(values)
+    # Nothing is learned from questions, so they may have columns that are not read.
+    documents = Encoder(tokenizer, form, chat_template, system, unused=None).encode(values)
     for row, value, document in zip(rows, values, documents, strict=True):
-        question = document if isinstance(document, str) else _question(value, document, tokenizer)
+        question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
             raise DataError(f"{row.where}: {question}")
         questions.append(question)
@@ -90,8 +82,7 @@ def answer(
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
-    Works on plain and PEFT-wrapped models. The training flag and the random state do not change. `batch_sizes` reduces
-    `batch_size` when memory runs out.
+    The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out.
     """
     batch_sizes = batch_sizes or BatchSizes(next(model.parameters()).device)
     ends = {question.end for question in questions if question.end is not None}
@@ -99,7 +90,8 @@ def answer(
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     answers = [""] * len(questions)
     # Compiled layers would be recompiled for each length of the cache.
-    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions")
+    with asking as work, observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index].prompt for index in order]
             ask = partial(_greedy, model, prompts, ends, tokenizer.pad_token_id or 0, max_new_tokens)
@@ -107,6 +99,7 @@ def answer(
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
             order = order[len(written) :]
+            work.advance(len(written))
     return answers
 
 
@@ -129,14 +122,17 @@ class AnswerEvaluation:
 
     @staticmethod
     def open(
-        config: QuestionsConfig, tokenizer: Any, folder: Path, chat_template: str | None = None
+        config: QuestionsConfig,
+        tokenizer: Any,
+        folder: Path,
+        chat_template: str | None = None,
+        system: str | None = None,
     ) -> AnswerEvaluation | None:
         """None if the config has no questions. Errors as in load_questions."""
         if config.path is None:
             return None
-        evaluation = AnswerEvaluation(
-            config, tokenizer, load_questions(config, tokenizer, chat_template), Path(folder)
-        )
+        questions = load_questions(config, tokenizer, chat_template, system)
+        evaluation = AnswerEvaluation(config, tokenizer, questions, folder)
         for when in ("before", "after"):
             evaluation._read(when)
         return evaluation
@@ -150,12 +146,11 @@ class AnswerEvaluation:
             json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
             for question, text in zip(self.questions, given, strict=True)
         ]
+        file = self._file(when)
         try:
-            self._file(when).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(
-                f"{self._file(when)} cannot be written: {error}. Free space there, or set run.dir."
-            ) from error
+            raise StorageError(f"{file} cannot be written: {error}. Free space there, or set run.dir.") from error
         return exact_match(given, self.questions)
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
@@ -183,7 +178,7 @@ class AnswerEvaluation:
             self.answers[when] = [row["answer"] for row in rows]
 
 
-def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
+def question_of(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
     """The question whose answer is the row's last run of supervised tokens; if there is none, the reason as a str."""
     supervised = document.supervised
     if True not in supervised:
@@ -204,10 +199,8 @@ def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Questi
 
 def _last_user_turn(row: dict[str, Any]) -> str | None:
     """The text of the last user turn of a chat row; None in other formats."""
-    for turn in reversed(row.get("messages") or []):
-        if turn.get("role") == "user" and isinstance(turn.get("content"), str):
-            return str(turn["content"])
-    return None
+    turns = (turn.get("content") for turn in reversed(row.get("messages") or []) if turn.get("role") == "user")
+    return next((text for text in turns if isinstance(text, str)), None)
 
 
 def _greedy(
@@ -239,13 +232,8 @@ def _greedy(
             break
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-    return [_before_end(row, ends) for row in torch.stack(written, dim=1).tolist()]
-
-
-def _before_end(ids: list[int], ends: set[int]) -> list[int]:
-    return next((ids[:index] for index, token in enumerate(ids) if token in ends), ids)
+    return [list(takewhile(lambda token: token not in ends, row)) for row in torch.stack(written, dim=1).tolist()]
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text.strip()
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()

@@ -3,8 +3,8 @@
     RUN/skipped/step-00000123/samples.json         the reason, the step's figures, and the samples of each row
                               batch-0.safetensors  input_ids, targets, position_ids, ... of its first micro-batch
 
-A step's batch is a function of (data plan, step), so no batch is kept while steps run: it is rebuilt when the figures
-are read. Steps count from 0 in the data plan, and from 1 in folder names and log lines.
+A step's batch is a function of (data plan, step), so it is rebuilt when the figures are read. Steps count from 0 in
+the data plan, and from 1 in folder names and log lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fxtune.data.batches.batch import Batch
-from fxtune.data.batches.plan import Plan
+from fxtune.data.batches.plan import DocumentSlice, Plan
 
 if TYPE_CHECKING:
     from fxtune.training.step_monitor import StepRecord
@@ -36,20 +36,24 @@ MAX_NAMED = 6
 """Samples named in a message."""
 
 
+@dataclass
 class BadBatches:
-    """Bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line for the user."""
+    """Bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line for the user.
+    `writes`: false on all ranks but one, which neither write nor print.
+    """
 
-    def __init__(
-        self, folder: Path, plan: Plan, decode: Callable[[list[int]], str], note: Callable[[str], None]
-    ) -> None:
-        self.folder, self.plan, self.decode, self.note = folder, plan, decode, note
+    folder: Path
+    plan: Plan
+    decode: Callable[[list[int]], str]
+    note: Callable[[str], None]
+    writes: bool = True
 
     def report(self, kind: str, records: list[StepRecord], reason: str) -> None:
         """Print one note on these steps, and write their samples to the subfolder `kind`.
 
         Raises no error: a full disk must not end the run.
         """
-        if not records:
+        if not records or not self.writes:
             return
         first, more = records[0], len(records) - 1
         figures = f" (loss {first.loss:.4g}, above {first.spike_limit:.4g})" if first.spike else ""
@@ -65,11 +69,8 @@ class BadBatches:
         by_source: dict[int, list[str]] = {}
         for source, document in pairs[:MAX_NAMED]:
             by_source.setdefault(source, []).append(str(document))
-        names = "; ".join(
-            f"{self.plan.tables[source].name} documents {', '.join(documents)}"
-            for source, documents in by_source.items()
-        )
-        return names + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
+        named = [f"{self.plan.tables[source].name} documents {', '.join(each)}" for source, each in by_source.items()]
+        return "; ".join(named) + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
 
     def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:
         """Write a step's samples and batches, and return their folder.
@@ -108,21 +109,11 @@ class BadBatches:
             return None
 
     def _row_samples(self, step: int, micro: int) -> list[list[dict[str, Any]]]:
-        rows = []
-        for contents in self.plan.contents(step, micro):
-            row = []
-            for piece in contents:
-                table = self.plan.tables[piece.source]
-                start = int(table.offsets[piece.document]) + piece.first
-                text = self.decode(table.ids[start : start + piece.length].tolist())
-                row.append(
-                    {
-                        "source": table.name,
-                        "document": piece.document,
-                        "first_token": piece.first,
-                        "tokens": piece.length,
-                        "text": text[:MAX_TEXT],
-                    }
-                )
-            rows.append(row)
-        return rows
+        return [[self._sample(piece) for piece in row] for row in self.plan.contents(step, micro)]
+
+    def _sample(self, piece: DocumentSlice) -> dict[str, Any]:
+        table = self.plan.tables[piece.source]
+        start = int(table.offsets[piece.document]) + piece.first
+        text = self.decode(table.ids[start : start + piece.length].tolist())
+        place = {"source": table.name, "document": piece.document, "first_token": piece.first, "tokens": piece.length}
+        return {**place, "text": text[:MAX_TEXT]}

@@ -1,5 +1,5 @@
-"""Builds a run up to its first step, in order. Training, evaluation, `fxtune verify`, `bench` and `doctor` share this
-code, so their results hold for training.
+"""Builds a run up to its first step. Training, evaluation, `fxtune verify`, `bench` and `doctor` share this code, so
+their results hold for training.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from fxtune.checkpoint import folder as checkpoint_folder
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData, prepare_data
+from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import SourceConfig
+from fxtune.data.config import AUTO, DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.world import World
@@ -33,13 +35,18 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.progress import phase
+from fxtune.techniques.attention import isolation
 from fxtune.techniques.base import Evidence
+from fxtune.techniques.compile.technique import Dynamic
 from fxtune.techniques.facts import Facts
+from fxtune.techniques.package_checks import unusable
 from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
-from fxtune.tracking.tracker import Display
+from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import oom_advice
+from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.resume_check import ResumeCheck
 from fxtune.training.step import TrainStep
@@ -52,6 +59,7 @@ class RunBuilder:
     ConfigError with all reasons at once, and the HardwareError and StorageError of World.create() and load_config().
     """
 
+    @phase("Checking the recipe")
     def __init__(self, config: Config) -> None:
         self.config = config
         _reset_process()
@@ -59,38 +67,42 @@ class RunBuilder:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
-        # In deterministic mode torch fills each torch.empty with NaN by default, to reveal reads of unwritten
-        # memory. That costs a pass over every result.
+        # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _all_missing_at_once(config):
             self.hf_config = models.load_config(config.model)
-        self.facts = Facts.of(
-            self.world,
-            model=self.hf_config.to_dict(),
-            dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
-            packing=config.data.packing,
-            sequence_length=config.data.sequence_length,
-            rows=config.data.row_lengths(),
-            micro_batch_size=config.train.micro_batch_size,
-            optimizer=config.optimizer.name.value,
-            stochastic_rounding=config.optimizer.stochastic_rounding,
-            deterministic=config.run.deterministic,
-            techniques=config.techniques,
-        )
+        while True:
+            data, notes, self.facts = decide_rows(config, self.world, self.hf_config)
+            optimizer_needs = update_rule.packages(config.optimizer, self.facts)
+            if not unusable(self.facts, [*config.techniques.packages(self.facts), *optimizer_needs]):
+                break  # else decide again: from now on a package that does not work counts as missing
+        self.config = config = replace(config, data=data)
         self.techniques, self.decided = config.techniques.resolved(
             self.facts, list(update_rule.check(config.optimizer, self.facts))
         )
         """The techniques with every `auto` decided, and lines on what was decided and why."""
+        for package, reason in self.facts.broken.items():
+            if not any(reason in line for line in self.decided):
+                notes.append(
+                    f"{package} {self.facts.lacks(package)}: passed over (`fxtune doctor` says what repairs it)"
+                )
+        if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
+            notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
+        self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)
 
+    @phase("Reading the data")
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
-        """The tokenizer and the data. They are read before the weights: a bad row is found in seconds, but an 8B model
-        takes a minute to load. `quarantine`: see tokenize().
+        """The tokenizer and the data, read before the weights: a bad row is found in seconds, an 8B model takes a
+        minute to load. `quarantine`: see tokenize().
         """
         config = self.config
         with _all_missing_at_once(config):
-            tokenizer = models.load_tokenizer(config.model)
-        return tokenizer, prepare_data(
+            tokenizer = self.world.main_first(
+                partial(models.load_tokenizer, config.model), "waiting for the tokenizer"
+            )
+        prepare = partial(
+            prepare_data,
             config.data,
             tokenizer,
             micro_batch_size=config.train.micro_batch_size,
@@ -98,15 +110,18 @@ class RunBuilder:
             max_steps=config.train.max_steps,
             epochs=config.train.epochs,
             seed=config.run.seed,
-            quarantine=quarantine,
-            progress=config.tracking.display is not Display.none,
+            quarantine=quarantine if self.world.main else None,
+            progress=self.world.main and config.tracking.display is not DisplayKind.none,
         )
+        return tokenizer, self.world.main_first(prepare, "waiting for rank 0 to tokenize")
 
+    @phase("Building the model")
     def build(self) -> nn.Module:
         """The model with every technique applied."""
         with self.oom_context("Building the model"):
             return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
 
+    @phase("Trying the loss on a small row")
     def language_model(self, model: nn.Module) -> LanguageModel:
         """`model` with its loss head, as the techniques configure it."""
         # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
@@ -117,12 +132,14 @@ class RunBuilder:
         """Evidence of every technique and of the loss. Raises ConfigError if one did not act."""
         return require_acted(self.observe(model))
 
+    @phase("Trying the techniques on a small row")
     def observe(self, model: LanguageModel) -> list[Evidence]:
         """prove() without the error."""
         with self.oom_context("Trying the techniques on a small row"):
-            probe = make_probe(model.model, self.config.data.packing)
+            probe = make_probe(model.model, self.facts.packing)
             return [*self.techniques.verify(model.model, probe), *model.evidence]
 
+    @phase("Making the optimizer")
     def train_step(
         self,
         model: LanguageModel,
@@ -140,17 +157,24 @@ class RunBuilder:
             optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients)
         loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
         recorded = recorded and compile.records
-        return TrainStep(model, objective, optimizer, precision, loss_scale, config.train, config.run.seed, recorded)
+        return TrainStep(
+            model, objective, optimizer, precision, loss_scale, config.train, config.run.seed, recorded, self.world
+        )
 
     def learning_rate(self, step: int, steps: int) -> float:
         """The learning rate of step `step` of a run of `steps`."""
         return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
 
+    def held_out(self, plan: Plan, model: LanguageModel, objective: Objective) -> HeldOutEvaluation:
+        """The evaluation of `model` on `plan`. The caller closes it."""
+        load = partial(Loader, config=self.config.loader, device=self.world.device)
+        return HeldOutEvaluation(plan, load, model, objective, self.techniques.precision, self.world)
+
     def meter(self, model: nn.Module, plan: Plan, tokens: int = 0, supervised_tokens: int = 0) -> Meter:
         """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: those of earlier steps."""
         autocast = self.techniques.precision.autocast
         dtype = None if autocast is Autocast.none else autocast.value
-        return Meter(model, plan, self.world.device, tokens, supervised_tokens, dtype=dtype)
+        return Meter(model, plan, self.world.device, tokens, supervised_tokens, dtype=dtype, ranks=self.world.size)
 
     @contextmanager
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:
@@ -177,38 +201,66 @@ class RunBuilder:
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
     """The builder of the run in `folder`, and the check that a resumed run is the same. In a resumed run each `auto`
-    keeps its decision from the start of the run. Raises the errors of RunBuilder and ResumeCheck.
+    keeps its decision from the start of the run.
     """
-    builder = RunBuilder(config)
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
-    check = ResumeCheck(folder.path, resumes, config.run.deterministic, note)
+    check = ResumeCheck(folder.path, resumes, config.run.deterministic, note, writes=folder.lock is not None)
+    undecided = config.data.packing == AUTO
+    if resumes and undecided:
+        config = replace(config, data=check.earlier_rows(config.data))
+    builder = RunBuilder(config)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
         builder = RunBuilder(replace(config, techniques=techniques))
+    if undecided:
+        check.compare("rows", {"packing": builder.config.data.packing, "buckets": list(builder.config.data.buckets)})
+    check.keep_threads()
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check
 
 
+def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfig, list[str], Facts]:
+    """The data config with `data.packing` as true or false; a line that says why it is false if it was `auto`; and the
+    facts of the run, in which no technique is resolved."""
+    data, compile = config.data, config.techniques.compile
+    facts = Facts.of(
+        world,
+        model=hf_config.to_dict(),
+        dtype=str(models.resolve_dtype(config.model, world)).removeprefix("torch."),
+        sequence_length=data.sequence_length,
+        micro_batch_size=config.train.micro_batch_size,
+        optimizer=config.optimizer.name.value,
+        stochastic_rounding=config.optimizer.stochastic_rounding,
+        deterministic=config.run.deterministic,
+        techniques=config.techniques,
+    )
+    note = []
+    if data.packing == AUTO:
+        why = "data.buckets has lengths to pad to" if data.buckets else config.techniques.why_padded(facts)
+        why = why or isolation.why_not_isolated(hf_config)
+        data = replace(data, packing=why is None)
+        padding = "each row holds one document, with padding"
+        if why and compile.enabled and compile.dynamic is Dynamic.never and not data.buckets:
+            lengths = sorted({max(data.sequence_length // part, 2) for part in (8, 4, 2, 1)})
+            data = replace(data, buckets=lengths)  # each length compiles once
+            padding += f" to {', '.join(map(str, lengths))} tokens"
+        note = [f"packing: off, because {why}; {padding}"] if why else []
+    return data, note, replace(facts, packing=data.packs, rows=data.row_lengths())
+
+
 @contextmanager
 def _all_missing_at_once(config: Config) -> Iterator[None]:
-    """If the hub cannot be reached for one file, name all missing files and data sets of the recipe in one error, so
-    that the user can fetch them elsewhere in one go.
-    """
+    """If the hub cannot be reached for one file, name all missing files and data sets of the recipe in one error."""
     try:
         yield
     except HubError as error:
         model, data, missing = config.model, config.data, [str(error)]
-        references: list[tuple[str, str | None, str | None]] = [
-            ("model.adapter", model.adapter, None),
-            ("model.tokenizer", model.tokenizer, None),
-        ]
-        if "model_type" not in model.architecture:
-            references.insert(0, ("model.path", model.path, model.revision))
-        for key, name, revision in references:
-            if name is not None:
-                try:
-                    locate(name, revision, key)
-                except UserError as other:
-                    missing.append(str(other))
+        base = None if "model_type" in model.architecture else model.path
+        for key, name in (("path", base), ("adapter", model.adapter), ("tokenizer", model.tokenizer)):
+            try:
+                if name is not None:
+                    locate(name, model.revision if key == "path" else None, f"model.{key}")
+            except UserError as other:
+                missing.append(str(other))
         sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
         if data.questions.path is not None:
             sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
@@ -222,9 +274,7 @@ def _all_missing_at_once(config: Config) -> Iterator[None]:
 
 
 def _reset_process() -> None:
-    """Free the GPU memory of an earlier run in this process and undo its global switches: the first run of a sweep
-    must not decide what fits in the second, nor what its matmuls round to.
-    """
+    """Free the GPU memory of an earlier run in this process, and undo its global switches."""
     if not torch.cuda.is_initialized():
         return
     gc.collect()  # wrapped forwards refer to their own modules, so a model is freed by the collector only

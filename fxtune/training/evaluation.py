@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
+from fxtune.distributed.world import World
 from fxtune.models.structure import observed
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.system.progress import phase
 from fxtune.techniques.precision import Precision
+from fxtune.training.agreement import together
 
 
 class HeldOutEvaluation:
-    """Evaluates `model` on `plan`, the held-out data of a run."""
+    """Evaluates `model` on `plan`, the held-out data of a run. `load` makes a loader of a plan."""
 
     def __init__(
         self,
@@ -25,19 +29,20 @@ class HeldOutEvaluation:
         model: LanguageModel,
         objective: Objective,
         precision: Precision,
+        world: World,
     ) -> None:
-        self.load, self.model, self.objective, self.precision = load, model, objective, precision
-        self.loader = load(plan)
+        """`load` makes the loader of a plan. Each rank of `world` evaluates its share of the plan."""
+        self.load, self.model, self.objective, self.precision, self.world = load, model, objective, precision, world
+        self.loader = load(plan.dealt_out(world.rank, world.size))
 
     def measure(self, rows: int) -> dict[str, float]:
-        """evaluate() with micro-batches of `rows` rows."""
+        """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all raise MemoryShortError."""
         if rows != self.loader.plan.sizes.micro_batch_size:
             self.loader.close()
             self.loader = self.load(self.loader.plan.with_micro_batch_size(rows))
-        return evaluate(self.model, self.objective, self.loader, self.precision)
+        return evaluate(self.model, self.objective, self.loader, self.precision, self.world)
 
     def close(self) -> None:
-        """End the loader's processes."""
         self.loader.close()
 
     @property
@@ -48,24 +53,38 @@ class HeldOutEvaluation:
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, objective: Objective, loader: Loader, precision: Precision) -> dict[str, float]:
-    """Means of the objective over the plan, without dropout: `loss`, its metrics, and figures derived from them."""
-    plan, training = loader.plan, model.model.training
-    sums: dict[str, torch.Tensor] = {}
+def evaluate(
+    model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World | None = None
+) -> dict[str, float]:
+    """Means of the objective over the plan, without dropout: `loss`, its metrics, and figures derived from them.
+
+    `world`: the ranks that share the plan; None means that this process has all of it.
+    """
+    plan, world = loader.plan, world or World(loader.device)
+    sums = together(world, partial(_sums, model, objective, loader, precision))
+    totals = world.sum(torch.stack(list(sums.values())), "adding up the held-out loss").tolist()
+    normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
+    means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
+    return {**means, **objective.derived(means)}
+
+
+def _sums(model: LanguageModel, objective: Objective, loader: Loader, precision: Precision) -> dict[str, torch.Tensor]:
+    """The objective and its metrics, summed over the plan of this rank: float64 scalars on the device."""
+    training, sums = model.model.training, dict[str, torch.Tensor]()
     try:
         model.model.eval()
-        for step in loader.steps():
-            for batch in step.micro_batches:
-                with precision.context(loader.device):
-                    loss, metrics = objective.loss(model, batch)
+        with phase("Evaluating", loader.plan.steps, "batches", announce=False) as work:
+            for step in work.over(loader.steps()):
+                for position, batch in enumerate(step.micro_batches):
+                    with precision.context(loader.device):
+                        loss, metrics = objective.loss(model, batch)
                     for name, value in {"loss": loss, **metrics}.items():
                         total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=loader.device))
-                        total += value
+                        if step.own is None or position < step.own:
+                            total += value
     finally:
         model.model.train(training)
-    normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
-    means = {name: total.item() / normalizer for name, total in sums.items()}
-    return {**means, **objective.derived(means)}
+    return sums
 
 
 @torch.no_grad()

@@ -1,9 +1,8 @@
 """Advice after running out of memory: single changes of the recipe, and how much memory each saves by the estimate of
 techniques/estimate/memory.py.
 
-Each change is evaluated alone, for the recipe as it is, with the model's sizes and the rows that did not fit. A change
-that is not possible here (a package is missing, a technique does not support the model) is left out: the techniques'
-own `check` decides.
+Each change is evaluated alone, with the model's sizes and the rows that did not fit. A change that a technique's own
+`check` refuses here is left out.
 """
 
 from __future__ import annotations
@@ -53,17 +52,15 @@ def advice(
 
     `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided.
     """
-    need = _phase_bytes(techniques.memory_need(facts), phase) - (CONTEXT if facts.device == "cpu" else 0)
+    before = _phase_bytes(techniques.memory_need(facts), phase)
+    need = before - (CONTEXT if facts.device == "cpu" else 0)
     changes = []
     for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase):
         try:
             ready, _ = pipeline.resolved(changed_facts)
         except ConfigError:
             continue
-        saves = _phase_bytes(techniques.memory_need(facts), phase) - _phase_bytes(
-            ready.memory_need(changed_facts), phase
-        )
-        changes.append(Change(setting, saves))
+        changes.append(Change(setting, before - _phase_bytes(ready.memory_need(changed_facts), phase)))
     changes = [change for change in changes if change.saves > MIN_SHARE * need]
     return need, sorted(changes, key=lambda change: -change.saves)[:MAX_CHANGES]
 
@@ -93,21 +90,16 @@ def _candidates(
 ) -> Iterator[tuple[str, Facts, Pipeline]]:
     """Yield each candidate change as (setting, facts with it, techniques with it)."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
-    width = facts.row_length
-    if phase is MemoryPhase.training and facts.micro_batch_size > 1:
-        half = facts.micro_batch_size // 2
-        yield f"train.micro_batch_size={half}", replace(facts, micro_batch_size=half), techniques
+    half, narrow = facts.micro_batch_size // 2, facts.row_length // 2
     if phase is MemoryPhase.training:
+        if half:
+            yield f"train.micro_batch_size={half}", replace(facts, micro_batch_size=half), techniques
         yield from ((setting, facts, pipeline) for setting, pipeline in _more_checkpointing(techniques))
-    if phase is not MemoryPhase.weights and width > 2:
-        yield (
-            f"data.sequence_length={width // 2}",
-            replace(facts, sequence_length=width // 2, rows=(width // 2,)),
-            techniques,
-        )
+    if phase is not MemoryPhase.weights and narrow > 1:
+        yield f"data.sequence_length={narrow}", replace(facts, sequence_length=narrow, rows=(narrow,)), techniques
     if not lora.enabled:
         yield "techniques.lora.enabled=true", facts, replace(techniques, lora=replace(lora, enabled=True))
-        eight = OptimizerConfig(**{**vars(config), "name": OptimizerName.adamw_8bit})
+        eight = replace(config, name=OptimizerName.adamw_8bit)
         if config.name is OptimizerName.adamw and not list(update_rule.check(eight, facts)):
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:

@@ -1,13 +1,11 @@
 """Checks that a resumed run has the same decisions for each `auto`, base weights, data and machine as when it started.
 
-run_folder.py compares the recipe. Whatever the recipe leaves open is written to `setting.json` when a run starts and
+run_folder.py compares the recipe. What the recipe leaves open is written to `setting.json` when a run starts and
 compared when it resumes, so that a resumed run ends with the same bits as an uninterrupted one:
 
-- Each `auto` keeps its decision. It is not decided again: a card with less free memory today would decide differently.
-- The base model's files and each source's tokens must be the same, or the run is refused with a line for each
-  difference.
-- Another card, torch or package version may round differently. The user gets a note and the run resumes; with
-  run.deterministic=true it is refused.
+- Each `auto` keeps its decision: a card with less free memory today would decide differently.
+- With other files of the base model or other tokens of a source the run is refused, with a line for each difference.
+- Another card, torch or package version may round differently: a note, or with run.deterministic=true a refusal.
 
 A run without a checkpoint starts again, so nothing is compared.
 """
@@ -26,13 +24,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
+from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW, differences, write_json
 from fxtune.config.validate import Validator
+from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.world import THREADS
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
-from fxtune.system.atomic_files import read_json, replace_text
+from fxtune.system.atomic_files import read_json
+from fxtune.system.host import cores
 from fxtune.techniques.facts import Facts
 
 FILE = "setting.json"
@@ -51,8 +52,11 @@ class ResumeCheck:
     Raises StorageError if the file exists and cannot be read.
     """
 
-    def __init__(self, folder: Path, resumes: bool, strict: bool, note: Callable[[str], None]) -> None:
-        self.folder, self.strict, self.note = folder, strict, note
+    def __init__(
+        self, folder: Path, resumes: bool, strict: bool, note: Callable[[str], None], writes: bool = True
+    ) -> None:
+        """`writes`: false on all ranks but one."""
+        self.folder, self.strict, self.note, self.writes = folder, strict, note, writes
         self.now: dict[str, dict[str, str]] = {}
         self.before: dict[str, Any] = {}
         if resumes and (folder / FILE).exists():
@@ -77,19 +81,33 @@ class ResumeCheck:
                 continue
             if "auto" not in _as_json(list(dataclasses.asdict(technique).values())):
                 continue
+            decisions = {key: _as_json(getattr(decided, key)) for key in was if hasattr(technique, key)}
             different = {
-                key: self._parse_recorded(name, technique, key, value)
-                for key, value in was.items()
-                if hasattr(technique, key) and _as_json(getattr(decided, key)) != value
+                key: self._parse_recorded(name, technique, key, was[key])
+                for key, value in decisions.items()
+                if value != was[key]
             }
             if different:
                 changes[name] = dataclasses.replace(technique, **different)
-                values = (
-                    f"{key}={_as_json(value)} (today it would be {_as_json(getattr(decided, key))})"
-                    for key, value in different.items()
-                )
+                values = (f"{key}={was[key]} (today it would be {decisions[key]})" for key in different)
                 self.note(f"{name}: as when the run was started, {', '.join(values)}")
         return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
+
+    def earlier_rows(self, data: DataConfig) -> DataConfig:
+        """`data`, whose packing is `auto`, with packing and buckets as decided when the run started."""
+        rows = self._section("rows")
+        packing, buckets = rows.get("packing"), rows.get("buckets", [])
+        if not isinstance(packing, bool):
+            return data
+        if not isinstance(buckets, list) or not all(type(one) is int and one > 1 for one in buckets):
+            raise StorageError(f"{self.folder / FILE}: rows.buckets={buckets} are no lengths. Restore the file.")
+        return dataclasses.replace(data, packing=packing, buckets=buckets)
+
+    def keep_threads(self) -> None:
+        """Use as many CPU threads as when the run started, if this machine has the cores: sums depend on them."""
+        threads = str(self._section("machine").get("threads", ""))
+        if threads.isdecimal() and not os.environ.keys() & THREADS and 0 < int(threads) <= cores():
+            torch.set_num_threads(int(threads))
 
     def _parse_recorded(self, name: str, technique: Any, key: str, value: Any) -> Any:
         """A recorded value with the type of the technique's field: JSON has no enums."""
@@ -123,15 +141,12 @@ class ResumeCheck:
         self.compare("data", documents)
 
     def compare(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
-        """Compare a section with its values at the start of the run, and remember it for save(). Raises ConfigError
+        """Compare a section with its values at the start of the run, and keep it for setting.json. Raises ConfigError
         with each difference; without `refuse` it prints a note instead, unless the run is deterministic.
         """
-        plain = self.now[section] = _as_json(dict(now))
+        self.now[section] = _as_json(dict(now))
         before = self._section(section)
-        if not before:
-            return
-        keys = sorted(key for key in before.keys() | plain.keys() if before.get(key) != plain.get(key))
-        changed = [f"  {section}.{key}: {_value_text(before, key)} -> {_value_text(plain, key)}" for key in keys]
+        changed = differences({section: before}, {section: self.now[section]}) if before else []
         if changed and (refuse or self.strict):
             why = CAUSES.get(section, "") if refuse else " (with run.deterministic=true it must not)"
             raise ConfigError(
@@ -147,25 +162,12 @@ class ResumeCheck:
             )
 
     def check_model(self, model: nn.Module, techniques: Mapping[str, Any]) -> None:
-        """compare() the built model, and save() all sections."""
+        """compare() the built model. At the start of a run it writes `setting.json`. Raises StorageError."""
         self.compare("techniques", techniques)  # again: an automatic choice that failed to compile has changed
-        self.compare(
-            "built",
-            {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")},
-        )
-        self.save()
-
-    def save(self) -> None:
-        """Write `setting.json` at the start of a run. Raises StorageError."""
-        if self.before:
-            return
-        try:
-            replace_text(self.folder / FILE, json.dumps(self.now, indent=1))
-        except OSError as error:
-            raise StorageError(
-                f"{self.folder / FILE} cannot be written: {error.strerror or error}. Free space there, or set "
-                "run.dir to another disk."
-            ) from error
+        built = {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")}
+        self.compare("built", built)
+        if not self.before and self.writes:
+            write_json(self.folder / FILE, self.now)
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)
@@ -173,20 +175,18 @@ class ResumeCheck:
 
 
 def _machine(facts: Facts) -> dict[str, str]:
-    """Versions that may change rounding: the device, torch and its threads, and the packages that compute."""
-    threads = {"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}
-    name = facts.device_name if facts.device == "cuda" else "cpu"
+    """What may change rounding: the device, torch and its threads, and the packages that compute."""
     return {
-        "device": name,
-        **threads,
+        "device": facts.device_name if facts.device == "cuda" else "cpu",
+        **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
         **{package: version for package, version in facts.packages.items() if package not in TRACKERS},
         "torch": torch.__version__,
     }
 
 
 def _weight_digests(model: ModelConfig) -> dict[str, str]:
-    """A digest of each weights file of a local base model, from its size and samples. A model from the hub has a
-    revision, which check_model() compares. Raises StorageError for a file that cannot be read.
+    """A digest of each weights file of a local base model, from its size and samples. Raises StorageError for one
+    that cannot be read. A model from the hub has a revision, which check_model() compares.
     """
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
@@ -209,8 +209,3 @@ def _weight_digests(model: ModelConfig) -> dict[str, str]:
 def _as_json(value: Any) -> Any:
     """`value` as it is read back from JSON."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _value_text(section: Mapping[str, Any], key: str) -> str:
-    value = section.get(key, "(absent)")
-    return value if isinstance(value, str) else json.dumps(value)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
-from fxtune.data.batches.plan import Plan
 from fxtune.errors import StorageError
 from fxtune.techniques.compile.technique import Compile
 from fxtune.tracking.display import Display
@@ -20,25 +19,20 @@ from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
 
 
+@dataclass
 class RunLog:
     """The log of one run. Keeps the last value of each figure in `state.figures`."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        screen: Display,
-        tracker: Tracker,
-        state: TrainState,
-        startup: StartupTimer,
-        compile: Compile,
-    ) -> None:
-        self.folder, self.screen, self.tracker, self.state = folder, screen, tracker, state
-        self.startup, self.compile = startup, compile
-        self.done: set[str] = set()
-        """One-time notes that were printed."""
+    folder: RunFolder
+    screen: Display
+    tracker: Tracker
+    state: TrainState
+    startup: StartupTimer
+    compile: Compile
+    done: set[str] = field(default_factory=set)
+    """One-time notes that were printed."""
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Log `figures` for the steps done so far."""
         self.state.figures.update({"train/step": self.state.step, **figures})
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
@@ -60,20 +54,18 @@ class RunLog:
             self.folder.write("compile.json", asdict(report))
         except StorageError as error:  # only a report is lost: training goes on
             self.screen.note(str(error))
-        self.tracker.log(
-            self.state.step,
-            {
-                "compile/graphs": report.graphs,
-                "compile/graph_breaks": len(report.breaks),
-                "compile/recompilations": report.recompilations,
-                "compile/seconds": report.seconds,
-            },
-        )
+        figures = {
+            "graphs": report.graphs,
+            "graph_breaks": len(report.breaks),
+            "recompilations": report.recompilations,
+            "seconds": report.seconds,
+        }
+        self.tracker.log(self.state.step, {f"compile/{name}": value for name, value in figures.items()})
         for line in report.lines():
             self.screen.note(line)
 
     def stopped(self, steps: int, again: bool) -> str:
-        """A sentence on how far the stopped run got and how to resume it. `again`: the same command resumes it."""
+        """How far the stopped run got and how to resume it. `again`: the same command resumes it."""
         step, folder = self.state.step, self.folder.path
         command = "The same command" + " with run.resume=auto" * (not again)
         if step == 0:
@@ -101,7 +93,20 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     )
     yield from config.techniques.ignored_options()
     yield from builder.decided
-    yield from _plan_notes(data.training, config.train.global_batch_size)
+    yield from data.training.notes()
+    summary = data.training.summary()
+    yield (
+        f"{summary['steps']} steps of {config.train.global_batch_size} rows, {summary['epochs']:.2f} epochs; "
+        f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
+    )
+    settings = config.data
+    if settings.eval_sources and settings.eval_fraction:
+        yield f"data.eval_fraction={settings.eval_fraction:g} holds out nothing: data.eval_sources names other data."
+    if settings.own_questions() is not settings.questions:
+        yield (
+            f"data.questions.path={settings.questions.path} belongs to data that ships with fxtune, which "
+            "data.sources does not name: no questions are asked. Name held-out chats of your own there."
+        )
     if data.evaluation:
         held = data.evaluation.summary()
         yield (
@@ -110,16 +115,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         )
     if facts.dtype == "bfloat16" and not builder.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
         yield (
-            "The trained weights are bfloat16, where an update below 1/256 of a weight is lost: small learning rates "
+            "The trained weights are bfloat16, where an update below 1/512 of a weight is lost: small learning rates "
             "learn little. optimizer.stochastic_rounding=true loses none on average; model.dtype=float32 with "
             "techniques.precision.autocast=bfloat16 loses none, for twice the memory."
         )
-
-
-def _plan_notes(plan: Plan, rows: int) -> Iterator[str]:
-    yield from plan.notes()
-    summary = plan.summary()
-    yield (
-        f"{summary['steps']} steps of {rows} rows, {summary['epochs']:.2f} epochs; {summary['supervised_share']:.1%} "
-        f"of the tokens supervised, {summary['padding_share']:.1%} padding"
-    )

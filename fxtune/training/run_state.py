@@ -1,14 +1,10 @@
-"""The state of a run: saved to checkpoints as the run goes on, and loaded from the newest one when it resumes.
-
-A checkpoint holds the trained weights, the optimizer's moments, and a `TrainState` with everything else that the next
-step needs.
-"""
+"""The state of a run: saved to checkpoints as the run goes on, and loaded from the newest one when it resumes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,18 +18,15 @@ from fxtune.training.step_monitor import StepMonitor
 
 
 class RunState:
-    """The state of the run in `folder`. `recipe`: its whole config as plain data. `note` prints one-line messages for
-    the user.
+    """The state of the run in `folder`. `note` prints one-line messages for the user.
 
-    The loop keeps `state` up to date. save() adds the state of the optimizer, the loss scale and the monitor. As a
-    context manager it waits at the end for the save in progress.
+    The loop keeps `state` up to date. save() adds the state of the optimizer, the loss scale and the monitor.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         config: CheckpointConfig,
-        recipe: dict[str, Any],
         model: nn.Module,
         train_step: TrainStep,
         monitor: StepMonitor,
@@ -41,17 +34,16 @@ class RunState:
     ) -> None:
         self.folder, self.note, self.model, self.monitor = folder, note, model, monitor
         self.optimizer, self.loss_scale = train_step.optimizer, train_step.loss_scale
-        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, config_digest(recipe), note)
+        self.world = train_step.world
+        self.checkpoints = Checkpoints(
+            folder.path / CHECKPOINTS, config, config_digest(folder.config), note, writes=self.world.main
+        )
         self.state = TrainState()
         self.saved = 0
         """The last step for which a save was started."""
         self._saved_rows: dict[str, int] = {}
-
-    def __enter__(self) -> RunState:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.checkpoints.__exit__(*error)
+        self._holds_best = False
+        """Whether load_best() replaced the weights of `state`. They are not saved any more."""
 
     def load(self, fingerprint: str) -> TrainState:
         """Load weights, moments and state of the newest checkpoint. Without a checkpoint, make a new state.
@@ -59,7 +51,16 @@ class RunState:
         `fingerprint`: of the data plan. Raises ConfigError if the checkpoint belongs to other data, StorageError if
         there are checkpoints and none of them is complete.
         """
-        saved = self.checkpoints.load_newest(self.weights()) if self.folder.resumed else None
+        saved = None
+        if self.folder.resumed:
+            newest = partial(self.checkpoints.load_newest, self.weights())
+            saved = self.world.main_first(newest, "waiting for rank 0 to read the checkpoint")
+            steps = self.world.gather(saved.state.step if saved else 0, "comparing checkpoints")
+            if len(set(steps)) > 1:
+                raise StorageError(
+                    f"The ranks found different newest checkpoints in {self.checkpoints.folder}: of steps {steps}, in "
+                    "the order of the ranks. Every host must see the same folder: put run.dir on a shared disk."
+                )
         if saved is None:
             if self.folder.resumed:
                 self.note(f"{self.folder.path} was interrupted before its first checkpoint, so it starts again.")
@@ -71,9 +72,7 @@ class RunState:
                 f"template), so its run cannot be resumed. Restore the data as it was, or start anew with "
                 f"{HOW_TO_START_ANEW}."
             )
-        with torch.no_grad():
-            for name, parameter in self.weights().items():
-                parameter.copy_(saved.weights[name])
+        copy_weights(saved.weights, self.weights())
         try:
             self.optimizer.load(saved.moments, saved.state.optimizer)
             self.loss_scale.load(saved.state.loss_scale)
@@ -87,6 +86,26 @@ class RunState:
         self.state, self.saved, self._saved_rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state
 
+    def compare_ranks(self) -> None:
+        """Raise ConfigError if the ranks are about to train different recipes, data or weights."""
+        if self.world.size == 1:
+            return
+        weights = sum(
+            (weight.double().sum() for weight in self.weights().values()), torch.zeros((), dtype=torch.double)
+        )
+        mine = {
+            "the recipe": self.checkpoints.recipe,
+            "the data": self.state.data_fingerprint,
+            "the trained weights": repr(float(weights)),
+        }
+        ranks = self.world.gather(mine, "comparing what the ranks train")
+        for what, value in mine.items():
+            if different := [rank for rank, others in enumerate(ranks) if others[what] != value]:
+                raise ConfigError(
+                    f"Rank {different[0]} differs from rank {self.world.rank} in {what}. Start all ranks with the "
+                    "same command and files."
+                )
+
     def save(self) -> None:
         """Copy the state; the copy is written to the disk while the next steps run."""
         since = time.perf_counter()
@@ -99,22 +118,64 @@ class RunState:
     def ensure_saved(self) -> None:
         """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError."""
         failed = self.checkpoints.settle()
-        if self.state.step and (failed or self.state.step > self.saved or self.state.rows != self._saved_rows):
+        unsaved = failed or self.state.step > self.saved or self.state.rows != self._saved_rows
+        if self.state.step and not self._holds_best and unsaved:
             self.save()
         self.checkpoints.wait()
+
+    def load_best(self) -> int:
+        """Load the weights of the lowest held-out loss, for the export. Returns their step: the last one if there is
+        no such checkpoint. Nothing is saved after this.
+        """
+        step, best = self.state.step, self.state.best_step
+        if best in (None, step) or not self.checkpoints.config.keep_best:
+            return step
+        try:
+            copy_weights(self.checkpoints.read(best, self.weights()).weights, self.weights())
+        except ValueError as reason:
+            self.note(f"The best checkpoint, of step {best}, cannot be read ({reason}), so the last one is exported.")
+            return step
+        self._holds_best = True
+        return best
 
     def check_room(self, steps: int, optimizer: str, export_all: bool) -> None:
         """Refuse a run of `steps` steps if the disk has no room for one checkpoint and the export: the whole model
         with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. Raises StorageError.
         """
         if self.state.step < steps:
-            trained = list(self.weights().values())
-            exported = list(self.model.parameters()) if export_all else trained
-            self.checkpoints.check_room(
-                sum(weight.nbytes for weight in trained) + moment_bytes(optimizer, self.optimizer.parts),
-                sum(weight.nbytes for weight in exported),
-            )
+            size = sum(weight.nbytes for weight in self.weights().values())
+            moments = moment_bytes(optimizer, self.optimizer.parts)
+            self.checkpoints.check_room(size + moments, self._export_bytes(export_all))
+
+    def make_room(self, export_all: bool) -> None:
+        """Remove the oldest checkpoints if the export would not fit; never the best and the newest."""
+        self.checkpoints.make_room(self._export_bytes(export_all), self.state.best_step)
+
+    def _export_bytes(self, export_all: bool) -> int:
+        return sum(weight.nbytes for weight in (self.model.parameters() if export_all else self.weights().values()))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights by name."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return trained_weights(self.model)
+
+
+def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained weights of a model by name: what a checkpoint holds."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(saved[name])
+
+
+def weights_note(step: int, state: TrainState) -> str:
+    """Which weights are exported: those of `step` of a run that ended with `state`. Empty without held-out data."""
+    if state.best_loss is None:
+        return ""
+    if step == state.best_step:
+        return f"weights of step {step}, which have the lowest held-out loss, {state.best_loss:.4f}"
+    return (
+        f"weights of step {step}, the last; the lowest held-out loss was {state.best_loss:.4f}, at step "
+        f"{state.best_step}"
+    )

@@ -1,11 +1,10 @@
 """Loss spikes: steps whose loss is far above that of the steps before, detected on the device while they run.
 
 A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826
-times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974). Unlike
-a mean, median and spread are not moved by the spikes themselves: up to half of the window may be outliers. The spread
-is at least MIN_SPREAD of the median, for losses that hardly differ. Every loss enters the window, also that of a
-spike: if the loss has moved to a new level for good, it stops being a spike after half a window, and skipping ends by
-itself.
+times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974), and
+at least MIN_SPREAD of the median. Up to half of the window may be outliers: they do not move median and spread. Every
+loss enters the window, also that of a spike: if the loss has moved to a new level for good, skipping ends by itself
+after half a window.
 
 Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them (scripts/bench/bench_guards.py).
 """

@@ -1,8 +1,7 @@
 """Per-step statistics: kept on the device until the next log line, then counted, logged, and checked for bad steps.
 
-Whether a step is skipped is decided on the device, in the step itself (step.py). This file counts skipped steps and
-loss spikes, reports them with their samples (bad_batches.py), and ends the run after too many steps in a row that were
-not finite.
+The step itself decides on the device whether it is skipped (step.py). Here skipped steps and loss spikes are counted
+and reported with their samples, and too many steps in a row that were not finite end the run.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class StepRecord:
 
     @property
     def scale_too_large(self) -> bool:
-        """Whether the gradient overflowed because the loss scale was too large: the loss itself is finite. The scale
-        is then halved. From 65536 that happens at most 16 times, so a run with other problems still ends.
+        """Whether the loss scale was too large: the loss itself is finite. The scale is then halved, from 65536 at
+        most 16 times, so a run with other problems still ends.
         """
         return not self.finite and self.loss_scale > 1 and math.isfinite(self.loss)
 
@@ -163,7 +162,7 @@ class StepMonitor:
         return figures
 
     def state(self) -> dict[str, Any]:
-        """The state with which a resumed run counts, judges and logs as this one would. Waits for the device."""
+        """What load() takes, so that a resumed run counts, judges and logs as this one would. Waits for the device."""
         statistics = self.statistics
         statistics.settle()
         self._report()  # before the save: a run that is killed after the save would never report them
@@ -176,7 +175,7 @@ class StepMonitor:
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Restore what state() returned after `step` steps."""
+        """Restore the state() after `step` steps."""
         statistics = self.statistics
         statistics.step = step
         statistics.skipped, statistics.consecutive_bad, statistics.spikes = (
@@ -197,15 +196,14 @@ class StepMonitor:
 
     def stop_error(self, checkpoints: Path) -> NumbersError:
         """The error to raise if must_stop. `checkpoints`: the folder where the state is saved."""
-        statistics = self.statistics
         return self._error(
-            f"The loss or the gradient was not finite in {statistics.consecutive_bad} steps in a row, up to step "
-            f"{statistics.step}. None of them touched the weights, and those are saved: {checkpoints}."
+            f"The loss or the gradient was not finite in {self.statistics.consecutive_bad} steps in a row, up to step "
+            f"{self.statistics.step}. None of them touched the weights, and those are saved: {checkpoints}."
         )
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
-        """Raise NumbersError if the weights are broken: the last steps of the run were not finite (or all were
-        skipped), and the weights give no finite loss on the batch of the last finite step either. `steps`: of the run.
+        """Raise NumbersError if the last of the run's `steps` were not finite, or all were skipped, and the weights
+        give no finite loss on the batch of the last finite step either.
         """
         skipped, last_finite = self.statistics.skipped, self.last_finite - 1
         if self.statistics.consecutive_bad == 0 and skipped < self.statistics.step:
@@ -222,13 +220,11 @@ class StepMonitor:
         """Lines for the end of the run."""
         statistics, lines = self.statistics, []
         if statistics.skipped:
-            spikes = ", or their loss a spike" * statistics.skips_spikes
-            last = f". The last {statistics.consecutive_bad} too, but the weights give a finite loss"
-            last *= bool(statistics.consecutive_bad)
-            lines.append(
-                f"{statistics.skipped} of {steps} steps were skipped: their loss or gradient was not "
-                f"finite{spikes}{last}."
-            )
+            line = f"{statistics.skipped} of {steps} steps were skipped: their loss or gradient was not finite"
+            line += ", or their loss a spike" * statistics.skips_spikes
+            if statistics.consecutive_bad:
+                line += f". The last {statistics.consecutive_bad} too, but the weights give a finite loss"
+            lines.append(f"{line}.")
         if statistics.spikes:
             lines.append(f"{statistics.spikes} loss spikes: {self.bad_batches.folder / 'spikes'}")
         return lines

@@ -1,69 +1,99 @@
 """Training: one loop for LoRA and full fine-tuning, read top to bottom.
 
-`Trainer.__init__` shows the order in which a run is built, `_loop` is the loop, and `step` is one optimizer step
-(step.py). There are no callbacks: the loop calls everything by name. It waits for the device only to log figures; by
-then the next step is already issued. run_state.py saves and resumes, run_log.py logs.
+`Trainer.__init__` shows the order in which a run is built, `_loop` is the loop. There are no callbacks: the loop calls
+everything by name. It waits for the device only to log figures; by then the next step is already issued.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.run_folder import RunFolder, claim
-from fxtune.config.root import Config, OutOfMemory, Resume
+from fxtune.config.introspection import with_defaults
+from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
+from fxtune.data.config import AUTO
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.models.save import save_model
 from fxtune.objectives.base import Objective
 from fxtune.objectives.causal_lm import CausalLM
+from fxtune.system import progress
 from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
+from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.throughput import StartupTimer
+from fxtune.training.agreement import together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
 from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.run_log import RunLog, introduction
-from fxtune.training.run_state import RunState
+from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
 
 
 def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
-    """Train as `config` says and return the run's last figures. `python -m fxtune +recipe=...` calls this.
-
-    `objective` is the loss to minimise; None means CausalLM.
-    """
+    """Train as `config` says and return the run's last figures. `objective` is minimised; None means CausalLM."""
     with SIGNALS:
         SIGNALS.check()  # a signal ends a whole sweep, not one of its runs
         # Enums become their values: the recipe is written to files.
         recipe = redact(json.loads(json.dumps(dataclasses.asdict(config))))
-        folder = claim(config.run.name, config.run.dir, config.run.resume.value, recipe)
-        screen = display(config.tracking.display.value)
-        try:
-            if folder.finished:
-                screen.note(
-                    f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train "
-                    "again."
-                )
-                return folder.result()
-            with SIGNALS.interruptible():
-                trainer = Trainer(config, folder, screen, recipe, objective)
-            return trainer.run()
-        except UserError:
-            folder.abandon()
-            raise
-        finally:
-            screen.finish()
-            folder.release()
+        with World.create(config.run.device, config.run.memory_gib) as world:
+            return _run_in_folder(_claim(world, config, recipe), config, recipe, objective, world)
+
+
+def _run_in_folder(
+    folder: RunFolder, config: Config, recipe: dict[str, Any], objective: Objective | None, world: World
+) -> dict[str, Any]:
+    packing = (folder.config.get("data") or {}).get("packing", AUTO)
+    if config.data.packing == AUTO != packing:  # the run was begun before packing could be `auto`
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
+    shown = config.tracking.display.value if world.main else "none"
+    screen = display(shown)
+    progress.show(shown)
+    try:
+        if folder.finished:
+            screen.note(
+                f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
+            )
+            return folder.result()
+        with SIGNALS.interruptible():
+            trainer = Trainer(config, folder, screen, recipe, objective)
+        return trainer.run()
+    except UserError:
+        folder.abandon()
+        raise
+    finally:
+        screen.finish()
+        progress.hide()
+        folder.release()
+
+
+def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
+    """The run's folder: rank 0 finds and locks it, the others get its path."""
+    run, completed = config.run, partial(with_defaults, Config)
+
+    def work() -> RunFolder | None:
+        return claim(run.name, run.dir, run.resume.value, recipe, completed) if world.main else None
+
+    found = world.main_first(work, "waiting for rank 0 to find the run folder")
+    path, resumed, before = world.broadcast(
+        (found.path, found.resumed, found.config) if found else (Path(), False, {})
+    )
+    return found or RunFolder(path, resumed, None, before)
 
 
 class Trainer:
@@ -88,10 +118,12 @@ class Trainer:
             raise ConfigError("\n".join(reasons))
         self.startup.done("checks")
         self.tokenizer, self.data = builder.read(quarantine=folder.path / "quarantine.jsonl")
+        self.world.heartbeat.doing("building the model")
         self.plan = self.data.training
         resume_check.check_data(self.data.tables)
+        data = config.data
         self.questions = AnswerEvaluation.open(
-            config.data.questions, self.tokenizer, folder.path, config.data.chat_template
+            data.own_questions(), self.tokenizer, folder.path, data.chat_template, data.system
         )
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
@@ -107,15 +139,16 @@ class Trainer:
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
         # weight.
         self.train_step = builder.train_step(self.language_model, self.objective)
-        self.bad_batches = BadBatches(folder.path, self.plan, self.tokenizer.decode, screen.note)
+        self.bad_batches = BadBatches(
+            folder.path, self.plan, self.tokenizer.decode, screen.note, writes=self.world.main
+        )
         self.monitor = StepMonitor(
             config.train, self.train_step.spikes, self.bad_batches, self.train_step.loss_scale.active
         )
-        self.run_state = RunState(
-            folder, config.checkpoint, recipe, self.model, self.train_step, self.monitor, screen.note
-        )
-        with builder.oom_context("Loading the checkpoint"):
+        self.run_state = RunState(folder, config.checkpoint, self.model, self.train_step, self.monitor, screen.note)
+        with phase("Loading the checkpoint", announce=False), builder.oom_context("Loading the checkpoint"):
             self.state = self.run_state.load(self.plan.fingerprint)
+        self.run_state.compare_ranks()
         self.batch_sizes = BatchSizes(
             self.world.device,
             self.state.rows,
@@ -126,21 +159,20 @@ class Trainer:
         self._cut_plan(self.batch_sizes.rows("training", config.train.micro_batch_size))
         self.held_out: HeldOutEvaluation | None = None
         if self.data.evaluation:
-            loader = partial(Loader, config=config.loader, device=self.world.device)
-            self.held_out = HeldOutEvaluation(
-                self.data.evaluation, loader, self.language_model, self.objective, self.techniques.precision
-            )
+            self.held_out = builder.held_out(self.data.evaluation, self.language_model, self.objective)
         self.loader: Loader | None = None
-        self.tracker = tracker.Tracker(
-            config.tracking,
-            folder.path,
-            config.run.name,
-            recipe,
-            self.state.wandb_id,
-            self.state.step,
-            self.state.figures.get("train/step"),
-            note=screen.note,
-        )
+        self.tracker: tracker.Tracker = tracker.NoTracker()
+        if self.world.main:
+            self.tracker = tracker.Tracker(
+                config.tracking,
+                folder.path,
+                config.run.name,
+                recipe,
+                self.state.wandb_id,
+                self.state.step,
+                self.state.figures.get("train/step"),
+                note=screen.note,
+            )
         # The id is kept even if W&B is off now: when the run is resumed with W&B on, it continues the same W&B run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
         self.log = RunLog(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
@@ -154,7 +186,7 @@ class Trainer:
         with (
             SIGNALS.deferred(),
             self.tracker,
-            self.run_state,
+            self.run_state.checkpoints,
             self.builder.oom_context("Training", MemoryPhase.training),
         ):
             try:
@@ -165,7 +197,8 @@ class Trainer:
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
                 self.startup.done("optimizer and questions")
-                self._loop()
+                with phase("Training", self.plan.steps, STEPS, announce=False) as self.training:
+                    self._loop()
                 return self._finish()
             except Stopped as stop:
                 self._stop(stop)
@@ -190,6 +223,7 @@ class Trainer:
                 self._log_line(self.unlogged_lr)
             statistics.add(metrics)
             meter.add(step.index, step.wait_seconds)
+            self.training.done = step.index + 1
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == plan.steps
             evaluate, save = (
@@ -197,7 +231,8 @@ class Trainer:
             )
             self.unlogged_lr = lr if last or state.step % config.train.log_every == 0 else None
             state.evaluation_due = evaluate
-            SIGNALS.check()
+            if self.world.size == 1:  # several ranks agree on a signal in the next step
+                SIGNALS.check()
             if self.unlogged_lr is not None:
                 statistics.post()
                 if evaluate or save or not self.logs_late:
@@ -212,10 +247,11 @@ class Trainer:
     def steps(self) -> Iterator[tuple[StepBatches, float, Metrics]]:
         """Take the remaining optimizer steps. Yields each step, its learning rate, and its metrics on the device."""
         self.model.train()
-        index = self.state.step
+        index = self.first_step = self.state.step
         while index < self.plan.steps:
             exhausted = None
-            self.loader = Loader(self.plan, self.config.loader, self.world.device)
+            own = self.plan.for_rank(self.world.rank, self.world.size)
+            self.loader = Loader(own, self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
                 lr = self.builder.learning_rate(index, self.plan.steps)
@@ -232,15 +268,31 @@ class Trainer:
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
-        take = self.train_step
-        with SIGNALS.interruptible():  # nothing has changed yet, and compiling can take minutes
-            metrics = take.backward(step.micro_batches, self.objective.normalizer(self.plan, step.index), step.index)
-        take.clip(metrics)
+        take, first = self.train_step, step.index == self.first_step
+        normalizer = self.objective.normalizer(self.plan, step.index)
+        self.world.heartbeat.doing("forward and backward", step.index + 1)
+        name = f"Step {step.index + 1:,} of {self.plan.steps:,}"
+        name += ", compiling" if first and self.techniques.compile.enabled else ""
+        counted = phase(name, self.plan.micro_batches(step.index) // self.world.size, MICRO_BATCHES, announce=first)
+        # Interruptible, because nothing has changed yet, and compiling can take minutes.
+        with self._interruptible(), counted as work:
+            batches = work.over(step.micro_batches)
+            backward = partial(take.backward, batches, normalizer, step.index, step.own)
+            metrics = take.sum_over_ranks(together(self.world, backward))
+        # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
+        with nullcontext() if self.world.size == 1 else self.builder.oom_context(f"Clipping in step {step.index + 1}"):
+            take.clip(metrics)
         self.run_state.checkpoints.wait_for_copy()
         # Not repeated when it runs out of memory: some weights may be updated already.
         with self.builder.oom_context(f"The update of step {step.index + 1}"):
             take.update(metrics, lr)
         return metrics
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """A signal ends the body at once. With several ranks it waits: they must agree first, to stop together."""
+        with SIGNALS.interruptible() if self.world.size == 1 else SIGNALS.held():
+            yield
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
@@ -324,48 +376,63 @@ class Trainer:
         if self.held_out is None:
             self.state.evaluation_due = False
             return False
-        with SIGNALS.interruptible():
+        with self._interruptible():
             figures = self.batch_sizes.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
         self.state.evaluation_due = False
         self.log.log({f"eval/{name}": value for name, value in figures.items()})
         self.log.compiled("evaluation")
-        if self.state.best_loss is not None and not figures["loss"] < self.state.best_loss:
+        if not figures["loss"] < (math.inf if self.state.best_loss is None else self.state.best_loss):  # also if NaN
             return False
         self.state.best_loss, self.state.best_step = figures["loss"], self.state.step
         return self.config.checkpoint.keep_best
 
     def _ask_questions(self, when: str) -> None:
         assert self.questions is not None
-        with SIGNALS.interruptible():
-            share = self.questions.ask(self.model, when, self.batch_sizes)
+        share = 0.0
+        with self._interruptible():
+            if self.world.main:
+                share = self.questions.ask(self.model, when, self.batch_sizes)
+            share = self.world.broadcast(share, "waiting for rank 0 to ask the questions")
         self.log.log({"questions/exact_match": share})
 
     def _finish(self) -> dict[str, Any]:
-        """Export the trained weights, ask the questions again, and tell the user where everything is."""
-        kind = "adapter" if self.techniques.lora.enabled else "model"
+        """Export the best or the last weights, ask the questions again, and tell the user where everything is."""
+        state, whole_model = self.state, not self.techniques.lora.enabled
+        kind = "model" if whole_model else "adapter"
         output = self.folder.path / kind
         self.monitor.refuse_broken_weights(self.plan.steps, self.run_state.checkpoints.folder, self._gives_finite_loss)
+        step = state.step
+        if self.config.run.export is Export.best and self.world.main:
+            step = self.run_state.load_best()
         if self.questions:
             self._ask_questions("after")
+        figures, note = dict(state.figures), weights_note(step, state)
+        if note:
+            figures |= {"eval/best_loss": state.best_loss, "eval/best_step": state.best_step, "export/step": step}
         card = {
             "data": self.plan.fingerprint,
-            "figures": self.state.figures,
+            "weights": note,
+            "figures": figures,
             "facts": self.facts,
             "config": self.recipe,
         }
-        with SIGNALS.interruptible():  # the export is complete or absent
-            save_model(self.model, self.tokenizer, output, card=card)
-        self.run_state.checkpoints.wait()
-        if figures := self.run_state.checkpoints.save_timings():
-            self.log.log(figures)
-        self.tracker.summary(self.state.figures)
-        self.folder.finish(self.state.figures)
+        with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
+            if self.world.main:
+                self.run_state.make_room(whole_model)
+                save_model(self.model, self.tokenizer, output, card=card)
+            self.world.agree(0, "waiting for rank 0 to export the weights")
+        with phase("Writing the last checkpoint", announce=False):
+            self.run_state.checkpoints.wait()
+        if timings := self.run_state.checkpoints.save_timings():
+            self.log.log(timings)
+            figures |= timings
+        self.tracker.summary(figures)
+        self.folder.finish(figures)
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
-        self.log.ended(
-            self.questions, [*self.monitor.summary(self.plan.steps), *recorded, f"The {kind} is in {output}"]
-        )
-        return self.state.figures
+        exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
+        self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported])
+        return figures
 
     def _gives_finite_loss(self, step: int) -> bool:
         batch = self.plan.batch(step, 0).to(self.world.device)

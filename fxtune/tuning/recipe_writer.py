@@ -1,9 +1,8 @@
 """Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds
 on.
 
-The new recipe builds on the user's recipe by name if that is in ./recipes or ships with fxtune; it
-repeats the keys of a recipe file elsewhere in full. Before it is written, it is composed and must give
-exactly the config that was measured.
+The new recipe builds on the user's by name if that is in ./recipes or ships with fxtune, and repeats the keys of a
+recipe file elsewhere. Before it is written, it is composed and must give exactly the config that was measured.
 """
 
 from __future__ import annotations
@@ -28,20 +27,15 @@ from fxtune.system.redact import redact
 
 MARK = "# Found by: fxtune tune "
 """A line in the header of every file that is written here."""
-BACKUP = ".old"
-"""Suffix under which an earlier file of ours is kept; no recipe has this suffix."""
 
 
 def output_path(overrides: list[str], name: str, output: str | None) -> Path:
-    """The path of the new recipe. Raises ConfigError for a bad name, StorageError if a file
-    of the user has that path."""
+    """The path of the new recipe. Raises ConfigError for a bad name, StorageError if a file of the user is there."""
     path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_tuned.yaml")
-    if path.suffix != ".yaml" or not all(letter.isalnum() or letter in "_-." for letter in path.stem):
-        raise ConfigError(
-            f"--output {output}: a recipe is a file NAME.yaml, and NAME has letters, digits, `_`, `-` and `.`"
-        )
+    if path.suffix != ".yaml" or not discovery.is_name(path.stem):
+        raise ConfigError(f"--output {output}: a recipe is a file NAME.yaml, and NAME has {discovery.NAME_CHARACTERS}")
     try:
-        if path.exists() and MARK not in path.read_text(errors="replace"):
+        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
             raise StorageError(f"{path} exists, and fxtune tune did not write it: give another name with --output")
     except OSError as error:
         raise _not_written(path, error) from error
@@ -49,7 +43,6 @@ def output_path(overrides: list[str], name: str, output: str | None) -> Path:
 
 
 def choices(overrides: list[str]) -> list[Choice]:
-    """The checked overrides of the command line."""
     store = RecipeStore(Config)
     return [store.override(text) for text in overrides]
 
@@ -59,10 +52,10 @@ def recipe_names(overrides: list[str]) -> list[str]:
 
 
 def write(path: Path, header: Iterable[str], overrides: list[str], measured: Config) -> None:
-    """Write the recipe that gives `measured`. Raises StorageError."""
+    """Write the recipe that gives `measured`; an earlier one of ours is kept as NAME.yaml.old. Raises StorageError."""
     comments = "".join(f"# {redact(line)}".rstrip() + "\n" for line in header)
-    names = recipe_names(overrides)
-    for known in [[name for name in names if name in discovery.recipes()], []]:
+    names = [name for name in recipe_names(overrides) if name in discovery.recipes()]
+    for known in (names, []):
         text = f"{comments}# @package _global_\n{_yaml(redact(_changes(known, measured)))}"
         if _composes_to(text, path.name, measured):
             break
@@ -71,7 +64,7 @@ def write(path: Path, header: Iterable[str], overrides: list[str], measured: Con
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            replace_text(path.with_name(path.name + BACKUP), path.read_text())
+            replace_text(path.with_name(f"{path.name}.old"), path.read_text(encoding="utf-8"))
         replace_text(path, text)
     except OSError as error:
         raise _not_written(path, error) from error
@@ -97,12 +90,9 @@ def _difference(value: Any, base: Any) -> Any:
     """A value as plain data; of a dataclass, the fields that differ from those of `base`."""
     if isinstance(value, list):
         # An entry of a list is built from the defaults of its class wherever the list is given.
-        kinds: list[Any] = [type(one) for one in value]
-        return [_difference(one, kind()) for one, kind in zip(value, kinds, strict=True)]
+        return [_difference(one, type(one)()) for one in value]
     if dataclasses.is_dataclass(value):
-        pairs = (
-            (entry.name, getattr(value, entry.name), getattr(base, entry.name)) for entry in dataclasses.fields(value)
-        )
+        pairs = ((name, inner, getattr(base, name)) for name, inner in vars(value).items())
         return {name: _difference(mine, other) for name, mine, other in pairs if mine != other}
     return value.value if isinstance(value, Enum) else value
 
@@ -117,9 +107,9 @@ def _composes_to(text: str, name: str, config: Config) -> bool:
 
     with tempfile.TemporaryDirectory(prefix="fxtune-tune-") as scratch:
         draft = Path(scratch) / name
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         try:
-            return bool(comparable(load([f"+recipe={draft}"])) == comparable(config))
+            return bool(comparable(load([f"+recipe='{draft}'"])) == comparable(config))
         except ConfigError:
             return False
 

@@ -1,13 +1,11 @@
-"""The search of `fxtune tune`: it varies one axis at a time, starting from the recipe as it is.
+"""The search of `fxtune tune`: coordinate descent from the recipe as it is, one axis at a time.
 
-Each axis starts from the best candidate so far. The search repeats the axes until a round changes nothing or the time
-is up, and then measures the two fastest candidates again if they are close. A candidate that a check or the memory
-forecast rules out, that fails, or whose losses differ from those of the first trial gets a verdict and cannot win.
-Speeds within the spread of repeated measurements (at least NOISE) are a tie, and of tied candidates the one that
-changes the fewest keys wins: noise alone never replaces the recipe.
+The axes are repeated until a round changes nothing or the time is up. Then the two fastest candidates are measured
+again if they are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ
+from those of the first trial gets a verdict and cannot win. Of candidates within the spread of repeated measurements
+(at least NOISE), the one that changes the fewest keys wins: noise alone never replaces the recipe.
 
-There are a few dozen candidates, and each costs minutes and gets a line that explains it. So this is coordinate
-descent and not a sampler such as Optuna's, which needs many more trials before its model of the space is useful.
+A sampler such as Optuna's needs many more trials than these few dozen, which cost minutes each.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from fxtune.config.root import Config
 
 NOISE = 0.01
-"""Relative difference of two speeds that one measurement of each cannot tell apart."""
+"""Relative difference of two speeds that may be noise."""
 CLEAR = 0.2
 """Relative difference of two speeds from which one measurement of each is enough."""
 REPEATS = 2
@@ -40,9 +38,9 @@ REPEATS = 2
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
 """Allowed relative distance from the first trial, for the loss of the first step and for the mean loss."""
 STEP_TOLERANCE = 5
-"""Factor of TOLERANCE for any later step: training amplifies rounding, most of all in a random model."""
+"""Factor of TOLERANCE for any later step: training amplifies rounding."""
 MIN_LIMIT, LIMIT_FACTOR = 600.0, 4.0
-"""Time limit of a trial: this many seconds, or this many times what the first trial took, whichever is more."""
+"""A trial's time limit: seconds, or times what the first trial took, whichever is more."""
 ROUNDS = 3
 
 
@@ -56,7 +54,6 @@ class Search:
 
     config: Config
     overrides: list[str]
-    """The recipe and keys as the user typed them."""
     context: SearchContext
     axes: list[str]
     seconds: float
@@ -65,7 +62,6 @@ class Search:
     tell: Callable[[str], None]
     candidates: list[Candidate] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
-    """Settings for which there was no time."""
     best: Candidate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +73,8 @@ class Search:
             self._find_start()
         except _TimeIsUp:
             raise ConfigError(
-                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more "
-                "minutes, or fewer --steps."
+                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more, or fewer "
+                "--steps."
             ) from None
         for _ in range(ROUNDS if self.best.speed else 0):
             before = self.best
@@ -119,8 +115,7 @@ class Search:
         return winner, f"{why}. Tied with it, within {margin:.1%} ({kind}): {others or 'none'}{rule}."
 
     def _find_start(self) -> None:
-        """Start with the recipe as it is. If it does not run, start with the first setting
-        that runs with less memory."""
+        """Start with the recipe as it is or, if it does not run, the first setting that runs with less memory."""
         self.best = base = self._try({})
         if base.speed:
             return
@@ -137,11 +132,9 @@ class Search:
                 return
 
     def _search_axis(self, axis: str) -> None:
-        """Try each value of one axis, and make the best of them `best`.
+        """Make the best value of one axis `best`. After a slower step, no further step in its direction is tried.
 
-        If a step in one direction is slower, no further step in that direction is tried. When the time is
-        up, the loop goes on without trials, so that `untried` lists only what the time cut off and nothing
-        that had been given up before.
+        When the time is up, the loop goes on without trials, so that `untried` lists what the time cut off.
         """
         if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
             self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so none is tried")
@@ -156,8 +149,7 @@ class Search:
             except _TimeIsUp:
                 self.untried.append(Candidate(deltas, {}).title)
                 continue
-            # A candidate with fewer changes needs to be as fast as the best, one with more must be faster beyond
-            # noise.
+            # With fewer changes than the best it must be as fast, with more it must be faster beyond noise.
             simpler = len(candidate.deltas) < len(self.best.deltas)
             if candidate.speed > self.best.speed * (1 - NOISE if simpler else 1 + NOISE):
                 self.best = candidate
@@ -206,7 +198,6 @@ class Search:
         except BaseException:
             self.candidates.remove(candidate)  # it has no result
             raise
-        candidate.results.append(result)
         if result.outcome is Outcome.measured:
             self._compare_losses(candidate, result)
         else:
@@ -222,9 +213,9 @@ class Search:
         title = f"{candidate.title}, again ({repeat} of {REPEATS})" if repeat else candidate.title
         if found := self.cache.find(key):
             self.tell(title)
+            candidate.results.append(found)
             return found
-        results = (result for known in self.candidates for result in known.results)
-        times = [result.seconds for result in results if result.outcome is Outcome.measured]
+        times = [result.seconds for result in self._measured()]
         reserved = 0 if repeat else len(self._rivals())  # trials, to measure each of them once more
         left = self.deadline - time.monotonic()
         if left <= (statistics.median(times) if times else 0.0) * (1 + reserved):
@@ -236,12 +227,16 @@ class Search:
         if result.outcome is Outcome.hung and left < limit:
             raise _TimeIsUp  # cut short by the deadline, so this says nothing about the candidate
         self.cache.keep(key, result)
+        candidate.results.append(result)
         return result
+
+    def _measured(self) -> Iterator[TrialResult]:
+        results = (result for known in self.candidates for result in known.results)
+        return (result for result in results if result.outcome is Outcome.measured)
 
     def _compare_losses(self, candidate: Candidate, result: TrialResult) -> None:
         """Give the candidate a verdict if its losses are not those of the first trial on the same data."""
-        results = (one for known in self.candidates for one in known.results)
-        first = next(one.losses for one in results if one.outcome is Outcome.measured and one.data == result.data)
+        first = next(one.losses for one in self._measured() if one.data == result.data)
         if not first or len(first) != len(result.losses):
             candidate.verdict = f"another loss: {len(result.losses)} steps, and the first trial took {len(first)}"
             return
@@ -254,7 +249,6 @@ class Search:
             candidate.verdict = f"another loss: off by {candidate.loss_error:.1e}, more than {tolerance:g}"
 
     def _ranked(self) -> list[Candidate]:
-        """The candidates that can win, fastest first."""
         return sorted((one for one in self.candidates if one.speed), key=lambda one: -one.speed)
 
     def _rivals(self) -> list[Candidate]:
@@ -268,13 +262,11 @@ class Search:
         for repeat in range(1, REPEATS + 1):
             for candidate in (one for one in rivals if one.speed):
                 result = self._measure(candidate, repeat)
-                candidate.results.append(result)
                 if result.outcome is not Outcome.measured:
                     candidate.verdict = f"failed when repeated: {result.outcome.value}: {result.reason}"
                 self.tell(f"  {candidate.verdict or f'{result.tokens_per_second:,.0f} tokens/s'}")
 
     def _cache_key(self, candidate: Candidate, repeat: int) -> dict[str, Any]:
-        """Everything that the result of a trial depends on."""
         facts, config = self.context.facts, self.config
         unimportant = ("_name_or_path", "transformers_version")
         return {

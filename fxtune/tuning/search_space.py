@@ -1,10 +1,8 @@
-"""The search space of `fxtune tune`: the values worth a trial on each axis, and what is known about
-a candidate before its trial.
+"""The search space of `fxtune tune`: the values worth a trial on each axis.
 
-A candidate is the user's config with some keys changed. Before it costs a trial, three questions are answered from
-plain facts: can it run here (the check of each technique), does it fit (fxtune/techniques/estimate/memory.py), and is
-it the same setting as an earlier candidate (an `auto` and the value it resolves to)? The answers do not need the GPU,
-which belongs to the trials.
+A candidate is the user's config with some keys changed. Before it costs a trial, plain facts answer whether it can run
+(the check of each technique), whether it fits (fxtune/techniques/estimate/memory.py), and whether it is the setting of
+an earlier candidate (an `auto` and what it resolves to). The GPU belongs to the trials.
 
 No axis changes what is computed: the global batch, the model and the adapters stay as they are.
 """
@@ -17,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,20 +38,17 @@ if TYPE_CHECKING:
 Deltas = dict[str, Any]
 """The keys that a candidate changes, with plain values: {"techniques.attention.backend": "sdpa"}."""
 MARGIN = 0.15
-"""Error of the memory forecast: a candidate is left out if its forecast exceeds the free
-memory by more than this share."""
+"""Share of the free memory by which a forecast may exceed it: its own error."""
 MAX_EAGER_TOKENS = 2048
 """Row length from which eager attention is not worth a trial, because it writes out all scores."""
 MAX_GRAPH_LAYERS = 16
-"""Layers up to which compiling the decoder as one graph is worth a trial; compile time grows with them."""
+"""Layers up to which one graph of the decoder is worth a trial; compile time grows with them."""
 WORKERS = (0, 2, 4, 8)
 MICRO_BATCH = "train.micro_batch_size"
 
 
 @dataclass(frozen=True)
 class SearchContext:
-    """The machine, model and data of a search."""
-
     facts: Facts
     precision: str
     """What matmuls round to: float32, tf32, bfloat16 or float16."""
@@ -64,8 +60,6 @@ class SearchContext:
 
 @dataclass
 class Candidate:
-    """A setting: the keys that it changes, what is known before its trial, and the results of its trials."""
-
     deltas: Deltas
     identity: dict[str, Any]
     """Everything its speed depends on, with every `auto` resolved. Equal identities are the same setting."""
@@ -76,11 +70,9 @@ class Candidate:
     """Why it was not run, or cannot win. Empty: it can win."""
     results: list[TrialResult] = field(default_factory=list)
     loss_error: float | None = None
-    """Relative distance from the losses of the first trial."""
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second of each measurement."""
         return [result.tokens_per_second for result in self.results if result.outcome is Outcome.measured]
 
     @property
@@ -104,28 +96,18 @@ def hydra_value(value: Any) -> str:
 
 
 def apply_deltas(config: Config, deltas: Deltas) -> Config:
-    """A copy of `config` with the keys of `deltas` set."""
     changed = copy.deepcopy(config)
     for key, value in deltas.items():
-        *path, name = key.split(".")
-        owner: Any = changed
-        for part in path:
-            owner = getattr(owner, part)
+        section, _, name = key.rpartition(".")
+        owner = attrgetter(section)(changed)
         kind = type(getattr(owner, name))
         setattr(owner, name, kind(value) if issubclass(kind, Enum) else copy.deepcopy(value))
     return changed
 
 
 def changed_keys(config: Config, deltas: Deltas) -> Deltas:
-    """Those of `deltas` whose value is not already in `config`."""
-    return {key: value for key, value in deltas.items() if _value(config, key) != value}
-
-
-def _value(config: Config, key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found.value if isinstance(found, Enum) else found
+    """Those of `deltas` whose value is not already in `config`. (A choice is a `str` Enum, equal to its text.)"""
+    return {key: value for key, value in deltas.items() if attrgetter(key)(config) != value}
 
 
 def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candidate:
@@ -134,7 +116,6 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
     micro_batch_size = changed.train.micro_batch_size
     facts = replace(context.facts, micro_batch_size=micro_batch_size)
     try:
-        # Without measuring, because the GPU belongs to the trials. The forecast does not depend on what is measured.
         techniques, _ = changed.techniques.resolved(facts, measure=False)
         workers = changed.loader.resolved(torch.device(facts.device)).num_workers
     except ConfigError as error:
@@ -157,10 +138,8 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
 
 
 def shrink_to_fit(config: Config, deltas: Deltas, context: SearchContext) -> Deltas:
-    """`deltas` with the largest micro-batch at which they fit. Unchanged if they fit as they are, or at no size.
-
-    A larger micro-batch and less recomputation compete for the same memory, so both must be able to change together.
-    """
+    """`deltas` with the largest micro-batch at which they fit, since a larger micro-batch and less recomputation
+    compete for the same memory. Unchanged if they fit as they are, or at no size."""
     if candidate(config, deltas, context).fits:
         return deltas
     for size in range(deltas.get(MICRO_BATCH, config.train.micro_batch_size) - 1, 0, -1):
@@ -174,16 +153,12 @@ def micro_batch(config: Config, context: SearchContext) -> Iterator[Deltas]:
     """Divisors of the global batch, each at least twice the last: upwards from the present size, then downwards."""
     present, total = config.train.micro_batch_size, config.train.global_batch_size
     divisors = [size for size in range(1, total + 1) if total % size == 0]
-    last = present
-    for size in divisors:
-        if size >= 2 * last:
-            last = size
-            yield {MICRO_BATCH: size}
-    last = present
-    for size in reversed(divisors):
-        if 2 * size <= last:
-            last = size
-            yield {MICRO_BATCH: size}
+    for sizes in (divisors, divisors[::-1]):
+        last = present
+        for size in sizes:
+            if (size >= 2 * last) if sizes is divisors else (2 * size <= last):
+                last = size
+                yield {MICRO_BATCH: size}
 
 
 def checkpointing(config: Config, context: SearchContext) -> Iterator[Deltas]:
@@ -203,10 +178,8 @@ def checkpointing(config: Config, context: SearchContext) -> Iterator[Deltas]:
     ]
     defaults = {**dataclasses.asdict(Checkpointing()), "enabled": True}
     for chosen in options:
-        yield {
-            f"techniques.checkpointing.{key}": value.value if isinstance(value, Enum) else value
-            for key, value in {**defaults, **chosen}.items()
-        }
+        settings = {**defaults, **chosen}.items()
+        yield {f"techniques.checkpointing.{key}": getattr(value, "value", value) for key, value in settings}
 
 
 def attention(config: Config, context: SearchContext) -> Iterator[Deltas]:
@@ -216,7 +189,6 @@ def attention(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def compiling(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """Off, by layer, by layer with timed matmul kernels, and as one graph if that compiles in reasonable time."""
     key = "techniques.compile."
     yield {key + "enabled": False}
     options = [("layers", "default"), ("layers", "max_autotune")]
@@ -245,7 +217,6 @@ def fused_lora(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def matmul(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """The GEMM kernels for the weights under fused adapters, on a GPU that has two."""
     if not config.techniques.lora.enabled or config.techniques.lora.fused is Switch.off:
         return
     size = config.train.micro_batch_size
@@ -268,5 +239,4 @@ AXES: dict[str, Callable[[Config, SearchContext], Iterator[Deltas]]] = {
     "micro_batch": micro_batch,
     "workers": workers,
 }
-"""Each yields the values worth a trial from a config. Kernels come first, because they decide what fits; the loader
-comes last, because it limits the speed only when everything else is fast."""
+"""Kernels come first, because they decide what fits; the loader last, because it limits only what is fast."""

@@ -236,7 +236,7 @@ def facts_of(
     facts = Facts(
         **hardware,
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
-        packing=config.data.packing,
+        packing=config.data.packs,
         model=models.load_config(config.model).to_dict(),
         dtype=config.model.dtype.value,
         sequence_length=length,

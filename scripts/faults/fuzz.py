@@ -296,12 +296,9 @@ class Maker:
             if self.draw.random() < 0.1:
                 turn |= {"weight": 0, "content": self.other()}
             elif self.draw.random() < 0.1:
-                turn |= {
-                    "content": self.other(),
-                    "tool_calls": [
-                        {"type": "function", "function": {"name": "f", "arguments": {self.other(): self.other()}}}
-                    ],
-                }
+                words = self.draw.choice((self.text, self.other))
+                call = {"type": "function", "function": {"name": "f", "arguments": {words(): words()}}}
+                turn |= {"content": words(), "tool_calls": [call], "train": words == self.text}
             elif self.draw.random() < 0.1:
                 turn["reasoning_content"] = self.text()
         if self.draw.random() < 0.1:
@@ -444,7 +441,8 @@ class Fuzzer:
         cache, quarantine = self.folder / "cache", self.folder / "quarantine.jsonl"
         shutil.rmtree(cache, ignore_errors=True)
         quarantine.unlink(missing_ok=True)
-        data = DataConfig(cache_dir=str(cache), workers=1, on_bad_row=OnBadRow.quarantine)
+        # Rows that are long enough for every chat: data.on_long is not what is fuzzed.
+        data = DataConfig(cache_dir=str(cache), workers=1, on_bad_row=OnBadRow.quarantine, sequence_length=1 << 30)
         began = time.perf_counter()
         table = None
         try:

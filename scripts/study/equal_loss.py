@@ -278,6 +278,7 @@ def words(args: argparse.Namespace, variant: str, seed: int, techniques: Sequenc
         f"data.cache_dir={out / 'cache'}",
         f"run.dir={out / f'{variant}-{seed}'}",
         f"run.seed={seed}",
+        "run.export=last",  # the tools that it is compared with have no best checkpoint
         f"train.max_steps={args.steps}",
         "train.epochs=100",
         f"train.micro_batch_size={args.rows}",

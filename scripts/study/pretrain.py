@@ -92,13 +92,13 @@ def base_config(out: Path, name: str, seed: int) -> Any:
     from fxtune.config.root import Config, RunConfig
     from fxtune.optim.config import OptimizerConfig
     from fxtune.techniques.precision import Autocast
-    from fxtune.tracking.tracker import Display, TrackingConfig
+    from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 
     config = Config(
         run=RunConfig(name=name, dir=str(out / name), seed=seed),
         optimizer=OptimizerConfig(weight_decay=0.1, betas=[0.9, 0.95]),
         checkpoint=CheckpointConfig(every=0, keep=1),
-        tracking=TrackingConfig(display=Display.plain),
+        tracking=TrackingConfig(display=DisplayKind.plain),
     )
     config.data.cache_dir = str(out / "cache")
     config.techniques.lora.enabled = False

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from fxtune.cli import doctor
 from fxtune.cli.main import main
-from fxtune.diagnostics import package_checks
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.distributed.world import World
 from fxtune.kernels import matmul
+from fxtune.techniques import package_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 CANARY = "hf_canary0123456789abcdef"

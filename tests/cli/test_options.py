@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.recipes import QUICK
 
-from fxtune.cli.options import parse_int, parse_positive, require_writable, write_json
-from fxtune.errors import ConfigError, StorageError
+from fxtune.cli.main import main
+from fxtune.cli.options import positive_number, require_writable, whole_number, write_json
+from fxtune.errors import StorageError
 
 
-def test_numbers_are_parsed_or_refused_with_the_option_s_name():
-    assert parse_int("--steps", None, 8) == 8
-    assert parse_int("--steps", "3", 8) == 3
-    assert parse_positive("--price", None, "a price") is None
-    assert parse_positive("--price", "2.5", "a price") == 2.5
+def test_numbers_are_parsed_or_refused_with_the_option_s_name(cwd, capsys):
+    assert whole_number(2)("3") == 3
+    assert positive_number("a price")("2.5") == 2.5
     for text in ("0", "-1", "2.5", "many", "1"):
-        with pytest.raises(ConfigError, match=f"--warm-up {text}: give a whole number, 2 or more"):
-            parse_int("--warm-up", text, 3, least=2)
+        assert main(["bench", QUICK, f"--warm-up={text}"]) == 2
+        assert f"--warm-up {text}: give a whole number, 2 or more" in capsys.readouterr().err
     for text in ("0", "-1", "nan", "inf", "free"):
-        with pytest.raises(ConfigError, match=f"--price {text}: give a price, a number above 0"):
-            parse_positive("--price", text, "a price")
+        assert main(["bench", QUICK, f"--price={text}"]) == 2
+        assert f"--price {text}: give what this machine costs per hour, a number above 0" in capsys.readouterr().err
 
 
 def test_a_file_is_tried_without_changing_it(tmp_path):

@@ -95,7 +95,9 @@ def test_the_middle_of_a_long_document_is_counted_and_pieces_are_named(small, tm
     assert "word699<|im_end|>⟧" in page
     assert "word350" not in page
 
-    small.data.sequence_length = 64
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"text": f"count {words}"}) + "\n")
+    small.data.sources, small.data.sequence_length = [SourceConfig(path=str(file))], 64
     page = page_of(small)
     assert re.search(r"own.jsonl, its tokens [\d,]+-[\d,]+ of [\d,]+: positions 0-63", page)
     assert re.search(r"own.jsonl: 1 documents longer than 64 tokens were split into \d+ pieces", page)

@@ -62,7 +62,6 @@ def test_pointer_to_another_type_is_an_error(cwd):
         ({"optimizer": {"betas": [0.9]}}, "two numbers"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "`optimizer.betas.1=1.0` must be at least 0 and below 1"),
         ({"data": {"buckets": [4, 2], "packing": False}}, "in ascending order"),
-        ({"data": {"eval_fraction": 0.1, "eval_sources": [{"path": "x"}]}}, "are both set: keep one of them"),
         ({"train": {"eval_every": 10}}, "nothing is held out"),
         ({"data": {"sources": [{"path": "x", "weight": -1}]}}, "`data.sources.0.weight=-1.0` must be above 0"),
         ({"optimizer": {"lr": float("inf")}}, "not a finite number"),

@@ -51,6 +51,11 @@ def test_grid_of_a_recipe_is_for_multirun_only(cwd):
     assert load(["+recipe=mine"]).optimizer.lr == 4e-3
 
 
+def test_empty_hydra_section_is_no_mistake(cwd):
+    write_recipe("defaults: [quickstart]\nhydra:\n")
+    assert load(["+recipe=mine"]).run.name == "mine"
+
+
 def test_all_mistakes_are_reported_at_once(cwd):
     text = refusal(QUICK, "optimizer.lrr=1", "train.max_steps=x", "optimizer=moun")
     assert len(text.splitlines()) == 3
@@ -134,3 +139,39 @@ def test_mistake_in_a_recipe_is_named_with_file_and_line(cwd, text, line, messag
     block = refusal("+recipe=mine")
     assert message in block
     assert f"recipes/mine.yaml:{line}: " in block or "build on each other" in block
+
+
+def test_letters_beyond_ascii_need_no_quotes(cwd):
+    config = load(
+        [QUICK, "run.name=größe", "model.architecture={a: [é, 'ü'], b: x}", "data.sources.0.path=a b/ö.jsonl"]
+    )
+    assert (config.run.name, config.model.architecture) == ("größe", {"a": ["é", "ü"], "b": "x"})
+    assert config.data.sources[0].path == "a b/ö.jsonl"
+    assert load([QUICK, 'run.name="größe, schön"']).run.name == "größe, schön"
+
+
+def test_recipe_file_may_have_letters_beyond_ascii(cwd):
+    path = write_recipe("# mine\ndefaults: [quickstart]\n", "früh")
+    assert load(["+recipe=früh"]).run.name == "früh"
+    assert load([f"+recipe={path.rename('später.yaml')}"]).run.name == "später"
+
+
+@pytest.mark.parametrize("spelling", ["data.sources[0].path=x y.jsonl", "data.sources.[0].path=x y.jsonl"])
+def test_index_in_brackets_is_told_the_key(cwd, spelling):
+    assert refusal(QUICK, spelling).endswith("counted from 0: data.sources.0.path=x y.jsonl")
+
+
+def test_data_that_only_the_recipe_s_folder_has_is_read_from_there(cwd, capsys):
+    write_recipe(
+        "# mine\ndata:\n  sources: [{path: both.jsonl}, {path: beside.jsonl}, {path: org/name}]\n"
+        "  eval_sources: [{path: 'held*.jsonl'}]\n  questions: {path: q.jsonl}\n"
+    )
+    for name in ("both.jsonl", "recipes/both.jsonl", "recipes/beside.jsonl", "recipes/held1.jsonl"):
+        (cwd / name).write_text("{}")
+    data = load(["+recipe=mine"]).data
+    assert [one.path for one in data.sources] == ["both.jsonl", "recipes/beside.jsonl", "org/name"]
+    assert (data.eval_sources[0].path, data.questions.path) == ("recipes/held*.jsonl", "q.jsonl")
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 2, "a line for each path that was found beside the recipe"
+    assert f"recipes/mine.yaml: beside.jsonl is not in {cwd}, so recipes/beside.jsonl is read." in notes[0]
+    assert load(["+recipe=mine", "data.sources.0.path=beside.jsonl"]).data.sources[0].path == "beside.jsonl"

@@ -5,15 +5,29 @@ from __future__ import annotations
 import pytest
 
 from fxtune.config.compose import load
-from fxtune.data.config import DataConfig, MixConfig, SourceConfig
+from fxtune.data.config import DataConfig, MixConfig, QuestionsConfig, SourceConfig
 from fxtune.errors import ConfigError
 
 
-def test_eval_fraction_with_eval_sources_is_refused():
-    with pytest.raises(ConfigError, match=r"data.eval_fraction and data.eval_sources are both set"):
-        DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")]).validate()
+def test_eval_sources_replace_the_held_out_share():
+    config = DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")])
+    config.validate()
+    assert config.held_out_share == 0
+    assert DataConfig(eval_fraction=0.1).held_out_share == 0.1
+
+
+def test_eval_sources_have_no_weights():
     with pytest.raises(ConfigError, match="eval_sources have no weights"):
         DataConfig(eval_sources=[SourceConfig(path="x", weight=1.0)]).validate()
+
+
+def test_questions_that_ship_with_fxtune_belong_to_its_data():
+    questions = QuestionsConfig(path="builtin:quickstart_test")
+    shipped, own = SourceConfig("builtin:quickstart_train"), SourceConfig("mine.jsonl")
+    assert DataConfig(sources=[own, shipped], questions=questions).own_questions() is questions
+    assert DataConfig(sources=[own], questions=questions).own_questions().path is None
+    mine = QuestionsConfig(path="held.jsonl")
+    assert DataConfig(sources=[own], questions=mine).own_questions() is mine
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,19 @@ def test_cpu_world_has_the_facts_of_the_machine():
     assert "torch" in facts.packages
 
 
-def test_several_processes_of_a_launcher_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2: fxtune .* trains on one device"):
-        World.create()
-
-
 def test_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(HardwareError, match=r"run\.device=cuda, but torch sees no GPU here"):
         World.create(Device.cuda)
+
+
+def test_one_process_needs_no_collective():
+    world = World.create(Device.cpu)
+    assert (world.rank, world.size, world.main) == (0, 1, True)
+    assert world.agree(3) == 3
+    assert world.gather("one") == ["one"]
+    assert world.broadcast({"any": "value"}) == {"any": "value"}
+    assert world.main_first(lambda: 5, "anything") == 5
 
 
 def test_memory_limit_on_a_cpu_is_refused():

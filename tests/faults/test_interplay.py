@@ -186,11 +186,11 @@ def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
     seen = short_of_memory(monkeypatch, 99)  # no halving yet
     real, rows = evaluation.evaluate, []
 
-    def scarce(model, objective, loader, precision):
+    def scarce(model, objective, loader, precision, world):
         rows.append(loader.plan.sizes.micro_batch_size)
         if rows[-1] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(model, objective, loader, precision)
+        return real(model, objective, loader, precision, world)
 
     monkeypatch.setattr(evaluation, "evaluate", scarce)
     at_step(monkeypatch, 3, tell)

@@ -43,7 +43,7 @@ from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.system.hub import locate
 from fxtune.system.resource_limits import limit_resources
-from fxtune.tracking.tracker import Display, Tracker, TrackingConfig, WandbMode, wandb_run_id
+from fxtune.tracking.tracker import DisplayKind, Tracker, TrackingConfig, WandbMode, wandb_run_id
 from fxtune.training.trainer import run as train
 
 # --- recipes
@@ -697,7 +697,7 @@ def test_forged_metrics_lines_are_dropped(cwd):
     Path("metrics.jsonl").write_text(
         "[" * 200_000 + '\n{"train/step": "x"}\n{"train/step": 1e999}\n[]\n{"train/step": 1}\n'
     )
-    with Tracker(TrackingConfig(display=Display.none), cwd, "name", {}, resume_step=1):
+    with Tracker(TrackingConfig(display=DisplayKind.none), cwd, "name", {}, resume_step=1):
         assert Path("metrics.jsonl").read_text() == '{"train/step": 1}\n'
 
 
@@ -750,7 +750,7 @@ def begun(tmp_path_factory):
         data=DataConfig(
             sources=[SourceConfig(path=str(home / "rows.jsonl"))], cache_dir=str(home / "cache"), sequence_length=16
         ),
-        tracking=TrackingConfig(display=Display.none),
+        tracking=TrackingConfig(display=DisplayKind.none),
         train=TrainConfig(max_steps=1, micro_batch_size=1, global_batch_size=1),
     )
     config.run.dir, config.techniques.lora.enabled = str(home / "run"), True

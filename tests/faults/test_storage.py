@@ -101,24 +101,61 @@ def test_short_of_space_an_old_checkpoint_is_removed_only_if_a_newer_one_is_comp
         )  # the only complete checkpoint is not removed for one that may fail
 
 
-def test_short_of_space_the_best_checkpoint_is_removed_only_for_a_better_one(tmp_path):
+def test_short_of_space_the_oldest_checkpoints_go_first(tmp_path):
+    """An 8 MiB disk has room for four checkpoints, and `keep` asks for five."""
+    notes: list[str] = []
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        folder = disk / "checkpoints"
+        checkpoints = Checkpoints(folder, CheckpointConfig(keep=5), note=notes.append)
+        kept = []
+        for step in range(1, 13):
+            save(checkpoints, step, mib=1.7, best_step=min(step, 2))
+            kept.append([step_of(path) for path in paths(folder)])
+        assert not notes
+        assert kept[3:] == [[1, 2, 3, 4], *([2, step - 2, step - 1, step] for step in range(5, 13))]
+        assert all(damage_of(path) is None for path in paths(folder))
+
+
+def test_short_of_space_the_best_and_the_newest_checkpoint_stay(tmp_path):
     with small_disk(tmp_path / "disk", "64m") as disk:
         folder = disk / "checkpoints"
         checkpoints = Checkpoints(folder, CheckpointConfig(keep=1), note=lambda text: None)
         save(checkpoints, 1, mib=12, best_step=1)
         save(checkpoints, 2, mib=12, best_step=1)
         filled = ballast(disk, leave=10 * MIB)  # a save needs 12 and leaves one free
-        with pytest.raises(StorageError, match="step 3"):
-            save(checkpoints, 3, mib=12, best_step=1)
-        assert [path.name for path in paths(folder)] == ["step-00000001", "step-00000002"]
-        save(checkpoints, 4, mib=12, best_step=4)
-        assert [path.name for path in paths(folder)] == ["step-00000004"]
+        for step, best in ((3, 1), (4, 4)):  # the best goes only when a better one is complete
+            with pytest.raises(StorageError, match=f"step {step}"):
+                save(checkpoints, step, mib=12, best_step=best)
+            assert [step_of(path) for path in paths(folder)] == [1, 2]
         filled.unlink()
-        save(checkpoints, 5, mib=12, best_step=4)
-        ballast(disk, leave=MIB // 2)
-        with pytest.raises(StorageError, match="step 6"):
-            save(checkpoints, 6, mib=13, best_step=6)  # removing it would not free enough space
-        assert [path.name for path in paths(folder)] == ["step-00000004", "step-00000005"]
+        save(checkpoints, 5, mib=12, best_step=5)
+        assert [step_of(path) for path in paths(folder)] == [5]
+
+
+def test_short_of_space_no_checkpoint_goes_if_all_of_them_free_too_little(tmp_path):
+    with small_disk(tmp_path / "disk", "32m") as disk:
+        folder = disk / "checkpoints"
+        checkpoints = Checkpoints(folder, CheckpointConfig(keep=5), note=lambda text: None)
+        for step in (1, 2, 3):
+            save(checkpoints, step, mib=1)
+        ballast(disk, leave=2 * MIB)
+        with pytest.raises(StorageError, match="step 4"):
+            save(checkpoints, 4, mib=8)
+        assert [step_of(path) for path in paths(folder)] == [1, 2, 3]
+
+
+def test_short_of_space_the_oldest_checkpoints_go_before_the_export(tmp_path):
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        folder = disk / "checkpoints"
+        checkpoints = Checkpoints(folder, CheckpointConfig(keep=9), note=lambda text: None)
+        for step in (1, 2, 3, 4):
+            save(checkpoints, step, mib=12, best_step=1)
+        checkpoints.make_room(10 * MIB, best_step=1)
+        assert [step_of(path) for path in paths(folder)] == [1, 2, 3, 4]
+        checkpoints.make_room(24 * MIB, best_step=1)
+        assert [step_of(path) for path in paths(folder)] == [1, 3, 4]
+        checkpoints.make_room(60 * MIB, best_step=1)  # the newest and the best leave too little: the export will fail
+        assert [step_of(path) for path in paths(folder)] == [1, 3, 4]
 
 
 @pytest.fixture

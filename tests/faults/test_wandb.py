@@ -14,6 +14,7 @@ from threading import Thread
 
 import pytest
 import yaml
+from support.accounts import hide_accounts
 from support.harness import wait_for
 from support.servers import Wandb, black_hole, refused, serving
 
@@ -27,12 +28,8 @@ RUN = "abcd1234"
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith("WANDB_") or name == "NETRC":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    hide_accounts(monkeypatch, tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    (tmp_path / "home").mkdir()
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile.technique import CompileMode, Scope
 from fxtune.tracking.display import display
-from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train
 
 SHAPE = dict(
@@ -105,7 +105,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
             sources=[SourceConfig(path="chats.jsonl")], sequence_length=LENGTH, packing=True, cache_dir="cache"
         ),
         train=TrainConfig(max_steps=8, epochs=1000, micro_batch_size=ROWS, global_batch_size=ROWS),
-        tracking=TrackingConfig(display=Display.none),
+        tracking=TrackingConfig(display=DisplayKind.none),
     )
     config.techniques.lora.enabled = config.techniques.compile.enabled = True
     return config
@@ -123,7 +123,7 @@ def trainer(config: Config, name: str) -> Iterator[tuple[train.Trainer, list[str
     config.run.name = name
     folder = claim(name, None, "never", json.loads(json.dumps(dataclasses.asdict(config))))
     notes: list[str] = []
-    screen = display(Display.none)
+    screen = display(DisplayKind.none)
     screen.note = notes.append  # type: ignore[method-assign]
     try:
         yield train.Trainer(config, folder, screen, json.loads(json.dumps(dataclasses.asdict(config)))), notes

@@ -25,7 +25,7 @@ from fxtune.optim.config import OptimizerName
 from fxtune.techniques.base import Switch
 from fxtune.techniques.quantize import Library
 from fxtune.tracking.display import display
-from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train
 from fxtune.training.step_monitor import StepStatistics
 
@@ -61,7 +61,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
         model=ModelConfig(path=str(_with_tokenizer(tmp_path / "base"))),
         data=DataConfig(sources=[SourceConfig(path=str(rows))], sequence_length=512, packing=True, cache_dir="cache"),
         train=TrainConfig(max_steps=40, epochs=1000, micro_batch_size=2, global_batch_size=4, log_every=100),
-        tracking=TrackingConfig(display=Display.none),
+        tracking=TrackingConfig(display=DisplayKind.none),
     )
     config.techniques.lora.enabled = True
     config.techniques.compile.enabled = True
@@ -103,7 +103,7 @@ def trainer(config: Config, name: str = "run"):
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     folder = claim(name, config.run.dir, config.run.resume.value, plain)
     try:
-        yield train.Trainer(config, folder, display(Display.none), plain)
+        yield train.Trainer(config, folder, display(DisplayKind.none), plain)
     finally:
         folder.release()
 

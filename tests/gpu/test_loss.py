@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support import reference
+from support.losses import reference_log_probs
 
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
     linear_log_probs,
-    reference_log_probs,
 )
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch

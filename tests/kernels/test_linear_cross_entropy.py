@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.losses import reference_log_probs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels import linear_cross_entropy as kernel
@@ -13,7 +14,6 @@ from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
     linear_log_probs,
-    reference_log_probs,
 )
 
 

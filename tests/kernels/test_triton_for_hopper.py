@@ -24,15 +24,15 @@ TILE = dict(zip(("ROWS", "COLUMNS", "num_warps"), swiglu_lora_triton.TILE, stric
 KERNELS = {
     "project": (
         lora_triton._project,
-        {**lora_triton.PROJECT, "LEFT": True, "RIGHT": True, "WIDTH": 64, "factor_down": 1},
+        {**lora_triton.PROJECT, "LEFT": True, "RIGHT": True, "WIDTH": 64, "factor": 1},
     ),
     "project, no copy": (
         lora_triton._project,
-        {**lora_triton.PROJECT, "LEFT": False, "RIGHT": True, "WIDTH": 64, "factor_across": 1},
+        {**lora_triton.PROJECT, "LEFT": False, "RIGHT": True, "WIDTH": 64, "factor": 2},
     ),
     "reduce": (lora_triton._reduce, {**lora_triton.REDUCE, "ADD": True, "WIDTH": 64}),
-    "add": (lora_triton._add, {**lora_triton.ADD, "MORE": False, "RANKS": 64, "factor_across": 1}),
-    "add, and the residual": (lora_triton._add, {**lora_triton.ADD, "MORE": True, "RANKS": 64, "factor_across": 1}),
+    "add": (lora_triton._add, {**lora_triton.ADD, "MORE": False, "RANKS": 64, "factor": 2}),
+    "add, and the residual": (lora_triton._add, {**lora_triton.ADD, "MORE": True, "RANKS": 64, "factor": 2}),
     "sums": (swiglu_reduce_triton._backward, {**SUMS, "KEEP": False, "RANKS": 16, "DOWN": 16}),
     "sums and p": (swiglu_reduce_triton._backward, {**SUMS, "KEEP": True, "RANKS": 16, "DOWN": 16}),
     "sums of higher ranks": (
@@ -44,30 +44,41 @@ KERNELS = {
 }
 
 
+SCALARS = dict.fromkeys(("rows", "width", "columns", "ones", "each", "above", "wide_a", "wide_b"), "i32") | {
+    "value": "fp32"
+}
+"""Types of arguments that are neither pointers nor tuples of a pointer and strides."""
+
+
 def compiled(name: str, dtype: str, monkeypatch, tmp_path) -> dict[str, str]:
     """A kernel's intermediate code and assembly by Triton's names, for operands whose sizes are multiples of 16."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, given = KERNELS[name]
-    constants = {key: value for key, value in given.items() if key in kernel.arg_names}
+    contiguous = given.get("factor")  # which stride of the factor is 1, and so known when the kernel is compiled
+    constants = {(at,): given[key] for at, key in enumerate(kernel.arg_names) if key in given and key != "factor"}
     options = {key: value for key, value in given.items() if key not in kernel.arg_names}
-    kinds = {}
-    for argument in kernel.arg_names:
-        kinds[argument] = (
-            "constexpr"
-            if argument in constants
-            else "*fp32"
-            if argument.startswith("into_")
-            else f"*{dtype}"
-            if argument.endswith("ptr")
-            else "fp32"
-            if argument == "value"
-            else "i32"
-        )
-    even = {
-        (index,): [["tt.divisibility", 16]]
-        for index, argument in enumerate(kernel.arg_names)
-        if kinds[argument].startswith("*") or (kinds[argument] == "i32" and argument not in ("rows", "ones"))
-    }
+    kinds, even = {}, {}
+    for at, argument in enumerate(kernel.arg_names):
+        if (at,) in constants:
+            kinds[argument] = "constexpr"
+        elif argument == "ranks":
+            kinds[argument] = ("i32",) * 3 if kernel is swiglu_reduce_triton._backward else "i32"
+        elif argument in SCALARS:
+            kinds[argument] = SCALARS[argument]
+        elif argument.startswith("into_"):
+            kinds[argument] = "*fp32"
+        elif argument.endswith("_ptr"):
+            kinds[argument] = f"*{dtype}"
+        elif argument == "factor":
+            kinds[argument] = (f"*{dtype}", *("constexpr" if stride == contiguous else "i32" for stride in (1, 2)))
+            constants[at, contiguous] = 1
+        else:
+            kinds[argument] = (f"*{dtype}", "i32")
+        if argument in ("rows", "ones") or kinds[argument] in ("constexpr", "fp32"):
+            continue
+        parts = kinds[argument] if isinstance(kinds[argument], tuple) else None
+        places = [(at, part) for part, kind in enumerate(parts) if kind != "constexpr"] if parts else [(at,)]
+        even.update((place, [["tt.divisibility", 16]]) for place in places)
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=even)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 

@@ -11,6 +11,7 @@ from support.architectures import (
     CPU,
     built,
     lora,
+    tiny_model,
     word_tokenizer,
 )
 
@@ -39,6 +40,16 @@ def test_shipped_model_is_the_default():
     assert load(model.path).name_or_path.endswith("fxtune/assets/tiny"), (
         "a path, so that plain peft finds the base of an adapter"
     )
+
+
+def test_architecture_takes_what_the_model_s_code_reads_beyond_declared_fields():
+    config = load_config(tiny_model("qwen3_moe"))
+    assert config.head_dim == 16
+    assert build(tiny_model("qwen3_moe"), config, CPU, seed=0).model.layers[0].self_attn.head_dim == 16
+    model = tiny_model("qwen3_moe")
+    model.architecture["head_dims"] = 16
+    with pytest.raises(ConfigError, match=r"model\.architecture\.head_dims: qwen3_moe has no such key"):
+        load_config(model)
 
 
 def test_architecture_overrides_config_of_path(base):

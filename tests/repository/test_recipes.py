@@ -30,6 +30,90 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
         "qwen3",
         dict(LLAMA, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936, max_position_embeddings=40960),
     ),
+    "google/gemma-3-1b-it": (
+        "gemma3_text",
+        dict(
+            hidden_size=1152,
+            intermediate_size=6912,
+            num_hidden_layers=26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            vocab_size=262144,
+            max_position_embeddings=32768,
+            sliding_window=512,
+        ),
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        "mistral",
+        dict(LLAMA, vocab_size=32768, max_position_embeddings=32768, sliding_window=None),
+    ),
+    "microsoft/phi-4": (
+        "phi3",
+        dict(
+            hidden_size=5120,
+            intermediate_size=17920,
+            num_hidden_layers=40,
+            num_attention_heads=40,
+            num_key_value_heads=10,
+            vocab_size=100352,
+            max_position_embeddings=16384,
+            pad_token_id=100349,
+            bos_token_id=100257,
+            eos_token_id=100257,
+        ),
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        "smollm3",
+        dict(
+            hidden_size=2048,
+            intermediate_size=11008,
+            num_hidden_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            vocab_size=128256,
+            max_position_embeddings=65536,
+        ),
+    ),
+    "unsloth/gpt-oss-20b-BF16": ("gpt_oss", dict(num_hidden_layers=24, num_local_experts=32)),
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        dict(
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+        ),
+    ),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": (
+        "deepseek_v2",
+        dict(
+            hidden_size=2048,
+            intermediate_size=10944,
+            moe_intermediate_size=1408,
+            num_hidden_layers=27,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            first_k_dense_replace=1,
+            vocab_size=102400,
+            max_position_embeddings=163840,
+        ),
+    ),
 }
 
 
@@ -54,7 +138,7 @@ def hardware(name: str, config: Config) -> Facts:
         model = AutoConfig.for_model(kind, **sizes)
     common = dict(
         model=model.to_dict(),
-        packing=config.data.packing,
+        packing=config.data.packs,
         sequence_length=config.data.sequence_length,
         rows=config.data.row_lengths(),
         micro_batch_size=config.train.micro_batch_size,
@@ -173,3 +257,13 @@ def test_copied_recipe_composes_and_copy_never_overwrites(cwd, capsys):
     assert not Path("other.yaml").exists()
     assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "in a folder, the copy keeps the recipe's name"
     assert Path("recipes/quickstart.yaml").exists()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipe_evaluates_on_the_users_own_data(name):
+    """Not on rows of the data that the recipe came with."""
+    data = load([f"+recipe={name}", "data.sources.0.path=mine.jsonl"]).data
+    assert data.eval_sources == []
+    assert data.own_questions().path is None
+    if load([f"+recipe={name}"]).train.eval_every:
+        assert data.held_out_share > 0

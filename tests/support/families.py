@@ -24,6 +24,48 @@ FAMILIES = {
     "gptoss": ("bytelevel", "<|startoftext|>", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"]),
 }
 
+# The same for templates as published that write tools and tool calls.
+TOOL_FAMILIES = {
+    "qwen3": FAMILIES["qwen3"],
+    "llama31": FAMILIES["llama31"],
+    "mistral_v3": (
+        "metaspace_prefixed",
+        "<s>",
+        "</s>",
+        [
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+        ],
+    ),
+    "hermes": ("bytelevel", "<|begin_of_text|>", "<|im_end|>", ["<|im_start|>"]),
+    "deepseek": (
+        "bytelevel",
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        [
+            f"<｜tool▁{name}｜>"
+            for name in (
+                "calls▁begin",
+                "calls▁end",
+                "call▁begin",
+                "call▁end",
+                "outputs▁begin",
+                "outputs▁end",
+                "output▁begin",
+                "output▁end",
+                "sep",
+            )
+        ]
+        + ["<｜User｜>", "<｜Assistant｜>"],
+    ),
+    "harmony": ("bytelevel", "<|startoftext|>", "<|return|>", [*FAMILIES["gptoss"][3], "<|call|>"]),
+}
+
 _TEXT = [
     "the quick brown fox asks: what is two and two?  it is four.\n\nassistant user system tool [/INST] model"
 ] * 20
@@ -37,7 +79,7 @@ def template(family: str, marks: bool) -> str:
 
 @lru_cache
 def tokenizer(family: str, marks: bool = False) -> PreTrainedTokenizerFast:
-    style, bos, eos, others = FAMILIES[family]
+    style, bos, eos, others = (FAMILIES | TOOL_FAMILIES)[family]
     made = build_tokenizer(style, bos, eos, tuple(others))
     made.chat_template = template(family, marks)
     return made

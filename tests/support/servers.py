@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -171,6 +172,65 @@ class _HubHandler(Handler):
             self.close_connection = True
             return
         self.answer(206 if begun else 200, content[begun:], headers)
+
+
+class UploadHub(Server):
+    """A hub that takes uploads of the user of TOKEN.
+
+    `kinds`: the existing repositories, name to models, datasets or spaces; `stored`: the files of each model.
+    """
+
+    TOKEN = "hf_fake_token_of_the_tests"
+
+    def __init__(self) -> None:
+        super().__init__(_UploadHandler)
+        self.kinds: dict[str, str] = {}
+        self.stored: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.readers_only = False
+        """The token may not write."""
+
+
+class _UploadHandler(Handler):
+    def serve(self, body: bytes) -> None:
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        if self.headers.get("authorization") != f"Bearer {hub.TOKEN}":
+            self.answer(401, {"error": "Invalid credentials in Authorization header"}, {"x-error-code": ""})
+        elif self.command == "POST" and hub.readers_only:
+            self.answer(403, {"error": "You have read access but not the required permissions"})
+        elif path == "/api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            hub.kinds[name], hub.stored[name], hub.private[name] = (
+                "models",
+                {},
+                wanted.get("private", False) or wanted.get("visibility") == "private",
+            )
+            self.answer(200, {"url": f"{hub.url}/{name}", "name": name})
+        elif path == "/api/validate-yaml":
+            self.answer(200, {"errors": [], "warnings": []})
+        else:
+            _, kind, user, model, *more = path.strip("/").split("/")
+            name = f"{user}/{model}"
+            if hub.kinds.get(name) != kind:
+                self.answer(404, {"error": "Repository not found"}, {"x-error-code": "RepoNotFound"})
+            else:
+                self.repository(name, more, body)
+
+    def repository(self, name: str, more: list[str], body: bytes) -> None:
+        stored = self.server.stored.setdefault(name, {})
+        if more[:1] == ["preupload"]:
+            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            self.answer(200, {"files": [{**one, "shouldIgnore": False, "oid": None} for one in files]})
+        elif more[:1] == ["commit"]:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    stored[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.answer(200, {"commitUrl": f"{self.server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+        else:
+            siblings = [{"rfilename": file} for file in stored]
+            found = {"_id": "1", "id": name, "modelId": name, "sha": COMMIT, "private": False, "siblings": siblings}
+            self.answer(200, {**found, "tags": [], "downloads": 0})
 
 
 # --- W&B

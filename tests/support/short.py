@@ -35,7 +35,7 @@ from fxtune.cli.main import main
 from fxtune.config.root import Config, OutOfMemory, TrainConfig
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
 from fxtune.errors import UserError
-from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train
 
 MIB = 2**20
@@ -71,7 +71,7 @@ def config(rows: int, run: str = "run", **data: Any) -> Config:
     made = Config(
         data=DataConfig(**{"sequence_length": 256, "cache_dir": "cache", **data}),
         train=TrainConfig(max_steps=3, epochs=100, micro_batch_size=rows, global_batch_size=8),
-        tracking=TrackingConfig(display=Display.none),
+        tracking=TrackingConfig(display=DisplayKind.none),
     )
     made.techniques.lora.enabled = True
     made.optimizer.lr, made.checkpoint.every, made.checkpoint.keep, made.run.dir = 1e-3, 1, 9, run
@@ -99,7 +99,7 @@ def run_training(config: Config, before: Callable[[train.Trainer], Any] = lambda
         config.run.name, config.run.dir, config.run.resume.value, json.loads(json.dumps(dataclasses.asdict(config)))
     )
     notes: list[str] = []
-    screen = train.display(Display.none)
+    screen = train.display(DisplayKind.none)
     screen.note = notes.append  # type: ignore[method-assign]
     trainer = train.Trainer(config, folder, screen, json.loads(json.dumps(dataclasses.asdict(config))))
     result: dict[str, Any] = {"notes": notes}

@@ -9,6 +9,7 @@ import numpy as np
 
 from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.plan import Plan
+from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
 
 PAD = 0
@@ -25,6 +26,8 @@ class Table:
     name: str = "table"
     fingerprint: str = ""
     bad_rows: int = 0
+    split: SplitCounts = dataclasses.field(default_factory=SplitCounts)
+    whole: None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

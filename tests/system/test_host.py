@@ -60,3 +60,21 @@ def test_limit_of_the_address_space_counts():
     total, available = map(int, done.stdout.split())
     assert total == 1 << 30
     assert 0 < available < total
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"job/cpu.max": "150000 100000"},
+        {"cpu.max": "max 100000", "job/cpu.max": "max 100000", "job/part/cpu.max": "200000 100000"},
+        {"cpu/job/cpu.cfs_quota_us": "120000", "cpu/job/cpu.cfs_period_us": "100000"},
+    ],
+)
+def test_cpu_quota_of_a_control_group_counts(tmp_path, monkeypatch, files):
+    for name, text in {**files, "self": "0::/job/part\n3:cpu,cpuacct:/job/part\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "self")
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(8)))
+    assert host.cores() == 2

@@ -1,3 +1,5 @@
+import io
+import os
 import string
 import sys
 
@@ -158,3 +160,21 @@ def test_values_of_secret_variables_are_always_hidden(secret, before, after):
         cleaned = redact({"text": before + secret + after, "nested": [secret]})
     assert cleaned["nested"] == [HIDDEN]
     assert secret not in cleaned["text"].replace(HIDDEN, "")
+
+
+def test_output_shows_question_marks_for_what_its_encoding_lacks(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    with redacted_output():
+        print("5 € für 你")
+    assert out.buffer.getvalue() == b"5 ? f?r ?\n"
+
+
+def test_a_reader_who_leaves_stops_nothing(monkeypatch):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr("sys.stdout", os.fdopen(theirs, "w"))
+    os.close(ours)
+    with redacted_output():
+        for _ in range(3):
+            print("to nobody", flush=True)
+    sys.stdout.close()

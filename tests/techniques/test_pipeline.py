@@ -52,14 +52,13 @@ def test_all_techniques_together_act_train_and_reload(family, tmp_path):
 def test_check_reports_all_reasons_of_all_techniques_with_their_keys():
     pipeline = everything()
     pipeline.rope.factor = 1.0
-    pipeline.lora.r, pipeline.lora.target_modules = 0, ["nothing"]
+    pipeline.lora.target_modules = ["nothing"]
     pipeline.checkpointing.every = 9
     with pytest.raises(ConfigError) as caught:
         pipeline.check(facts_of(random_model("llama")))
     keys = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
     assert keys == [
         "techniques.rope.factor",
-        "techniques.lora.r",
         "techniques.lora.target_modules",
         "techniques.checkpointing.every",
     ]

@@ -110,7 +110,7 @@ def test_verify_finds_an_autocast_that_does_not_act(monkeypatch, autocast):
         (
             AMPERE,
             {"autocast": Autocast.bfloat16, "initial_scale": 1024.0},
-            "initial_scale: 1024.0 has an effect with float16 only, and autocast is bfloat16 over float32 weights. Leave it out",
+            "initial_scale: 1024.0 has an effect with float16 only. Leave it out",
         ),
         (AMPERE, {"scale_growth_interval": 100}, "scale_growth_interval: 100 has an effect with float16 only"),
         (AMPERE, {"autocast": Autocast.float16, "scale_growth_interval": 100}, None),

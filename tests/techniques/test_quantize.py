@@ -366,7 +366,7 @@ def test_verify_finds_an_unquantized_or_trained_linear():
     with pytest.raises(ConfigError, match="asked for 14 linears in nf4/bitsandbytes; seen: 13 in nf4/bitsandbytes"):
         pipeline.prove(mine, make_probe(mine))
     layer.base_layer = kept
-    mine.quantization["error"] = 0.5
+    mine.quantization.error = 0.5
     with pytest.raises(ConfigError, match=r"relative error below 0\.15\); seen: 0\.5000 in the first linear"):
         pipeline.prove(mine, make_probe(mine))
 

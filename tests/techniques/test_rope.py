@@ -232,7 +232,6 @@ def test_dynamic_scaling_follows_the_row_length_and_is_reset():
         ({"type": RopeType.linear, "beta_fast": 8.0}, "beta_fast: only type=yarn reads it, and type is linear"),
         ({"low_freq_factor": 2.0}, "low_freq_factor: only type=llama3 reads it, and type is yarn"),
         ({"beta_fast": 1.0}, "beta_fast: 1.0 must be above"),
-        ({"attention_factor": 0.0}, "attention_factor: 0.0"),
         ({"type": RopeType.llama3, "high_freq_factor": 1.0}, "high_freq_factor"),
         ({"family": "phi3"}, "any RoPE type in a phi3 config as longrope"),
         ({"family": "gemma3", "type": RopeType.dynamic}, "type: dynamic is not defined"),

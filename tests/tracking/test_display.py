@@ -16,7 +16,6 @@ from fxtune.errors import ConfigError
 from fxtune.system.console import console
 from fxtune.techniques.base import Evidence
 from fxtune.tracking.display import (
-    DownsampledSeries,
     TimeLeft,
     clock_time,
     display,
@@ -137,16 +136,6 @@ def test_sparkline_fits_and_spans(values, width):
         assert line[values.index(min(values))] == "▁"
 
 
-@given(st.integers(1, 5000))
-def test_downsampled_series_covers_all_values_in_bounded_memory(count):
-    trace = DownsampledSeries(capacity=64)
-    for at in range(count):
-        trace.add(float(at))
-    assert len(trace.values) <= 64
-    assert trace.values == sorted(trace.values)
-    assert not trace.values or trace.values[0] < 2 * count / 32 + 1
-
-
 # --- tables
 
 
@@ -232,8 +221,8 @@ def test_live_display_in_a_terminal():
     text = ANSI.sub("", out)
     assert "saved [checkpoint]" in text
     assert "a stray print" in text
-    last = text[text.rindex("quickstart [bold]") :]
-    assert "40/40" in last
+    last = text[text.rindex("40/40") :]
+    assert "quickstart [bold]" in last
     for part in ("loss 0.0750", "lr 1.00e-03", "tok/s 1,234", "MFU 50.0%", "mem 1.50 GiB", "data wait 25.0%"):
         assert part in last, part
     assert re.search("[▁▂▃▄▅▆▇█]{10}", last)

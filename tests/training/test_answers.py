@@ -10,7 +10,7 @@ import torch
 from support.architectures import FAMILIES, built, lora, random_model, trained, word_tokenizer
 
 from fxtune.data.config import QuestionsConfig
-from fxtune.errors import ConfigError, DataError
+from fxtune.errors import DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import AnswerEvaluation, Question, answer, exact_match, load_questions
@@ -151,6 +151,12 @@ def test_questions_from_prompt_and_completion_without_template(tmp_path):
     assert question.answer == "1"
 
 
+def test_questions_may_have_columns_that_no_one_reads(tmp_path):
+    row = {"prompt": "Q: one\nA:", "completion": " 1", "hint": "count your fingers"}
+    (question,) = load_questions(write(tmp_path, row), load_tokenizer(ModelConfig()))
+    assert question.answer == "1"
+
+
 def test_own_chat_template_forms_prompt_and_end_of_answer(tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text(
@@ -188,12 +194,6 @@ def test_limit_takes_the_first_rows(tmp_path):
 def test_rows_without_question_or_answer_are_refused(tmp_path, rows, error, words):
     with pytest.raises(error, match=words):
         load_questions(write(tmp_path, *rows), load_tokenizer(ModelConfig()))
-
-
-@pytest.mark.parametrize("name", ["limit", "batch_size", "max_new_tokens"])
-def test_settings_out_of_range_are_refused_with_their_key(tmp_path, name):
-    with pytest.raises(ConfigError, match=f"data.questions.{name}=0"):
-        load_questions(replace(write(tmp_path, ROWS["messages"]), **{name: 0}), load_tokenizer(ModelConfig()))
 
 
 def test_resumed_run_keeps_its_first_answers(tmp_path):

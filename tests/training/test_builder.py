@@ -21,6 +21,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, UserError
 from fxtune.system import facts as machine_facts
 from fxtune.system.facts import PACKAGES, MachineFacts
+from fxtune.techniques import package_checks
 from fxtune.training import builder
 
 GB = 10**9
@@ -402,6 +403,8 @@ def on(monkeypatch):
     def be(facts: MachineFacts) -> None:
         monkeypatch.setattr(World, "create", staticmethod(lambda *_, **__: World(torch.device("cpu"))))
         monkeypatch.setattr(World, "facts", lambda self, deterministic=False: facts)
+        works = {"state": "works", "seen": ""}  # no package can be tried on a machine that is not there
+        monkeypatch.setattr(package_checks, "_check_on_gpu", lambda names, _: dict.fromkeys(names, works))
         monkeypatch.setattr(
             machine_facts.shutil, "which", lambda name: f"/usr/bin/{name}"
         )  # that machine has compilers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.runs import history
 
-from fxtune.data.config import SourceConfig
+from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.training import trainer as train
 
 ASSETS = Path(train.__file__).parents[1] / "assets"
@@ -20,6 +20,7 @@ def test_evaluation_equals_plain_transformers_and_best_checkpoint_is_kept(small,
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
+    small.data.on_overlap = OnOverlap.keep
     small.train.eval_every, small.checkpoint.keep, small.run.dir = 2, 1, "run"
     small.techniques.lora.enabled, small.optimizer.lr = (
         False,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
@@ -141,3 +142,40 @@ def test_recorded_values_run_no_code(tmp_path, was, message):
         ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today)
     configured.attention.backend = "sdpa"  # set in the recipe itself, so nothing is read
     assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today) is None
+
+
+def test_run_begun_before_packing_could_be_auto_keeps_its_rows(unfinished_run, said):
+    """`unfinished_run` was begun with packing=false; the recipe leaves it open today, when the default is `auto`."""
+    unfinished_run.data.packing = "auto"
+    trainer.run(unfinished_run)
+    assert [text for text in said if "Resuming run after step 2" in text]
+
+
+def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said):
+    small.run.dir, small.train.max_steps, small.data.packing = "run", 2, "auto"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
+        trainer.run(small)
+    assert json.loads(Path("run/setting.json").read_text())["rows"] == {"packing": True, "buckets": []}
+    monkeypatch.setattr(
+        "fxtune.techniques.attention.isolation.why_not_isolated", lambda _: "a newer transformers leaks"
+    )
+    trainer.run(small)
+    assert [text for text in said if "Resuming run after step 2" in text]
+    assert not [text for text in said if text.startswith("packing: ")]
+
+
+def test_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch):
+    """Sums depend on it. A number beyond the cores of this machine is not taken, and the user's variable wins."""
+    before = torch.get_num_threads()
+    try:
+        for recorded, variable, expected in ((1, None, 1), (10**6, None, 2), (1, "2", 2)):
+            (tmp_path / "setting.json").write_text(json.dumps({"machine": {"threads": str(recorded)}}))
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if variable:
+                monkeypatch.setenv("OMP_NUM_THREADS", variable)
+            torch.set_num_threads(2)
+            ResumeCheck(tmp_path, True, False, print).keep_threads()
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from fxtune.config.root import Spikes
 from fxtune.errors import NumbersError
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerName
-from fxtune.tracking.tracker import Display
+from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer as train
 
 
@@ -31,7 +31,7 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monk
         return real(self, batch) * (float("nan") if step in poisoned else 1.0)
 
     monkeypatch.setattr(LanguageModel, "summed_loss", loss)
-    narrow.run.dir, narrow.tracking.display = "skips", Display.plain
+    narrow.run.dir, narrow.tracking.display = "skips", DisplayKind.plain
     result = train.run(narrow)
     assert result["train/skipped_steps"] == 2
     assert "2 of 6 steps were skipped" in capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_run_that_skips_spikes_resumes_bit_for_bit(narrow, cwd, monkeypatch):
 
 def test_good_weights_are_exported_after_bad_last_steps(narrow, cwd, monkeypatch, capsys):
     disturb(monkeypatch, {4: math.nan, 5: math.nan})
-    narrow.run.dir, narrow.tracking.display = "run", Display.plain
+    narrow.run.dir, narrow.tracking.display = "run", DisplayKind.plain
     assert train.run(narrow)["train/skipped_steps"] == 2
     assert (
         "2 of 6 steps were skipped: their loss or gradient was not finite. The last 2 too, but"

@@ -14,7 +14,7 @@ import torch
 from support.runs import history, losses
 
 from fxtune.config.root import Resume
-from fxtune.data.config import SourceConfig
+from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.errors import ConfigError, DataError
 from fxtune.models.load import DType
 from fxtune.optim.optimizer import Optimizer
@@ -123,10 +123,12 @@ def document_losses(trainer) -> dict[bytes, float]:
         for step in range(trainer.plan.steps):
             for micro in range(trainer.plan.micro_batches(step)):
                 batch = trainer.plan.batch(step, micro)
+                losses = torch.zeros(batch.targets.numel())
+                losses[batch.supervised_at] = -trainer.language_model.log_probs(batch)
                 for ids, positions, loss, targets in zip(
                     batch.input_ids,
                     batch.position_ids,
-                    trainer.language_model.token_losses(batch),
+                    losses.view_as(batch.targets),
                     batch.targets,
                     strict=True,
                 ):
@@ -188,6 +190,7 @@ def test_model_card_describes_the_run(small, build):
 
 def test_finished_run_leaves_no_processes(small, build, chats):
     small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
+    small.data.on_overlap = OnOverlap.keep
     small.train.max_steps, small.train.eval_every, small.loader.num_workers = 2, 1, 1
     others = (
         multiprocessing.active_children()
@@ -202,7 +205,7 @@ def test_training_bfloat16_weights_warns(small, build):
     for dtype, lora in ((DType.bfloat16, True), (DType.float32, False), (DType.bfloat16, False)):
         small.model.dtype, small.techniques.lora.enabled, small.run.name = dtype, lora, f"{dtype.value}{lora}"
         build(small, notes.append)
-    assert sum("update below 1/256" in note for note in notes) == 1
+    assert sum("update below 1/512" in note for note in notes) == 1
 
 
 def test_failed_start_leaves_no_folder(small, cwd):

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 """The target of positions without one: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""
 TARGET_COUNTS = 16
-"""How many numbers of targets with_rounded_targets() allows for batches of one shape."""
+"""How many numbers of targets with_rounded_targets() allows for one shape."""
 MIN_TARGETS = 128
-"""Rows in one tile of the head's matmul: fewer targets take the same time."""
+"""Rows in one tile of the head's matmul."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: int64 tensors [rows, length], what kernels need to know about them, and
-    counts that need no device."""
+    """One micro-batch: int64 tensors [rows, length], what kernels need to know about them, and counts on the host."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -34,8 +33,7 @@ class Batch:
     the positions go on through the padding."""
     cu_seqlens: torch.Tensor
     """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the
-    total (empty documents), so that all batches of a plan have the same length and compiled code sees no new shape. A
-    row that is not packed is one document, padding included; the padding comes after every token that counts."""
+    total, so that compiled code sees no new shape. A row that is not packed is one document, padding included."""
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
@@ -49,13 +47,11 @@ class Batch:
         return len(self.labels)
 
     def with_rounded_targets(self) -> Batch:
-        """The same batch with a rounded number of targets. `supervised_at` and `labels` are filled up with positions
-        that have no target (each at most once) and the label IGNORE_INDEX, to a multiple of MIN_TARGETS or of a
-        TARGET_COUNTS-th of all positions, whichever is larger.
+        """The same batch with `supervised_at` and `labels` filled up with positions that have no target and the label
+        IGNORE_INDEX, to a multiple of MIN_TARGETS or of a TARGET_COUNTS-th of all positions. On the host only.
 
-        The loss and its gradients stay the same. The cost: the head computes the added rows for nothing, on average
-        half a TARGET_COUNTS-th of the positions. In return its matmuls and buffers have few sizes, so freed memory
-        fits the next request, and a recorded CUDA graph serves every batch of its size. On the host only.
+        The loss and its gradients stay the same. The head computes the added rows for nothing, but its matmuls and
+        buffers have few sizes: freed memory fits the next request, and a recorded CUDA graph serves every batch.
         """
         positions = self.targets.numel()
         step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
@@ -85,8 +81,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64
-    with one entry a segment."""
+    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64, one entry a segment."""
 
     source: np.ndarray
     """Index of the table."""
@@ -100,8 +95,8 @@ class BatchSpec:
     packed: bool
     pad_id: int
     slots: int
-    """Room for documents in `cu_seqlens` of packed rows: at least one a segment, and one more a row for its padding.
-    Unpacked rows take one slot each, by which attention recognizes them."""
+    """Room for documents in `cu_seqlens` of packed rows: one a segment, and one a row for its padding. Unpacked rows
+    take one slot each, by which attention recognizes them."""
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:

@@ -1,12 +1,8 @@
-"""The endless sequence of rows: epoch after epoch, each packed into rows and shuffled by the
-seed and the epoch's number.
+"""The endless sequence of rows: epoch after epoch, each packed into rows and shuffled by the seed and its number.
 
 An epoch is a set of segments: all of them, or each source's share if sources have weights, or each kind's
 share if short and long documents are mixed. Everything is a pure function of (tables, settings, epoch), so no
-part needs the parts before it.
-
-Cost in memory: about 40 bytes per segment, and 8 more for each epoch that is kept. An epoch of a million segments
-takes a fraction of a second.
+part needs the parts before it. It takes about 40 bytes a segment, and 8 more for each epoch that is kept.
 """
 
 from __future__ import annotations
@@ -18,13 +14,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
 from fxtune.data.batches.length_mix import LengthMix, balanced_order
 from fxtune.data.batches.packing import assign_documents, packing_pattern
-from fxtune.data.batches.segments import SegmentCounts, Segments, Side, make_segments, permutation
+from fxtune.data.batches.segments import (
+    SegmentCounts,
+    Segments,
+    Side,
+    is_on_side,
+    make_segments,
+    permutation,
+    smallest_fraction,
+)
 from fxtune.data.config import OnLong
 from fxtune.errors import DataError
 
@@ -35,14 +40,11 @@ _VERSION = 1
 """Part of the fingerprint. Raise it when the same settings give other rows."""
 _PASSES, _ORDER, _ROWS, _KINDS = 1, 2, 3, 4
 """Keys of the permutations by purpose, so that no two permutations are the same."""
-_EPOCHS_IN_MEMORY = 3
-"""A step can span two epochs, and a loader reads ahead."""
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Everything that decides the rows, besides the tables. The names and the order of the fields
-    are part of the fingerprint."""
+    """All that decides the rows, besides the tables. The fields' names and order are part of the fingerprint."""
 
     sequence_length: int
     packing: bool
@@ -54,7 +56,9 @@ class StreamSettings:
     seed: Optional[int]
     """None: no shuffling, as for evaluation; without packing, the longest documents come first then."""
     mix: Optional[LengthMix] = None
-    """The share of long documents' tokens, for training without weights; None: as in the data."""
+    """None: as in the data."""
+    limit: Optional[int] = None
+    """Held-out documents of each table at most; None: all."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,18 @@ class Epoch:
 
 
 class EpochStream:
-    """The rows of all epochs. Raises DataError if a table has nothing to learn from, or has a
-    document that is too long."""
+    """The rows of all epochs. Raises DataError if a table has nothing to learn, or a document that is too long."""
 
-    def __init__(self, tables: Sequence[TokenTable], settings: StreamSettings) -> None:
+    def __init__(
+        self, tables: Sequence[TokenTable], settings: StreamSettings, excluded: Optional[np.ndarray] = None
+    ) -> None:
         self.tables = tuple(tables)
         self.settings = settings
+        self.excluded = excluded
+        """Digests of documents that are left out; None or empty: none."""
         each = [
-            make_segments(table, settings.sequence_length, settings.on_long, settings.eval_fraction, settings.side)
-            for table in self.tables
+            make_segments(table, settings.sequence_length, settings.on_long, on_side, excluded)
+            for table, on_side in zip(self.tables, self.documents(), strict=True)
         ]
         by_table = [segments for segments, _ in each]
         self.counts: list[SegmentCounts] = [counts for _, counts in each]
@@ -92,32 +99,35 @@ class EpochStream:
         self.supply = [int(segments.supervised.sum()) for segments in by_table]
         """Supervised tokens of each table."""
         self.long = self.segments.length > (settings.mix.threshold if settings.mix else settings.sequence_length)
-        """bool [segments]: which are long in the sense of `settings.mix`; without it, none."""
+        """bool [segments]: which are long for `settings.mix`; without it, none."""
         if settings.mix:
             self._require_both_kinds(settings.mix)
         self._is_drawn = settings.weights is not None or settings.mix is not None
         self._pattern: Optional[tuple[np.ndarray, np.ndarray]] = None
-        self._cache: dict[int, Epoch] = {}
+        # A step can span two epochs, and summaries read the first one at any time.
+        self.epoch = lru_cache(maxsize=3)(self._build)
         self._ends: list[int] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EpochStream, (self.tables, self.settings)  # the rest is derived, and can be millions of rows
+        # The rest is derived, and can be millions of rows.
+        return EpochStream, (self.tables, self.settings, self.excluded)
 
     @property
     def fingerprint(self) -> str:
         """Equal for streams with the same rows."""
         settings = {**asdict(self.settings), "side": self.settings.side.value}
-        if self.settings.mix is None:
-            del settings["mix"]  # so that fingerprints from before there was a mix stay valid
+        for later in ("mix", "limit"):  # so that fingerprints from before there were these stay valid
+            if settings[later] is None:
+                del settings[later]
+        if self.excluded is not None and len(self.excluded):
+            settings["excluded"] = hashlib.sha256(self.excluded.tobytes()).hexdigest()
         text = json.dumps([_VERSION, [table.fingerprint for table in self.tables], settings])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def epoch(self, number: int) -> Epoch:
-        if number not in self._cache:
-            while len(self._cache) >= _EPOCHS_IN_MEMORY:
-                del self._cache[next(iter(self._cache))]
-            self._cache[number] = self._build(number)
-        return self._cache[number]
+    def documents(self) -> list[np.ndarray]:
+        """For each table, which of its documents are on the stream's side, bool."""
+        side, fraction, limit = self.settings.side, self.settings.eval_fraction, self.settings.limit
+        return [is_on_side(side, table.digests, fraction, limit) for table in self.tables]
 
     def end(self, epoch: int) -> int:
         """Rows of all epochs up to and including `epoch`."""
@@ -181,8 +191,7 @@ class EpochStream:
         return Epoch(segments[np.repeat(offsets[rows], size) + within], np.concatenate([[0], ends]))
 
     def _draw(self, epoch: int) -> list[np.ndarray]:
-        """The segments of an epoch with weights or a mix: a share of the supervised tokens for each source, or of the
-        tokens for each kind of length."""
+        """The segments of an epoch with weights or a mix, for each source or each kind of length."""
         weights, mix, of = self.settings.weights, self.settings.mix, self.segments
         if mix:
             share, total = Fraction(mix.long_share), int(of.length.sum())
@@ -203,8 +212,7 @@ class EpochStream:
         """The segments of `members` (a mask) that an epoch gets: as many as make up `quota`, measured by `sizes`.
 
         The members form an endless sequence of passes, each a new permutation by `key`. An epoch takes the next
-        stretch of that sequence, `quota` long; a segment belongs to the stretch in which it begins. So shares hold
-        over any number of epochs, and no segment is repeated before all were used.
+        `quota` of it, so shares hold over any number of epochs, and no segment is repeated before all were used.
         """
         segments = np.flatnonzero(members)
         supply = int(sizes[segments].sum())
@@ -219,18 +227,18 @@ class EpochStream:
 
     def _require_both_kinds(self, mix: LengthMix) -> None:
         if not self.long.any():
-            raise DataError(
-                f"data.mix.threshold={mix.threshold:,}: no document is longer (the longest has "
-                f"{int(self.segments.length.max()):,} tokens after data.on_long was applied at "
-                f"data.sequence_length={self.settings.sequence_length:,}), so data.mix.long_share={mix.long_share} "
-                "cannot be reached. Lower the threshold, add long documents, or set data.mix.long_share=null."
-            )
-        if self.long.all():
-            raise DataError(
-                f"data.mix.threshold={mix.threshold:,}: every document is longer, so there are no short ones for "
-                f"data.mix.long_share={mix.long_share}. Raise the threshold, add short documents, or set "
-                "data.mix.long_share=null."
-            )
+            longest = int(self.segments.length.max())
+            why = f"no document is longer (the longest has {longest:,} tokens after data.on_long was applied)"
+            cure = "Lower the threshold, add long documents"
+        elif self.long.all():
+            why = "every document is longer, so there are no short ones"
+            cure = "Raise the threshold, add short documents"
+        else:
+            return
+        raise DataError(
+            f"data.mix.threshold={mix.threshold:,}: {why}; data.mix.long_share={mix.long_share} cannot be reached. "
+            f"{cure}, or set data.mix.long_share=null."
+        )
 
     def _require_segments(self, by_table: list[Segments]) -> None:
         """Raise DataError if a table has no segment. Of tables that share a hold-out, one with segments is enough."""
@@ -239,10 +247,11 @@ class EpochStream:
         if not empty or (held_out and len(empty) < len(by_table)):
             return
         if held_out and not any(counts.documents for counts in self.counts):
+            smallest = min(smallest_fraction(table.digests) for table in self.tables)
             raise DataError(
                 f"data.eval_fraction={fraction} holds out none of "
                 f"{sum(counts.other_side for counts in self.counts):,} documents, so there is nothing to evaluate "
-                "on. Raise it, or name held-out data in data.eval_sources."
+                f"on. Raise it to {smallest:.2g} or more, or name held-out data in data.eval_sources."
             )
         lines = []
         for at in empty:

@@ -1,12 +1,10 @@
-"""Short and long documents together: an order of rows in which every step has the same share
-of tokens from long documents.
+"""Short and long documents together: an order of rows that gives every step the same share of long documents.
 
 A model that is tuned on long documents alone loses quality on short ones, and one that sees them in turns is pulled
 back and forth. So each optimizer step has the share that `data.mix.long_share` declares. Two things achieve that:
 
-- An epoch has as many tokens as the data, and draws the declared share of them from the long documents and the rest
-  from the short ones. Each kind is an endless sequence of passes (epochs.py), so no document is repeated before all of
-  its kind were used. The scarcer kind is repeated more often, and `Plan.notes()` says how often.
+- An epoch has as many tokens as the data, and draws the declared share of them from the long documents. Each kind is
+  an endless sequence of passes (epochs.py); the scarcer one is repeated more often, and `Plan.notes()` says how often.
 - The epoch's rows are ordered so that every stretch is balanced, wherever a step begins and however long it is. In one
   dimension that is simple: while the rows so far have too many long tokens, take a row with too few, else one with too
   many. (Steinitz 1913 has the theorem for any dimension.)
@@ -33,10 +31,8 @@ class LengthMix:
 def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Reorder rows so that each stretch of them has about the same share of long tokens as all of them.
 
-    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of the
-    rows. It stays the order of the rows with too many long tokens, and of the others. Returns a permutation,
-    int64 [rows]. For any stretch of it, sum(long) differs by less than max(tokens) from the stretch's sum of
-    `tokens` times the overall share.
+    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of the rows;
+    it stays the order of the rows with too many long tokens, and of the others. Returns a permutation, int64 [rows].
     """
     # A row's long tokens beyond the overall share, in units of 1 / sum(tokens), so that integers are exact.
     excess = long * int(tokens.sum()) - tokens * int(long.sum())

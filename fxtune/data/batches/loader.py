@@ -5,26 +5,22 @@ tokens from the memory maps and sends tensors back. A worker holds nothing but o
 On a GPU a batch is copied by its own stream while the one before it is computed, and its number of targets is rounded
 up (Batch.with_rounded_targets), so that steps have few shapes.
 
-Workers are started by a fork server: a process that has no threads, imports torch once and is forked from then on.
-Measured on 2 cores: fork 0.1 s to the first batch, but it can hang, because torch and the tokenizer have started
-threads; spawn 4.7 s each time; fork server 2.8 s the first time, then 0.1 s. A batch of 4 x 4096 tokens takes 0.2 ms,
-so workers matter only for tables on slow disks, and on a CPU none is started.
+Workers are started by a fork server, a process that has no threads, imports torch once and is forked from then on:
+fork alone can hang, because torch and the tokenizer have started threads, and spawn takes seconds each time. A batch
+of 4 x 4096 tokens takes 0.2 ms, so workers matter only for tables on slow disks, and on a CPU none is started.
 
-A worker that dies (out of memory, a full /dev/shm) costs the run seconds: a batch is a function of the plan, so
-new workers continue where it stopped. After MAX_WORKER_DEATHS deaths the main process builds the batches
-itself. Each death prints a line.
+A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers continue where it stopped. After
+MAX_WORKER_DEATHS deaths the main process builds the batches itself. Each death prints a line.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
@@ -74,13 +70,14 @@ class StepBatches:
     index: int
     micro_batches: Iterator[Batch]
     """In order. Take them before the next step (the rest is skipped) and while the iterator of steps exists."""
+    own: Optional[int] = None
+    """How many of them count, from the first on (Plan.own_micro_batches); None: all."""
     wait_seconds: float = 0.0
     """How long the consumer of `micro_batches` has waited for them."""
 
 
 class Loader:
-    """Iterates over a plan any number of times with the same workers (as an evaluation does), one pass at a time. Call
-    close(): the workers end with the loader, not with a pass."""
+    """Iterates over a plan any number of times, one pass at a time. The workers end with close(), not with a pass."""
 
     def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device) -> None:
         self.plan = plan
@@ -97,7 +94,7 @@ class Loader:
         feed = self._on_device(self._on_host(start_step))
         try:
             for index in range(start_step, self.plan.steps):
-                step = StepBatches(index, iter(()))
+                step = StepBatches(index, iter(()), self.plan.own_micro_batches(index))
                 step.micro_batches = self._timed(step, feed)
                 yield step
                 for _ in step.micro_batches:
@@ -111,9 +108,8 @@ class Loader:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of
-        a signal may refer to it until the interpreter exits, which then waits five seconds for each worker
-        (torch 2.11, with a GPU)."""
+        """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of a
+        signal may refer to it until the interpreter exits, which then waits 5 s for each worker (torch 2.11)."""
         batches, self._pass = self._pass, None
         if (shutdown := getattr(batches, "_shutdown_workers", None)) is None:  # the main process builds the batches
             return
@@ -141,8 +137,8 @@ class Loader:
             persistent_workers=self.config.persistent_workers,
             prefetch_factor=self.config.prefetch_factor,
         )
-        # With its own generator: DataLoader draws a seed for its workers at each start. Drawn from torch's global
-        # generator, that would change the dropout of the first step after a resume.
+        # With its own generator: DataLoader draws a seed at each start, and the global generator's would change the
+        # dropout of the first step after a resume.
         return DataLoader(
             _BatchDataset(self.plan.tables, round_targets=self.device.type == "cuda"),
             batch_size=None,
@@ -195,15 +191,13 @@ class Loader:
             raise problem
         self._deaths += 1
         restart = self._deaths < MAX_WORKER_DEATHS
-        consequence = "From here on this process builds them itself."
-        if restart:
-            consequence = "It is started again, and the run goes on."
+        consequence = (
+            "It is started again, and the run goes on." if restart else "From here on this process builds them itself."
+        )
         print(
             f"A process that builds batches died before step {step} "
-            f"({message.splitlines()[0] if message else 'broken pipe'}). "
-            f"{consequence} "
-            "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, "
-            "--shm-size): loader.num_workers=0 needs neither.",
+            f"({message.splitlines()[0] if message else 'broken pipe'}). {consequence} Most often memory ran out, or "
+            "shared memory (`df -h /dev/shm`; in a container, --shm-size): loader.num_workers=0 needs neither.",
             flush=True,
         )
         self._loader = self._make_loader((self.config.num_workers or 0) if restart else 0)
@@ -233,8 +227,7 @@ class Loader:
 
 
 class _SpecSampler:
-    """Yields the specs of the batches that the workers build, in order, from (`step`, `micro`) on.
-    Runs in the main process."""
+    """Yields the specs of the batches that the workers build, from (`step`, `micro`) on, in the main process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -249,7 +242,7 @@ class _SpecSampler:
 
 
 class _BatchDataset(Dataset[Batch]):
-    """The dataset of a worker: a BatchSpec as key gives a Batch. It holds the tables, which pickle as paths."""
+    """The dataset of a worker: a BatchSpec as key gives a Batch. The tables pickle as paths."""
 
     def __init__(self, tables: Sequence[TokenTable], round_targets: bool) -> None:
         self.tables, self.round_targets = tables, round_targets
@@ -274,18 +267,12 @@ def _safe_context() -> Any:
 
 
 def _init_worker(worker: int) -> None:
-    """Leave signals, which reach all processes, to the main process, and end with it."""
+    # It also ends the worker with the main process. torch's watchdog would not: a worker's parent is the fork server.
     leave_signals_to_main_process()
     sys.excepthook = _ignore_broken_connection
-    main = multiprocessing.parent_process()
-    assert main is not None
-    # torch's watchdog checks for a new parent, but a worker's parent is the fork server, which lives as long as its
-    # workers: if the main process is killed, both would stay forever.
-    threading.Thread(target=lambda: (wait([main.sentinel]), os._exit(1)), daemon=True).start()
 
 
 def _ignore_broken_connection(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
-    """The excepthook of a worker. When the main process ends first, the thread that sends file descriptors
-    (multiprocessing.resource_sharer) fails with a broken connection, which is not an error."""
+    """The excepthook of a worker: if the main process ends first, resource_sharer fails, which is no error."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

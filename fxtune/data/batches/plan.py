@@ -17,6 +17,7 @@ import numpy as np
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.epochs import Epoch, EpochStream
+from fxtune.data.batches.overlap import copies
 from fxtune.data.batches.segments import SegmentCounts
 from fxtune.data.tokenized.table import TokenTable
 
@@ -30,8 +31,10 @@ class BatchSizes:
     max_steps: Optional[int] = None
     epochs: Optional[float] = None
     row_lengths: tuple[int, ...] = ()
-    """As `DataConfig.row_lengths()` returns them."""
     pad_id: int = 0
+    rank: int = 0
+    ranks: int = 1
+    """Micro-batches of a step are dealt out to the ranks in turn: this plan has those of `rank`."""
 
 
 class DocumentSlice(NamedTuple):
@@ -66,22 +69,41 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two plans if step s learns from the same documents in both, for each step s that both have.
-
-        The length of the run, the division of a step into micro-batches and the padding of rows are not part of it.
-        """
+        """Equal for two plans if each step that both have learns from the same documents, whatever the length of the
+        run, the size of micro-batches and the padding."""
         return hashlib.sha256(f"{self.stream.fingerprint} {self.sizes.global_batch_size}".encode()).hexdigest()[:32]
 
     def with_micro_batch_size(self, rows: int) -> Plan:
         """The same steps, in micro-batches of `rows` rows."""
         return Plan(self.stream, replace(self.sizes, micro_batch_size=rows))
 
+    def for_rank(self, rank: int, ranks: int) -> Plan:
+        """The same steps, with the micro-batches of one of `ranks` ranks."""
+        return Plan(self.stream, replace(self.sizes, rank=rank, ranks=ranks))
+
+    def dealt_out(self, rank: int, ranks: int) -> Plan:
+        """A plan of one micro-batch a step, as an evaluation has it, dealt out: one for each rank a step."""
+        each = self.sizes.global_batch_size
+        return Plan(self.stream, replace(self.sizes, global_batch_size=each * ranks, rank=rank, ranks=ranks))
+
     def max_row_length(self, step: int) -> int:
         """Tokens of the longest row of a step, padding included."""
         return max(self.batch_spec(step, micro).width for micro in range(self.micro_batches(step)))
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches `step` has. Only the last step of a run may have fewer than the others."""
+        """How many micro-batches `step` has on each rank. Only the last step of a run may have fewer than the others.
+
+        All ranks have the same number, so that they take part in the same collectives.
+        """
+        return -(-self._all_micro_batches(step) // self.sizes.ranks)
+
+    def own_micro_batches(self, step: int) -> int:
+        """How many of them count. If the ranks do not divide the last step of a run, the last micro-batch of some
+        ranks repeats one of another rank, and is to be left out of every sum.
+        """
+        return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
+
+    def _all_micro_batches(self, step: int) -> int:
         first, last = self._row_range(step)
         return -(-(last - first) // self.sizes.micro_batch_size)
 
@@ -118,7 +140,7 @@ class Plan:
         return [slices[a:b] for a, b in pairwise(offsets.tolist())]
 
     def batch_spec(self, step: int, micro: int) -> BatchSpec:
-        """What a micro-batch consists of: `build_batch(plan.tables, spec)` builds it, in any process."""
+        """What a micro-batch consists of, for build_batch() in any process."""
         segments, offsets = self._micro_batch(step, micro)
         length = self.stream.segments.length[segments]
         return BatchSpec(
@@ -175,12 +197,7 @@ class Plan:
         )
 
     def _mix_summary(self, epoch: Epoch) -> Optional[dict[str, Any]]:
-        """Figures of data.mix in an epoch; None without a mix.
-
-        `share`: of the epoch's tokens, those in long segments. `lowest` and `highest`: that share in a
-            single step, if the epoch begins with a step. For each kind: its segments, their tokens, and how
-            often an epoch has each of them.
-        """
+        """Figures of data.mix in an epoch; None without a mix. `lowest` and `highest`: the share in a single step."""
         mix, of = self.stream.settings.mix, self.stream.segments
         if mix is None:
             return None
@@ -209,18 +226,27 @@ class Plan:
         over = f"longer than {self.stream.settings.sequence_length:,} tokens"
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
+            split = f"documents {over} were split into {counts.pieces:,} pieces"
+            cut = f"documents {over} were truncated"
+            if table.split.chats:
+                split += " at their turns, each with its system prompt"
+                cut = f"of these were cut, because an answer with its question is {over}"
+                lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"
             for count, fate in (
-                (counts.split, f"documents {over} were split into {counts.pieces:,} pieces."),
-                (counts.truncated, f"documents {over} were truncated, {lost}."),
+                (counts.split, f"{split}."),
+                (counts.truncated, f"{cut}, {lost}."),
                 (counts.dropped, f"documents {over} were dropped, {lost}."),
                 (
                     counts.without_targets,
                     "documents or pieces had nothing to learn (no supervised token after the first) and were left "
                     "out.",
                 ),
+                (counts.overlapping, "documents are held out as well, and were left out of training."),
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
+        notes += copies(self.tables, self.stream.documents())
+        notes += self._weight_notes()
         if mix := self._mix_summary(self.stream.epoch(0)):
             long, short = mix["long"], mix["short"]
             notes.append(
@@ -230,6 +256,17 @@ class Plan:
                 f"{short['segments']:,} shorter ones {short['repeats']:.2f} times."
             )
         return notes
+
+    def _weight_notes(self) -> list[str]:
+        """How often an epoch has each source's rows, where weights change that."""
+        repeats = [(one["name"], one["repeats"]) for one in self.summary()["sources"]]
+        if self.stream.settings.weights is None or all(0.9 < times < 1.1 for _, times in repeats):
+            return []
+        parts = [f"{name} {times:.3g} times" if times >= 1 else f"{times:.0%} of {name}" for name, times in repeats]
+        return [
+            f"By the weights of data.sources, one epoch sees {', '.join(parts[:-1])} and {parts[-1]}. Without weights "
+            "it sees each row once."
+        ]
 
     def _count_rows(self) -> int:
         """Rows of the run."""
@@ -266,11 +303,12 @@ class Plan:
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
         size = self.sizes.micro_batch_size
+        micro = min(micro * self.sizes.ranks + self.sizes.rank, self._all_micro_batches(step) - 1)
         own = offsets[micro * size : (micro + 1) * size + 1]
         return segments[own[0] : own[-1]], own - own[0]
 
     def _padded_length(self, longest: np.ndarray) -> np.ndarray:
-        """The row length of a micro-batch whose longest document has `longest` tokens; elementwise."""
+        """The row length of a micro-batch by its longest document; elementwise."""
         lengths = self.sizes.row_lengths
         return np.asarray(lengths)[np.searchsorted(lengths, longest)] if lengths else longest
 

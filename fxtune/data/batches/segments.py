@@ -4,15 +4,16 @@ A segment is a document, or a part of one that is longer than `data.sequence_len
 nothing, so it is never a target. A segment without a target teaches nothing; it is left out and counted.
 
 The random choices are made here too: the documents that are held out, by their content alone, and the permutations of
-epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") and not
-numpy's generators, whose streams may change between versions: a run resumed years later must get the same batches.
+epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014) and not numpy's generators, whose streams may change
+between versions: a run resumed years later must get the same batches.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
@@ -43,9 +44,8 @@ class Segments:
     document: np.ndarray
     """Index of the document in its table."""
     start: np.ndarray
-    """Position of the segment's first token in the table's `ids`."""
+    """Position of the first token in the table's `ids`."""
     length: np.ndarray
-    """Tokens."""
     supervised: np.ndarray
     """Targets: supervised tokens other than the segment's first."""
 
@@ -72,18 +72,25 @@ class SegmentCounts:
     """Segments left out because they have no target."""
     lost_tokens: int = 0
     """Tokens of long documents that were truncated or dropped."""
+    overlapping: int = 0
+    """Documents left out because they are held out as well (data.on_overlap=drop)."""
 
 
 def make_segments(
-    table: TokenTable, sequence_length: int, on_long: OnLong, eval_fraction: float, side: Side
+    table: TokenTable,
+    sequence_length: int,
+    on_long: OnLong,
+    on_side: np.ndarray,
+    excluded: Optional[np.ndarray] = None,
 ) -> tuple[Segments, SegmentCounts]:
-    """The segments of one side of a table. Each has at most `sequence_length` tokens and at least one target.
+    """The segments of some documents of a table. Each has at most `sequence_length` tokens and at least one target.
 
-    `eval_fraction`: the share of documents that is held out. Raises DataError if `on_long=error` and a document is too
-    long. The result may be empty.
+    `on_side`: which documents, bool. `excluded`: digests of documents to leave out. The result may be empty. Raises
+    DataError if `on_long=error` and a document is too long.
     """
     offsets = np.asarray(table.offsets, dtype=np.int64)
-    chosen = np.flatnonzero(_is_on_side(side, table.digests, eval_fraction))
+    used = on_side if excluded is None else on_side & ~np.isin(table.digests, excluded)
+    chosen = np.flatnonzero(used)
     length = np.diff(offsets)[chosen]
     long = length > sequence_length
     if on_long is OnLong.error and long.any():
@@ -112,9 +119,12 @@ def make_segments(
         OnLong.drop: dict(dropped=many, lost_tokens=lost),
         OnLong.error: {},
     }[on_long]
+    if table.split.chats:  # they are pieces already
+        of = table.split
+        counts = dict(split=of.chats, pieces=of.pieces, truncated=of.truncated, lost_tokens=of.lost_tokens)
     segments = Segments(document[kept], start[kept], size[kept], targets[kept])
-    others = len(offsets) - 1 - len(chosen)
-    return segments, SegmentCounts(len(chosen), others, without_targets=len(targets) - len(kept), **counts)
+    counts |= dict(without_targets=len(targets) - len(kept), overlapping=int(on_side.sum()) - len(chosen))
+    return segments, SegmentCounts(len(chosen), len(on_side) - int(on_side.sum()), **counts)
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
@@ -133,13 +143,29 @@ def _splitmix64(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def _is_on_side(side: Side, digests: np.ndarray, eval_fraction: float) -> np.ndarray:
-    """Which documents are on `side`, bool [documents]. Equal documents are on the same
-    side, whatever the run's seed."""
+def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Optional[int] = None) -> np.ndarray:
+    """Which documents are on `side`, bool [documents]; equal ones are on the same side, whatever the run's seed.
+
+    `limit`: at most so many held-out documents, those with the smallest hashes.
+    """
     if side is Side.all or eval_fraction == 0:
         return np.full(len(digests), side is not Side.held_out)
-    number = _splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
-    return (number < np.uint64(eval_fraction * 2.0**64)) == (side is Side.held_out)
+    number = _hold_out_number(digests)
+    chosen = (number < np.uint64(eval_fraction * 2.0**64)) == (side is Side.held_out)
+    if limit is not None and chosen.sum() > limit:
+        chosen[np.argsort(number, kind="stable")[limit:]] = False
+    return chosen
+
+
+def smallest_fraction(digests: np.ndarray) -> float:
+    """The smallest `eval_fraction`, to two digits, that holds out one of these documents."""
+    share = float(_hold_out_number(digests).min()) / 2.0**64
+    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return math.ceil(share / unit + 1e-9) * unit
+
+
+def _hold_out_number(digests: np.ndarray) -> np.ndarray:
+    return _splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
 
 
 def _count_targets(supervised: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:

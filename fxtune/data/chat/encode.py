@@ -18,14 +18,17 @@ from __future__ import annotations
 import copy
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.chat.normalize import SURROGATE, RowError, read_conversation, require_text, short
+from fxtune.data.chat.coverage import Coverage
+from fxtune.data.chat.normalize import SURROGATE, Conversation, RowError, read_conversation, require_text, short
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
-from fxtune.data.chat.template import ChatTemplate, Span
+from fxtune.data.chat.split import SplitChat, split_chat, truncate_chat
+from fxtune.data.chat.template import ChatTemplate, Span, unused_characters
+from fxtune.data.config import LearnConfig
 from fxtune.data.read.files import require_file
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import type_name
@@ -46,6 +49,10 @@ class Document:
     """For each id, whether the model learns to write it. Nothing precedes the first token, so it is never a target."""
     escaped: bool = False
     """Whether special tokens in a message were tokenized as text."""
+    remarks: tuple[str, ...] = ()
+    """What the chat template leaves out by design."""
+    is_newly_read: bool = False
+    """As Conversation.is_newly_read."""
 
 
 @dataclass
@@ -55,6 +62,8 @@ class _Text:
     text: str
     spans: list[Span]
     is_plain: bool
+    remarks: tuple[str, ...] = ()
+    is_newly_read: bool = False
 
 
 class Encoder:
@@ -64,13 +73,24 @@ class Encoder:
         tokenizer: a fast tokenizer (PreTrainedTokenizerFast).
         format: the rows' format, already detected (not `auto`).
         chat_template: path of a Jinja file that replaces the tokenizer's chat template.
+        learn: which turns of a chat are learned.
+        unused: columns and fields that are not used on purpose; None: no part of a row need be in the text.
+        system: a system message for each chat that has none.
 
     Raises:
         DataError: the tokenizer is slow, has no chat template although the format needs
             one, or the template is broken.
     """
 
-    def __init__(self, tokenizer: Any, format: RowFormat, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        format: RowFormat,
+        chat_template: str | None = None,
+        system: str | None = None,
+        learn: LearnConfig | None = None,
+        unused: Collection[str] | None = (),
+    ) -> None:
         assert format is not RowFormat.auto, "the format is detected before rows are encoded"
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -78,7 +98,13 @@ class Encoder:
                 "that comes with a tokenizer.json, or set model.tokenizer to one that does"
             )
         self.format = format
-        self._source = read_template(chat_template) if chat_template else None
+        self.learn = learn or LearnConfig()
+        self.unused = tuple(unused or ())
+        self._coverage = Coverage(format, self.unused, enabled=unused is not None)
+        self.system = system
+        self.longest: int | None = None
+        """Chats with more tokens are split into pieces; None: not here."""
+        self.template_source = read_template(chat_template) if chat_template else None
         self._bos = _leading_special_ids(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
@@ -113,9 +139,31 @@ class Encoder:
         documents = iter(self._tokenize(texts) if texts else [])
         return [next(documents) if isinstance(result, _Text) else result for result in results]
 
+    def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
+        """The pieces of a chat row that is longer than a row, which has `self.longest` tokens. `whole`: its tokens."""
+        assert self.longest is not None
+        if self.format is RowFormat.prompt_completion and isinstance(row.get("prompt"), str):
+            return truncate_chat(whole, self.longest)
+
+        def encode(chat: Conversation) -> Document | None:
+            try:
+                rendered = self._rendered(chat)
+            except RowError:
+                return None
+            document = self._tokenize([rendered])[0] if isinstance(rendered, _Text) else rendered
+            return document if isinstance(document, Document) else None
+
+        return split_chat(self._conversation(row), whole, encode, self.longest)
+
     def remarks(self) -> list[str]:
         """What a user should know about the chat template before training with it."""
-        if False not in self._templates or self._template(with_tools=False)[0].frame.endings:
+        if False not in self._templates:
+            return (
+                [f"data.system is for chats; nothing is added to {self.format.value} rows"]
+                if self.system is not None
+                else []
+            )
+        if self._template(with_tools=False)[0].frame.endings:
             return []
         return [
             "the chat template writes no end-of-turn token behind the assistant's answer, so the model does not learn "
@@ -124,23 +172,41 @@ class Encoder:
 
     def _template(self, with_tools: bool) -> tuple[ChatTemplate, SpecialTokenEscaper]:
         if with_tools not in self._templates:
-            template = _chat_template(self._tokenizer, self._source, with_tools)
+            template = _chat_template(self._tokenizer, self.template_source, with_tools)
+            if self.system is not None:
+                _require_system(template)
             self._templates[with_tools] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
         return self._templates[with_tools]
 
     def _chat(self, row: Mapping[str, Any]) -> _Text | Document:
-        chat = read_conversation(row, self.format)
+        return self._rendered(self._conversation(row), row)
+
+    def _conversation(self, row: Mapping[str, Any]) -> Conversation:
+        chat = read_conversation(row, self.format, self.learn, self.unused)
+        if self.system is not None and all(message["role"] != "system" for message in chat.messages):
+            chat.messages.insert(0, {"role": "system", "content": self.system})
+            chat.supervised.insert(0, False)
+        return chat
+
+    def _rendered(self, chat: Conversation, row: Mapping[str, Any] | None = None) -> _Text | Document:
+        """`row`: the row of the chat, to be found in the text; None for a part of a chat."""
         template, escaper = self._template(chat.tools is not None)
-        text, spans = template.supervised_spans(chat.messages, chat.supervised, chat.tools)
+        messages = template.adapted(chat.messages)
+        text, spans = template.supervised_spans(messages, chat.supervised, chat.tools)
         if not text.isascii() and SURROGATE.search(text):
             raise RowError("a lone surrogate in tools or tool_calls: not valid Unicode")
-        if not escaper.is_quoted(chat.messages, chat.tools):
-            return _Text(text, spans, is_plain=False)
-        aliased = escaper.alias(text, lambda mark: template.render(mark(chat.messages), mark(chat.tools))[0])
+        aliased = None
+        if escaper.is_quoted(messages, chat.tools):
+            aliased = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
+        remarks: tuple[str, ...] = ()
+        if row is not None:
+            remarks = tuple(self._coverage.check_conversation(row, chat, messages, text, template))
+        if aliased is None:
+            return _Text(text, spans, False, remarks, chat.is_newly_read)
         ids, offsets = escaper.encode(aliased)
         if not ids:
             raise RowError(NO_TOKEN)
-        return Document(ids, _overlaps(offsets, spans), escaped=True)
+        return Document(ids, _overlaps(offsets, spans), True, remarks, chat.is_newly_read)
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> _Text | Document:
         prompt, completion = row.get("prompt"), row.get("completion")
@@ -149,12 +215,14 @@ class Encoder:
         text = require_text(prompt, "prompt") + require_text(completion, "completion")
         if not completion:
             raise RowError("completion is empty")
+        self._coverage.check_columns(row, text)
         return _Text(text, [(len(text) - len(completion), len(text))], is_plain=True)
 
     def _text(self, row: Mapping[str, Any]) -> _Text:
         text = require_text(row.get("text"), "text")
         if not text.strip():
             raise RowError("text is empty")
+        self._coverage.check_columns(row, text)
         return _Text(text, [(0, len(text))], is_plain=True)
 
     def _tokens(self, row: Mapping[str, Any]) -> Document:
@@ -166,6 +234,9 @@ class Encoder:
                 raise RowError(
                     f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
                 )
+        self._coverage.check_columns({key: row[key] for key in row if key != "attention_mask"}, "")
+        if 0 in (row.get("attention_mask") or ()):
+            raise RowError("attention_mask has zeros: remove the padding from input_ids, fxtune pads rows itself")
         if row.get("labels") is not None:
             labels = _integers(row["labels"], "labels", len(ids))
             for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
@@ -204,7 +275,7 @@ class Encoder:
                     ids, supervised = self._bos + ids, [all_supervised] * len(self._bos) + supervised
                 if self._eos is not None and ids[-1] != self._eos:
                     ids, supervised = [*ids, self._eos], [*supervised, True]
-            documents.append(Document(ids, supervised))
+            documents.append(Document(ids, supervised, False, text.remarks, text.is_newly_read))
         return documents
 
 
@@ -244,6 +315,21 @@ def _chat_template(tokenizer: Any, source: str | None, with_tools: bool) -> Chat
             ) from None
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return ChatTemplate(source, dict(tokenizer.special_tokens_map), sorted(special | {tokenizer.eos_token or ""}))
+
+
+def _require_system(template: ChatTemplate) -> None:
+    """Raise DataError if the chat template does not write the system message of data.system."""
+    mark = "".join(unused_characters(template.source))
+    roles = {"system": mark, "user": "question", "assistant": "answer"}
+    try:
+        text, _ = template.render([{"role": role, "content": content} for role, content in roles.items()])
+        reason = "the chat template does not write system messages"
+    except RowError as refusal:
+        text, reason = "", str(refusal)
+    if mark not in text:
+        raise DataError(
+            f"data.system: {reason}. Leave data.system out, or set data.chat_template to a template that writes it."
+        )
 
 
 def _integers(values: Any, where: str, length: int | None = None) -> list[int]:

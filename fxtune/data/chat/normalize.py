@@ -4,8 +4,9 @@ messages, ShareGPT, Alpaca and prompt/completion differ in names only, so all be
 that templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name. A row that
 cannot be read is a `RowError` whose message names the wrong key, because users' data must never end in a traceback.
 
-This file also decides what the model learns (`Conversation.supervised`): assistant turns, except those that call
-tools, those that the row switches off (`weight: 0` or `train: false`), and those of a prompt.
+This file also decides what the model learns (`Conversation.supervised`): the turns that `data.learn` names, by default
+all assistant turns with their tool calls, except those that the row switches off (`weight: 0` or `train: false`) and
+those of a prompt. An assistant turn that the row switches on (`weight: 1` or `train: true`) is learned in any case.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxtune.data.config import ChatRole, LearnConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import TOO_DEEP, is_too_deep, type_name
 from fxtune.errors import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = tuple(role.value for role in ChatRole)
 
 # ShareGPT has no standard; public datasets use these names.
 SHAREGPT_ROLES = {
@@ -42,8 +44,8 @@ SHAREGPT_ROLES = {
 }
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-_LIST_KEYS = ("messages", "conversations", "conversation")
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+LIST_KEYS = ("messages", "conversations", "conversation")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class RowError(DataError):
@@ -53,22 +55,31 @@ class RowError(DataError):
 @dataclass
 class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
+    switched: list[bool | None] = field(default_factory=list)
+    """For each message, whether the row itself says that it is learned; None: it does not say."""
     supervised: list[bool] = field(default_factory=list)
-    """For each message, whether it is an assistant turn that the model learns to write."""
+    """For each message, whether the model learns to write it."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools that the model may call, or None."""
+    is_newly_read: bool = False
+    """Whether the row has parts that encoding version 3 read differently: tool calls, or `history` of Alpaca."""
 
-    def add(self, message: dict[str, Any], supervised: bool) -> None:
+    def add(self, message: dict[str, Any], switched: bool | None = None) -> None:
         self.messages.append(message)
-        self.supervised.append(supervised)
+        self.switched.append(switched)
 
 
-def read_conversation(row: Mapping[str, Any], format: RowFormat) -> Conversation:
+def read_conversation(
+    row: Mapping[str, Any], format: RowFormat, learn: LearnConfig | None = None, unused: Collection[str] = ()
+) -> Conversation:
     """Read a chat row whose columns are already renamed.
 
-    `format`: messages, sharegpt, alpaca, or prompt_completion with lists of messages on both sides. Raises RowError if
-    a part is missing, unknown or of a wrong type, or if there is no assistant turn.
+    `format`: messages, sharegpt, alpaca, or prompt_completion with lists of messages on both sides. `unused`: columns
+    that are left out on purpose. Raises RowError if a part is missing, unknown or of a wrong type, or if there is no
+    assistant turn.
     """
+    if unused and not row.keys().isdisjoint(unused):
+        row = {key: value for key, value in row.items() if key not in unused}
     if format is RowFormat.alpaca:
         chat = _alpaca(row)
     elif format is RowFormat.prompt_completion:
@@ -79,7 +90,22 @@ def read_conversation(row: Mapping[str, Any], format: RowFormat) -> Conversation
     chat.tools = _tools(row.get("tools"))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
+    chat.supervised = _supervised(chat, learn or LearnConfig())
     return chat
+
+
+def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
+    chosen = [
+        switched is not False and message["role"] in learn.roles and (learn.tool_calls or "tool_calls" not in message)
+        for message, switched in zip(chat.messages, chat.switched, strict=True)
+    ]
+    if learn.last_turn_only and True in chosen:
+        last = len(chosen) - 1 - chosen[::-1].index(True)
+        chosen = [index == last for index in range(len(chosen))]
+    return [
+        learned or (switched is True and message["role"] == "assistant")
+        for learned, message, switched in zip(chosen, chat.messages, chat.switched, strict=True)
+    ]
 
 
 def short(value: Any) -> str:
@@ -100,7 +126,7 @@ def require_text(value: Any, where: str) -> str:
 
 
 def _messages(row: Mapping[str, Any]) -> Conversation:
-    key = next((name for name in _LIST_KEYS if row.get(name) is not None), None)
+    key = next((name for name in LIST_KEYS if row.get(name) is not None), None)
     if key is None:
         raise RowError("no list of messages: expected the key 'messages' or 'conversations'")
     chat = Conversation()
@@ -108,22 +134,36 @@ def _messages(row: Mapping[str, Any]) -> Conversation:
     system = row.get("system")
     if system is not None and chat.messages[0]["role"] != "system" and require_text(system, "system"):
         chat.messages.insert(0, {"role": "system", "content": system})
-        chat.supervised.insert(0, False)
+        chat.switched.insert(0, None)
     return chat
 
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
     chat = Conversation()
     if row.get("system") is not None and require_text(row["system"], "system"):
-        chat.add({"role": "system", "content": row["system"]}, False)
+        chat.add({"role": "system", "content": row["system"]})
+    for question, answer in _history(row.get("history")):
+        chat.add({"role": "user", "content": question})
+        chat.add({"role": "assistant", "content": answer})
+        chat.is_newly_read = True
     instruction = require_text(row.get("instruction"), "instruction")
     extra = require_text("" if row.get("input") is None else row["input"], "input")
     question = "\n\n".join(part for part in (instruction, extra) if part)
     if not question.strip():
         raise RowError("instruction is empty")
-    chat.add({"role": "user", "content": question}, False)
-    chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, True)
+    chat.add({"role": "user", "content": question})
+    chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")})
     return chat
+
+
+def _history(history: Any) -> list[tuple[str, str]]:
+    """Earlier turns of an Alpaca row: [[question, answer], ...]."""
+    pairs = [] if history is None or history == "" else history
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs
+    ):
+        raise RowError("history is not a list of [question, answer] pairs")
+    return [(require_text(ask, "history"), require_text(answer, "history")) for ask, answer in pairs]
 
 
 def _prompt_completion(row: Mapping[str, Any]) -> Conversation:
@@ -131,7 +171,7 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation:
     chat = Conversation()
     _add_turns(chat, row.get("prompt"), "prompt")
     start = len(chat.messages)
-    chat.supervised = [False] * start
+    chat.switched = [False] * start
     _add_turns(chat, row.get("completion"), "completion")
     if not any(message["role"] == "assistant" for message in chat.messages[start:]):
         raise RowError("no assistant turn in completion")
@@ -153,26 +193,26 @@ def _add_turn(chat: Conversation, turn: Any, where: str) -> None:
     role, content_key = _role(turn, where)
     message: dict[str, Any] = {"role": role}
     calls = _tool_calls(turn, where) if role == "assistant" else None
-    supervised = _is_trained_on(turn, where) and role == "assistant" and not calls
+    switched = _switch(turn, where)
 
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
-        # ShareGPT writes a call as the text of an answer. A call that is not JSON stays text
-        # and is not learned either.
-        supervised = False
-        if (call := _json_object(content)) is not None:
-            calls, content = [{"type": "function", "function": call}], None
+        # ShareGPT writes calls as the text of an answer: an object or a list of them. A call that is not JSON is text.
+        chat.is_newly_read = True
+        calls = _calls_in_text(content)
+        content = None if calls else content
     if content is not None or not calls:
         message["content"] = _content(content, f"{where}.{content_key}")
     if calls:
         message["tool_calls"] = calls
+        chat.is_newly_read = True
     for name in ("tool_call_id", "name"):
         if turn.get(name) is not None:
             message[name] = require_text(turn[name], f"{where}.{name}")
-    if role == "assistant" and (name := next((key for key in _REASONING_KEYS if turn.get(key) is not None), "")):
+    if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
         # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
-    chat.add(message, supervised)
+    chat.add(message, switched)
 
 
 def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -191,12 +231,15 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
     return SHAREGPT_ROLES[role], "value" if "value" in turn or "content" not in turn else "content"
 
 
-def _is_trained_on(turn: Mapping[str, Any], where: str) -> bool:
+def _switch(turn: Mapping[str, Any], where: str) -> bool | None:
+    """Whether the turn says that it is learned; None if it does not say."""
     weight, train = turn.get("weight"), turn.get("train")
     if weight is not None and weight not in (0, 1):
         raise RowError(f"{where}.weight is {short(weight)}; use 0 (context only) or 1 (learn this turn)")
     if train is not None and not isinstance(train, bool):
         raise RowError(f"{where}.train is {type_name(train)}; use true or false")
+    if weight is None and train is None:
+        return None
     return weight != 0 and train is not False
 
 
@@ -230,10 +273,13 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
     for index, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise RowError(f"{where}.tool_calls[{index}] is {type_name(call)}, not an object")
-        call = _with_parsed_arguments(call)
-        if isinstance(call.get("function"), Mapping):
-            call["function"] = _with_parsed_arguments(call["function"])
-        parsed.append(call)
+        if not isinstance(call.get("function"), Mapping):  # the call itself is the function
+            call = {"function": {key: value for key, value in call.items() if key not in ("id", "type")}} | (
+                {"id": call["id"]} if "id" in call else {}
+            )
+        if not isinstance(call["function"].get("name"), str):
+            raise RowError(f"{where}.tool_calls[{index}] has no function name")
+        parsed.append({"type": "function", **call, "function": _with_parsed_arguments(call["function"])})
     return parsed
 
 
@@ -241,6 +287,15 @@ def _with_parsed_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     # APIs give arguments as a JSON string. Chat templates expect the object and would quote the string once more.
     arguments = _json_object(function.get("arguments"))
     return {**function} if arguments is None else {**function, "arguments": arguments}
+
+
+def _calls_in_text(text: Any) -> list[dict[str, Any]] | None:
+    """The calls that a ShareGPT turn holds as JSON; None if it holds none."""
+    try:
+        calls = _parse_json(text, "") if isinstance(text, str) else text
+        return _tool_calls({"tool_calls": calls if isinstance(calls, list) else [calls]}, "")
+    except RowError:
+        return None
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:

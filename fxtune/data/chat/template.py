@@ -16,21 +16,29 @@ rest of the real text is the contents:
                         sentinel: there the content ends, whatever the template did to it (reasoning removed, JSON
                         escaped).
 
+A turn that calls tools is located by sentinels in place of the functions' names. It ends behind the last arguments, by
+the text that a probe showed there, or where a rendering that stops after this turn ends (`_span_of_calls`).
+
 A supervised span starts where the generation prompt ends, because from there on the model writes. So an empty
 `<think></think>` that the template puts before the content is learned, and so is the header of a turn if the template
 has no generation prompt. A span ends after the end-of-turn token, before the newline behind it. A probe of two
 messages measures once for each template what the generation prompt, the text between it and the content, and the end
 of a turn are (`TurnFrame`). If a template cannot be read in these ways, the row is a bad row; nothing is guessed.
 
-Cost: one rendering per conversation for (a), two for (b). Templates run only in transformers' immutable Jinja sandbox,
-with limits on time and memory (system/resource_limits.py).
+Cost: one rendering per conversation for (a), two for (b), and two or three more for each turn located by itself.
+Templates run only in transformers' immutable Jinja sandbox, with limits on time and memory.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from itertools import product
 from typing import Any
 
 from fxtune.data.chat.normalize import RowError
@@ -57,6 +65,19 @@ class TurnFrame:
     """Possible texts from the content to the end-of-turn token, longest first."""
     overrun: int | None = None
     """How many characters behind the content a generation mark includes; None: no usable marks."""
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """The form in which a template takes tool calls, measured on a probe."""
+
+    is_written: bool = True
+    arguments_as_text: bool = False
+    """Arguments are a JSON string (DeepSeek), not an object."""
+    content: tuple[str | None, ...] = ()
+    """The content of a turn that has none: () for no such key, (None,) for null (DeepSeek), ("",)."""
+    short_ids: bool = False
+    """Each call and its result have an id of nine letters and digits (Mistral)."""
 
 
 class ChatTemplate:
@@ -128,14 +149,26 @@ class ChatTemplate:
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
+    def adapted(self, messages: Messages) -> Messages:
+        """The messages with their calls in the form that this template takes. Raises RowError if it writes none."""
+        calling = next((index for index, message in enumerate(messages) if "tool_calls" in message), None)
+        if calling is None:
+            return messages
+        if not self._call_style.is_written:
+            raise RowError(
+                f"the chat template writes no tool calls, as messages[{calling}] has; name one that does in "
+                "data.chat_template=FILE"
+            )
+        return _with_call_style(messages, self._call_style)
+
     def supervised_spans(
         self, messages: Messages, supervised: Sequence[bool], tools: Tools = None
     ) -> tuple[str, list[Span]]:
         """Render, and find the spans that the model learns.
 
         Args:
-            messages, tools: as `normalize.read_conversation` returns them.
-            supervised: for each message, True if it is an assistant turn with content that the model learns.
+            messages, tools: as `normalize.read_conversation` returns them, with the calls as adapted() returns them.
+            supervised: for each message, True if the model learns it.
 
         Returns:
             The text, and the ascending, disjoint (start, end) character spans, one for each True in `supervised`.
@@ -145,18 +178,26 @@ class ChatTemplate:
         """
         text, marks = self.render(messages, tools, marks=self.has_marks)
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.has_marks and len(marks) == len(assistants):
+        turns = [index for index, learned in enumerate(supervised) if learned]
+        if self.has_marks and len(marks) == len(assistants) and set(turns) <= set(assistants):
             return text, [
                 self._span_of_mark(text, *mark)
                 for index, mark in zip(assistants, marks, strict=True)
                 if supervised[index]
             ]
-        turns = [index for index in assistants if supervised[index]]
         if not turns:
             return text, []
-        spans = self._spans_at_once(text, messages, turns, tools)
-        if spans is None:
-            spans = [self._span_of_turn(text, messages, index, tools) for index in turns]
+        plain = [index for index in turns if "tool_calls" not in messages[index]]
+        found = self._spans_at_once(
+            text, messages, [index for index in turns if index in plain or not messages[index].get("content")], tools
+        )
+        if found is None and 0 < len(plain) < len(turns):
+            found = self._spans_at_once(text, messages, plain, tools)
+        spans = [
+            (found or {}).get(index)
+            or (self._span_of_turn if index in plain else self._span_of_calls)(text, messages, index, tools)
+            for index in turns
+        ]
         for (_, end), (start, _), index in zip(spans, spans[1:], turns[1:], strict=False):
             if start < end:
                 raise RowError(f"the chat template writes messages[{index}] inside an earlier turn; {_ADVICE}")
@@ -175,44 +216,106 @@ class ChatTemplate:
                 return content_end + len(ending)
         return content_end
 
-    def _lead_length(self, before: str) -> int | None:
+    def _lead_length(self, before: str, message: dict[str, Any]) -> int | None:
         """How many characters at the end of `before`, the text up to a content, the model writes itself."""
-        for lead in self.frame.leads:
+        if message["role"] != "assistant":
+            return 0
+        for lead in self._leads_of_calls if "tool_calls" in message else self.frame.leads:
             if before.endswith(self.frame.prompt + lead):
                 return len(lead)
         return None
 
-    def _spans_at_once(self, text: str, messages: Messages, turns: list[int], tools: Tools) -> list[Span] | None:
-        """The spans of all turns by one more rendering; None if it proves nothing."""
+    def _spans_at_once(self, text: str, messages: Messages, turns: list[int], tools: Tools) -> dict[int, Span] | None:
+        """The spans of these turns by one more rendering; None if it proves nothing."""
         if any("reasoning_content" in messages[index] for index in turns):
             return None
         opening, closing = unused_characters(text)
         variant = list(messages)
-        for number, index in enumerate(turns):
-            variant[index] = {**messages[index], "content": f"{opening}{number}{closing}"}
+        values: list[str] = []  # what each sentinel stands for
+        first: dict[int, int] = {}  # sentinel -> its turn, for the first of each turn
+        last: dict[int, int] = {}
+        contents = set()
+        for index in turns:
+            message = variant[index]
+            first[len(values)] = index
+            if "tool_calls" in message:
+                calls = message["tool_calls"]
+                marked = [
+                    _renamed(call, f"{opening}{number}{closing}") for number, call in enumerate(calls, len(values))
+                ]
+                variant[index] = {**message, "tool_calls": marked}
+                values += [call["function"]["name"] for call in calls]
+                last[len(values) - 1] = index
+            else:
+                variant[index] = {**message, "content": f"{opening}{len(values)}{closing}"}
+                last[len(values)] = index
+                contents.add(len(values))
+                values.append(message["content"])
         try:
             rendered, _ = self.render(variant, tools)
         except RowError:
             return None  # the template reads the content; turn by turn it may still pass
         parts = re.split(f"{opening}([0-9]+){closing}", rendered)
-        if parts[1::2] != [str(number) for number in range(len(turns))]:
+        numbers, pieces = [int(number) for number in parts[1::2]], parts[::2]
+        if list(dict.fromkeys(numbers)) != list(range(len(values))):
             return None
-        pieces = parts[::2]
         for as_written in (str, str.strip):
-            contents = [as_written(messages[index]["content"]) for index in turns]
-            if text == pieces[0] + "".join(c + piece for c, piece in zip(contents, pieces[1:], strict=True)):
+            written = [as_written(values[number]) for number in numbers]
+            if text == pieces[0] + "".join(one + piece for one, piece in zip(written, pieces[1:], strict=True)):
                 break
         else:
             return None
-        spans, position = [], 0
-        for piece, content in zip(pieces, contents, strict=False):
-            lead = self._lead_length(piece)
-            if lead is None:
-                return None
+        spans: dict[int, Span] = {}
+        seen = position = start = 0
+        for number, piece, value, behind in zip(numbers, pieces, written, pieces[1:], strict=False):
             position += len(piece)
-            spans.append((position - lead, self._turn_end(text, position + len(content))))
-            position += len(content)
+            if number < seen:
+                if number in contents:
+                    return None  # a content that is written twice
+                position += len(value)
+                continue
+            seen += 1
+            if number in first:
+                lead = self._lead_length(piece, messages[first[number]])
+                if lead is None:
+                    return None
+                start = position - lead
+            position += len(value)
+            if number in last:
+                message = messages[last[number]]
+                end = self._end_of_call(message, behind) if "tool_calls" in message else None
+                if "tool_calls" in message and end is None:
+                    return None
+                spans[last[number]] = start, self._turn_end(text, position) if end is None else position + end
         return spans
+
+    def _end_of_call(self, message: dict[str, Any], behind: str) -> int | None:
+        """Where the turn ends in `behind`, the text after the name of its last call; None if that is not certain."""
+        arguments = message["tool_calls"][-1]["function"].get("arguments")
+        head, tail = self._around_arguments
+        written = (
+            head + (arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)) + tail
+        )
+        return len(written) if tail and behind.startswith(written) else None
+
+    @cached_property
+    def _around_arguments(self) -> tuple[str, str]:
+        """The text between a call's name and its arguments, and that from there to the end of the turn; empty if it
+        varies."""
+        opening, closing = unused_characters(self.source)
+        name, arguments = f"{opening}?{closing}", {"a": opening}
+        user = {"role": "user", "content": "?"}
+        chat = [user, _calling(name, arguments)]
+        try:
+            texts = [
+                self.render(_with_call_style(one, self._call_style))[0].rpartition(name)[2]
+                for one in (chat, [*chat, user])
+            ]
+        except RowError:
+            return "", ""
+        head, _, tail = texts[0].partition(json.dumps(arguments, ensure_ascii=False))
+        same = texts[1].startswith(texts[0].rstrip()) and tail.strip()
+        return (head, tail.rstrip()) if same else ("", "")
 
     def _span_of_turn(self, text: str, messages: Messages, index: int, tools: Tools) -> Span:
         """The span of one turn by a rendering of its own."""
@@ -233,6 +336,108 @@ class ChatTemplate:
             raise RowError(f"the content of messages[{index}] changes what the chat template writes before; {_ADVICE}")
         return start, self._turn_end(text, end)
 
+    def _span_of_calls(self, text: str, messages: Messages, index: int, tools: Tools) -> Span:
+        """The span of a turn with tool calls. It starts with the first thing that varies, and ends behind the last
+        call, where a rendering that stops after this turn ends."""
+        opening, closing = unused_characters(text)
+        calls = messages[index]["tool_calls"]
+        last = f"{opening}{len(calls) - 1}{closing}"
+        marked = dict(
+            messages[index], tool_calls=[_renamed(call, f"{opening}{n}{closing}") for n, call in enumerate(calls)]
+        )
+        for key in ("content", "reasoning_content", "thinking"):
+            if marked.get(key):
+                marked[key] = f"{opening}{key}{closing}"
+        rendered, _ = self.render(_replaced(messages, index, marked), tools)
+        if last not in rendered:
+            raise RowError(f"the chat template does not write tool_calls[{len(calls) - 1}] of messages[{index}]")
+        before = rendered[: rendered.index(opening)]
+        start = self._start_by_the_turn_before(text, before, messages, index, marked, tools)
+        if start is None:
+            start = self._turn_start(text, before, before, messages, index, tools)
+        renamed = dict(messages[index], tool_calls=[*calls[:-1], _renamed(calls[-1], last)])
+        name = calls[-1]["function"]["name"]
+        conversation = _replaced(messages, index, renamed)
+        after = self.render(conversation, tools)[0].partition(last)[2].replace(last, name)
+        turn = after
+        if index + 1 < len(messages):
+            stopped = self.render(conversation[: index + 1], tools)[0].partition(last)[2].replace(last, name)
+            turn = os.path.commonprefix([after, stopped])  # noqa: RUF071 - of characters
+            if turn != stopped:  # a turn ends differently at the end of the conversation
+                found = next((one for one in self._ending.finditer(after) if one.end() > len(turn)), None)
+                turn = after[: found.end()] if found is not None and found.start() <= len(turn) else ""
+        if start is None or not turn or not text.endswith(after):
+            raise RowError(
+                f"the tool calls of messages[{index}] cannot be found in the chat template's text; {_ADVICE}"
+            )
+        return start, len(text) - len(after) + len(turn.rstrip())
+
+    def _start_by_the_turn_before(
+        self, text: str, before: str, messages: Messages, index: int, marked: dict[str, Any], tools: Tools
+    ) -> int | None:
+        """Where a turn with calls starts: behind the generation prompt, as what stands between the content of the
+        message before and the turn shows; None if it does not show it."""
+        lead = self._lead_length(before, messages[index])
+        if lead is not None and text.startswith(before[: len(before) - lead]):
+            return len(before) - lead
+        if not index:
+            return None
+        opening, closing = unused_characters(text)
+        sentinel = closing + closing
+        earlier = _replaced(messages[:index], index - 1, {**messages[index - 1], "content": sentinel})
+        try:
+            prompt = self.render(earlier, tools, prompt=True)[0].rpartition(sentinel)
+            rest = self.render([*earlier, marked, *messages[index + 1 :]], tools)[0].rpartition(sentinel)[2]
+        except RowError:
+            return None
+        between = rest[: rest.index(opening)] if opening in rest else ""
+        start = len(before) - len(between) + len(prompt[2])
+        if prompt[1] and between.startswith(prompt[2]) and text.startswith(before[:start]):
+            return start
+        return None
+
+    @cached_property
+    def _call_style(self) -> CallStyle:
+        """The first form of a call whose name and arguments this template writes, and not as Python's repr."""
+        opening, closing = unused_characters(self.source)
+        name, key, value = (f"{opening}{number}{closing}" for number in range(3))
+        chat = [{"role": "user", "content": "?"}, _calling(name, {key: value})]
+        contents: tuple[tuple[str | None, ...], ...] = ((), (None,), ("",))
+        for short_ids, as_text, content in product((False, True), (False, True), contents):
+            style = CallStyle(True, as_text, content, short_ids)
+            try:
+                text, _ = self.render(_with_call_style(chat, style))
+            except RowError:
+                continue
+            if all(part in text for part in (name, key, value)) and f"'{key}'" not in text:
+                return style
+        return CallStyle(is_written=False)
+
+    @cached_property
+    def _leads_of_calls(self) -> tuple[str, ...]:
+        """Possible texts between the generation prompt and the first variable part of a turn with calls (its
+        reasoning, its content or a function's name), longest first."""
+        opening, closing = unused_characters(self.source)
+        question, sentinel = f"{opening}?{closing}", f"{opening}!{closing}"
+        rest = [
+            {"role": "tool", "content": "r"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "u"},
+        ]
+        leads = set()
+        for extra in ({}, {"content": sentinel}, {"reasoning_content": sentinel, "thinking": sentinel}):
+            turn = _calling(sentinel, {"a": "b"}) | extra
+            for later in ([], rest):
+                chat = _with_call_style([{"role": "user", "content": question}, turn, *later], self._call_style)
+                try:
+                    between = self.render(chat)[0].rpartition(question)[2].partition(sentinel)
+                except RowError:
+                    continue
+                _, prompt, lead = between[0].partition(self.frame.prompt or opening)
+                if prompt and between[1]:
+                    leads.add(lead)
+        return _longest_first(leads)
+
     def _turn_start(
         self, text: str, before: str, constant: str, messages: Messages, index: int, tools: Tools
     ) -> int | None:
@@ -241,7 +446,7 @@ class ChatTemplate:
         `before` is the text up to the sentinel content in a rendering with sentinels, `constant` the part of it
         before the sentinel reasoning.
         """
-        lead = self._lead_length(before)
+        lead = self._lead_length(before, messages[index])
         if lead is not None and text.startswith(before[: len(before) - lead]):
             return len(before) - lead
         # The generation prompt may depend on the conversation: render it. It counts only if it includes the
@@ -315,6 +520,50 @@ class ChatTemplate:
         """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""
         match = self._ending.match(tail)
         return match.group() if match else tail.rstrip()
+
+
+def _calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "name": name}}
+
+
+def _with_call_style(messages: Messages, style: CallStyle) -> list[dict[str, Any]]:
+    adapted = []
+    waiting: list[str] = []  # ids of calls whose results have not come yet
+    for position, message in enumerate(messages):
+        message = dict(message)
+        if "tool_calls" in message:
+            if not message.get("content"):
+                message.pop("content", None)
+                if style.content:
+                    message["content"] = style.content[0]
+            message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
+            for number, call in enumerate(message["tool_calls"]):
+                arguments = call["function"].get("arguments")
+                if style.arguments_as_text and not isinstance(arguments, str):
+                    text = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+                    call["function"] = {**call["function"], "arguments": text}
+                if style.short_ids:
+                    call["id"] = _short_id(call.get("id") or f"{position} {number}")
+                    waiting.append(call["id"])
+        elif message["role"] == "tool" and style.short_ids:
+            given = message.get("tool_call_id")
+            message["tool_call_id"] = (
+                _short_id(given) if given else waiting[0] if waiting else _short_id(str(position))
+            )
+            waiting = [one for one in waiting if one != message["tool_call_id"]]
+        adapted.append(message)
+    return adapted
+
+
+def _short_id(written: Any) -> str:
+    text = str(written)
+    is_short = len(text) == 9 and text.isascii() and text.isalnum()
+    return text if is_short else blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()[:9]
 
 
 def _replaced(messages: Messages, index: int, message: dict[str, Any]) -> list[dict[str, Any]]:

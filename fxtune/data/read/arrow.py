@@ -36,7 +36,7 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
 
 
 def _decoder(schema: Any) -> tuple[Decoder, list[str] | None]:
-    """A decoder for batches of a schema, and the columns that it needs (None: all). Images and audio are left out."""
+    """A decoder for batches of a schema, and the columns without images and audio (None: all)."""
     if b"huggingface" not in (schema.metadata or {}):
         return (lambda batch: batch.to_pylist()), None
     import pyarrow as pa
@@ -59,11 +59,8 @@ def media_columns(features: Any) -> list[str]:
 
 
 def without_decoding(feature: Any) -> Any:
-    """A feature of `datasets`, or a dict of features, with decoding turned off for images and audio at any depth.
-
-    To decode one, `datasets` opens the file or URL that the row names: a dataset could make it
-    read any file of this machine.
-    """
+    """A feature of `datasets`, or a dict of them, with decoding turned off for images and audio at any depth: to
+    decode one, `datasets` opens the file or URL that the row names, which may be any file of this machine."""
     if isinstance(feature, dict):
         return {name: without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, (list, tuple)):
@@ -76,10 +73,10 @@ def without_decoding(feature: Any) -> Any:
 
 
 def arrow_rows(table: Any, name: str, previous: int, decode: Decoder) -> Iterator[Row]:
-    """Rows of a small Arrow table. Rows that are too long are never decoded. `previous`: the number of rows before it.
+    """Rows of a small Arrow table that has `previous` rows before it. Rows that are too long are never decoded.
 
-    Arrow gives every struct all keys, with null where a row had none; these keys are removed. `content` stays, because
-    chat templates read it, and it is null in a turn that only calls tools.
+    Arrow gives every struct all keys, with null where a row had none; these are removed, except `content`, which
+    chat templates read.
     """
     sizes = [table.slice(at, 1).nbytes for at in range(len(table))] if table.nbytes > MAX_ROW_BYTES else []
     size, begin = max(1, table.nbytes // max(1, len(table))), 0

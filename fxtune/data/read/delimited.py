@@ -12,11 +12,9 @@ from fxtune.errors import DataError
 
 
 def csv_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a CSV or TSV file. All cells are strings: an answer "42" stays text.
-
-    Quoting is strict, since a quote that is never closed would make the rest of the file one cell.
-    """
-    csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; the default of 128 KB is shorter than a long document
+    """Rows of a CSV or TSV file. All cells are strings. Quoting is strict: a quote that is never closed would make the
+    rest of the file one cell."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the default of 128 KB is shorter than a long document
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline(MAX_ROW_BYTES)
         delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)

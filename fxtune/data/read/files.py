@@ -53,14 +53,14 @@ class DataFile:
             raise DataError(f"{self.name} changed while it was read. Start again when nothing writes to it.")
 
     def digest(self) -> str:
-        """Hash of the used bytes, in blocks that are hashed on several cores (hashlib releases the GIL)."""
+        """Hash of the used bytes, in blocks on several cores."""
 
         def block(start: int) -> bytes:
             with _open(self.path) as file:
                 file.seek(start)
                 return blake2b(file.read(min(HASH_BLOCK, self.size - start)), digest_size=16).digest()
 
-        if self.size <= HASH_BLOCK:  # a folder may hold a hundred thousand such files, so start no threads
+        if self.size <= HASH_BLOCK:  # start no threads: a folder may hold a hundred thousand such files
             return blake2b(block(0), digest_size=16).hexdigest()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             blocks = pool.map(block, range(0, self.size, HASH_BLOCK))
@@ -97,8 +97,7 @@ def find_files(written: str) -> list[Path] | None:
 
 
 def select_data_files(written: str, found: list[Path], limit: int | None) -> list[DataFile]:
-    """The data files among `found`, all of one kind. With `limit`, only the files and bytes of
-    JSONL that so many rows need."""
+    """The data files among `found`, all of one kind. With `limit`, only the bytes of JSONL that so many rows need."""
     kinds: dict[str, list[Path]] = {}
     for path in found:
         if path.name.lower().endswith(tuple(KINDS)):
@@ -119,7 +118,7 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
         kinds = {kind: paths for kind, paths in own.items() if paths} or kinds
     if len(kinds) > 1:
         mixed = "; ".join(
-            f"{kind}: {paths[0].name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+            f"{kind}: {paths[0].name}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
             for kind, paths in kinds.items()
         )
         raise DataError(
@@ -149,7 +148,7 @@ def require_file(path: Path) -> None:
 
 
 def expand_path(written: str) -> Path:
-    """The path with the home folder for `~`. Unlike Path.expanduser, `~name` stays if there is no such user."""
+    """The path with the home folder for `~`; `~name` stays if there is no such user, unlike in Path.expanduser."""
     return Path(os.path.expanduser(written))
 
 
@@ -186,8 +185,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a .json file is misnamed JSONL: its first line is an object, and more lines
-    follow or the object is a row."""
+    """Whether a .json file is misnamed JSONL: its first line is an object, and more follow or the object is a row."""
     with _open(path) as file:
         line, _, rest = file.read(1 << 20).removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     try:
@@ -225,7 +223,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _looks_local(written: str, path: Path) -> bool:
-    """Whether `written` names a file or folder and not a hub dataset, so that no request is sent to the hub."""
+    """Whether `written` names a file or folder and not a hub dataset."""
     return (
         _HUB_ID.fullmatch(written) is None
         or path.name.lower().endswith((*KINDS, ".gz", ".zst", ".zip", ".arrow"))
@@ -234,8 +232,7 @@ def _looks_local(written: str, path: Path) -> bool:
 
 
 def _closest_path(path: Path) -> str:
-    """A hint for a path that does not exist: the closest name to its first missing part, or
-    what the folder has there."""
+    """A hint for a missing path: the closest name to its first missing part, or what the folder has there."""
     path = path.absolute()
     while not os.path.isdir(path.parent):
         path = path.parent

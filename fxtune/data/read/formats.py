@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
 
@@ -42,14 +43,13 @@ their rendered text as well."""
 
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
-    "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant", "chosen"),
+    "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
     "text": ("content", "body", "document", "raw_content", "code", "article"),
 }
 
 
 def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The format of most of `rows`. Raises DataError with their columns, and with the columns
-    to rename if that may help."""
+    """The format of most of `rows`. Raises DataError with their columns, and with those to rename if that may help."""
     found = Counter(one for one in map(row_format, rows) if one is not None)
     if found:
         return found.most_common(1)[0][0]
@@ -61,6 +61,26 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
     raise DataError(
         f"{source}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
         f"{hint}Known formats and the columns they need: {known}."
+    )
+
+
+def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
+    """Why a row of preferences (DPO, KTO) is refused; None if it is none."""
+    found = [
+        column
+        for column, value in row.items()
+        if value is not None
+        and column not in unused
+        and (
+            not {"chosen", "rejected"}.isdisjoint(column.lower().replace("-", "_").split("_"))
+            or (column in ("label", "kto_tag") and isinstance(value, bool))
+        )
+    ]
+    if not found:
+        return None
+    return (
+        f"a row of preferences ({', '.join(found)}): it says which answers are better, and fxtune learns every answer "
+        "that it is given. Make rows of the good answers alone, in one of the formats that fxtune reads"
     )
 
 

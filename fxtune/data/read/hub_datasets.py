@@ -1,8 +1,7 @@
 """Datasets of the Hugging Face hub, as memory-mapped Arrow tables.
 
-`datasets` retries an unreachable hub for half a minute for each file. So the hub gets one short request first
-(system/hub.py). If it does not answer, a copy that an earlier run left in the cache of `datasets` is used; without
-one, one error says what to do.
+`datasets` retries an unreachable hub for half a minute for each file, so the hub gets one short request first
+(system/hub.py). If it does not answer, a copy that an earlier run left in the cache of `datasets` is used.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load(config: SourceConfig, cache_dir: Path | None) -> Any:
-    """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split
-    or revision, or no network."""
+    """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split, revision or network."""
     import datasets
     from datasets import exceptions
 
@@ -84,6 +82,13 @@ def load_saved(folder: Path) -> Any:
         ) from problem
 
 
+def concatenate(parts: list[Any]) -> Any:
+    """Several datasets as one."""
+    import datasets
+
+    return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+
+
 def dataset_rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
     """Rows in order, read from the memory map 256 at a time. Images and audio are left out, not decoded."""
     from datasets import Dataset, DatasetInfo, Features
@@ -132,9 +137,6 @@ def _unreachable(path: str, reason: str) -> DataError:
 
 
 def _has_commit(dataset: Any, commit: str) -> bool:
-    """Whether a cached dataset is of this commit: `datasets` stores it under the commit's name.
-
-    For a branch or a tag only the hub knows the commit.
-    """
+    """Whether a cached dataset is of this commit: `datasets` stores it under the commit's name."""
     places = [*map(str, arrow_files(dataset)), *(dataset.info.download_checksums or {})]
     return bool(_COMMIT.fullmatch(commit)) and any(commit in place for place in places)

@@ -15,8 +15,8 @@ from fxtune.errors import DataError
 
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a JSON file. Raises DataError with the line where the file is no JSON: it cannot be read past that."""
-    # surrogateescape: bytes that are not UTF-8 become lone surrogates, which `checked_row` reports with their line.
+    """Rows of a JSON file. Raises DataError with the line where the file is no JSON."""
+    # surrogateescape: bytes that are not UTF-8 become lone surrogates, which `checked_row` reports.
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         scanner = _Scanner(file)
         try:
@@ -79,8 +79,7 @@ def _array_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
 
 
 class _Scanner:
-    """Reads the values of a JSON text in turn. `line` is the line of the next value, `text`
-    the text of the last one."""
+    """Reads the values of a JSON text in turn. `line`: of the next value; `text`: of the last one."""
 
     def __init__(self, file: IO[str]) -> None:
         self.file, self.buffer, self.at, self.line, self.text, self.ended = file, "", 0, 1, "", False
@@ -103,7 +102,7 @@ class _Scanner:
         self.at += 1
 
     def require_end(self) -> None:
-        """Raise if anything follows: rows after the end would be lost silently."""
+        """Raise if anything follows."""
         while not self.buffer[self.at :].strip():
             if not self.read_more():
                 return
@@ -122,8 +121,7 @@ class _Scanner:
             try:
                 value, end = self.decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as problem:
-                # An error far from the window's end is in the file; near the end, the value
-                # may go on beyond the window.
+                # Near the window's end the value may go on beyond it.
                 cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.buffer) - 16
                 if cut and len(self.buffer) - self.at > 2 * MAX_ROW_BYTES:  # most often a quote that is never closed
                     raise self.error(
@@ -142,8 +140,7 @@ class _Scanner:
             return value
 
     def read_more(self) -> bool:
-        """Move the window: drop the text already decoded and read at least as much as is
-        left. False at the file's end."""
+        """Drop the text already decoded and read at least as much as is left. False at the file's end."""
         if not self.ended:
             left = self.buffer[self.at :]
             chunk = self.file.read(max(1 << 16, len(left)))

@@ -47,10 +47,8 @@ class LineShard:
 
 
 def line_shards(path: Path, name: str, end: int, shard_bytes: int, columns: dict[str, str]) -> Iterator[LineShard]:
-    """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`.
-
-    Each shard knows the number of its first line. That takes one fast pass that counts newlines and parses nothing.
-    """
+    """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`, in one pass that only counts
+    newlines."""
     start, first_line, newlines, position = 0, 1, 0, 0
     with reading(name), open(path, "rb") as file:
         while position < end:
@@ -68,7 +66,7 @@ def line_shards(path: Path, name: str, end: int, shard_bytes: int, columns: dict
 
 
 def jsonl_rows(path: Path, name: str) -> Iterator[Row]:
-    """All rows of a JSONL file, front to back. A .gz file is decompressed as it is read."""
+    """All rows of a JSONL file. A .gz file is decompressed as it is read."""
     is_gzip = path.suffix.lower() == ".gz"
     with reading(name), gzip.GzipFile(path) if is_gzip else open(path, "rb") as file:
         yield from _line_rows(file, name)

@@ -1,17 +1,14 @@
 """One row of a source, its limits, and what all readers share.
 
-A readable row has a value, an unreadable row has the reason. Every reader holds one row at a time and knows
-its line, because "line 81723 is not JSON" is fixed in a minute and "cannot read the dataset" is not.
-
-Rows have limits. A tokenizer needs 300 bytes for each byte of text (16 MiB: 5 GB and 25 s), and a value
-nested as deep as Python allows cannot be written to the quarantine file. A longer row is skipped as it is
-read; it is never held in memory.
+A readable row has a value, an unreadable one the reason, with its file and line. Rows have limits, because a tokenizer
+needs 300 bytes for each byte of text (16 MiB: 5 GB and 25 s), and a value nested as deep as Python allows cannot be
+written to the quarantine file. A longer row is skipped as it is read; it is never held in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -27,6 +24,18 @@ MAX_ROW_BYTES = 16 << 20
 MAX_DEPTH = 100
 """A row with lists and objects nested deeper than this is a bad row."""
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
+
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+    tuple: "a list",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowShard:
-    """Rows of a source that can only be read front to back. The rows are pickled for the worker,
-    so a shard has few of them."""
+    """Rows of a source that can only be read front to back. They are pickled for the worker, so they are few."""
 
     held: list[Row]
     size: int
@@ -70,8 +78,7 @@ def row_shards(rows: Iterable[Row], shard_bytes: int, shard_rows: int = 1024) ->
 
 
 def checked_row(where: str, value: Any, size: int, suspicious: bool) -> Row:
-    """A row of `value`, or a bad row if it is no object, too long or not Unicode.
-    `suspicious`: it may not be Unicode."""
+    """A row of `value`, or a bad row if it is no object, too long or (checked if `suspicious`) not Unicode."""
     if size > MAX_ROW_BYTES:
         return bad_row(where, too_long(size), None)
     if not isinstance(value, dict):
@@ -107,18 +114,7 @@ def is_too_deep(text: str, value: Any) -> bool:
 
 def type_name(value: Any) -> str:
     """The JSON type of a value, for messages."""
-    if value is None:
-        return "null"
-    for types, name in (
-        (bool, "a boolean"),
-        ((int, float), "a number"),
-        (str, "a string"),
-        (Mapping, "an object"),
-        ((list, tuple), "a list"),
-    ):
-        if isinstance(value, types):
-            return name
-    return f"of type {type(value).__name__}"
+    return _TYPE_NAMES.get(type(value), f"of type {type(value).__name__}")
 
 
 def rename_columns(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row]:
@@ -136,7 +132,7 @@ def rename_columns(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn an OSError of the block into a DataError that names the file."""
+    """Turn OSErrors of the block into a DataError that names the file."""
     try:
         yield
     except OSError as problem:

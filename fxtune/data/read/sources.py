@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from fxtune.data.config import SourceConfig, TextUnit
-from fxtune.data.read import files, hub_datasets
+from fxtune.data.read import files, hub_datasets, splits
 from fxtune.data.read.arrow import parquet_rows
 from fxtune.data.read.delimited import csv_rows
 from fxtune.data.read.files import DataFile
-from fxtune.data.read.formats import RowFormat, detect_format
+from fxtune.data.read.formats import RowFormat, detect_format, preference_columns
 from fxtune.data.read.json_array import json_rows
 from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
 from fxtune.data.read.row import Row, RowShard, rename_columns, row_shards
@@ -36,7 +36,7 @@ from fxtune.data.read.text import text_rows
 from fxtune.errors import DataError, nearest
 
 SHARD_BYTES = 1 << 20
-"""Bytes that a worker takes at a time. They are about a second of work, so 16 workers share 40 MB evenly."""
+"""Bytes that a worker takes at a time, about a second of work."""
 HEAD_ROWS = 100
 """Rows that are read to detect the format."""
 
@@ -45,7 +45,7 @@ Shard = LineShard | RowShard
 
 @dataclass
 class Source:
-    """An opened source: its files exist and are of one kind. Nothing is read before rows are requested."""
+    """An opened source: its files exist and are of one kind. No row is read yet."""
 
     config: SourceConfig
     kind: str
@@ -53,6 +53,10 @@ class Source:
     files: list[DataFile]
     dataset: Any = None
     """The `datasets.Dataset` of kind hub."""
+    parts: list[tuple[list[DataFile], int, int]] = field(default_factory=list)
+    """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
+    remark: str = ""
+    """Which files of a folder `split` leaves."""
 
     @property
     def name(self) -> str:
@@ -70,17 +74,17 @@ class Source:
         return [self.name] if self.kind == "hub" else [file.name for file in self.files]
 
     def shards(self) -> Iterator[Shard]:
-        """The pieces of the source, in order. A worker process can read each; it has at most a
-        few megabytes, or one row."""
+        """The pieces of the source, in order. A worker can read each; it has at most a few megabytes, or one row."""
         limit = self.config.limit
-        if self.kind == "jsonl" and (limit is None or not any(file.compressed for file in self.files)):
+        at_once = self.kind == "jsonl" and not self.parts
+        if at_once and (limit is None or not any(file.compressed for file in self.files)):
             for file in self.files:
                 if file.compressed:
                     yield from row_shards(self._read([file]), SHARD_BYTES)
                 else:
                     yield from line_shards(file.path, file.name, file.size, SHARD_BYTES, self.config.columns)
         else:
-            yield from row_shards(islice(self._read(self.files), limit), SHARD_BYTES)
+            yield from row_shards(islice(self._read_parts(), limit), SHARD_BYTES)
 
     def rows(self) -> Iterator[Row]:
         """All rows in order, bad rows included."""
@@ -114,16 +118,21 @@ class Source:
     def format(self) -> RowFormat:
         """The configured format, or the format of the first rows. Raises DataError if they have none."""
         head = self.head()
+        for row in head:
+            if reason := preference_columns(row, self.config.unused):
+                raise DataError(f"{self.name}: {reason}.")
         if self.config.format is not RowFormat.auto:
             return self.config.format
         # If all rows are bad, any format will do: the first bad row becomes the error.
         return detect_format(head, self.name) if head else RowFormat.text
 
     def content_key(self) -> str:
-        """A hash of all bytes that are used, the same for a copy under another name. Takes about 1 s a GB and core."""
+        """A hash of all bytes that are used, the same for a copy under another name."""
         key = blake2b(self.kind.encode(), digest_size=16)
         if self.kind == "hub":
             key.update(repr((self.config.split, len(self.dataset))).encode())
+        elif self.parts:
+            key.update(self.config.split.encode())
         for file in self.files:
             key.update(f"{file.compressed} {file.digest()}".encode())
         return key.hexdigest()
@@ -136,6 +145,16 @@ class Source:
     def describe(self) -> str:
         count = f"{len(self.dataset):,} rows" if self.kind == "hub" else f"files: {len(self.files):,}"
         return f"{self.name} ({self.kind}, {count}, {self.size / 1e6:,.1f} MB)"
+
+    def count(self, data_files: list[DataFile]) -> int:
+        """The number of rows in `data_files`, bad ones included."""
+        return sum(1 for _ in self._read(data_files))
+
+    def _read_parts(self) -> Iterator[Row]:
+        if not self.parts:
+            yield from self._read(self.files)
+        for data_files, first, last in self.parts:
+            yield from islice(self._read(data_files), first, last)
 
     def _read(self, data_files: Iterable[DataFile]) -> Iterator[Row]:
         if self.kind == "hub":
@@ -158,20 +177,9 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
     Raises DataError if the path does not exist, a file is empty, kinds are mixed, or the hub cannot be reached.
     """
     path = files.expand_path(config.path)
-    if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict.save_to_disk: a folder for each split
-        splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
-        if config.split not in splits:
-            raise DataError(
-                f"{config.path} has no split {config.split!r}. Set the source's split to one that it has: "
-                f"{', '.join(splits) or 'none'}."
-            )
-        path /= config.split
-    if os.path.isfile(path / "state.json") and os.path.isfile(path / "dataset_info.json"):
-        dataset = hub_datasets.load_saved(path)
-    elif (found := files.find_files(config.path)) is not None:
-        selected = files.select_data_files(config.path, found, config.limit)
-        return Source(config, selected[0].kind, selected)
-    else:
+    if (dataset := _open_saved(config, path)) is None:
+        if (found := files.find_files(config.path)) is not None:
+            return _open_files(config, path, found)
         dataset = hub_datasets.load(config, cache_dir)
     if len(dataset) == 0:
         raise DataError(f"{config.path}: split {config.split} has no rows.")
@@ -179,9 +187,60 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
     return Source(config, "hub", arrow_files, dataset)
 
 
+def _open_saved(config: SourceConfig, path: Path) -> Any:
+    """The dataset in a folder of `save_to_disk`; None if `path` is no such folder."""
+    if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict: a folder for each split
+        there = sorted(folder.parent.name for folder in path.glob("*/state.json"))
+        if missing := [name for name in splits.split_names(config) if name not in there]:
+            raise DataError(
+                f"{config.path} has no split {missing[0]!r}. Set the source's split to one that it has: "
+                f"{', '.join(there) or 'none'}."
+            )
+        saved = {name: hub_datasets.load_saved(path / name) for name in splits.split_names(config)}
+    elif os.path.isfile(path / "state.json") and os.path.isfile(path / "dataset_info.json"):
+        dataset = hub_datasets.load_saved(path)
+        own = {splits.TRAIN, str(dataset.split)}
+        if other := [name for name in splits.split_names(config) if name not in own]:
+            raise DataError(f"{config.path} is one split ({dataset.split or splits.TRAIN}), and not {other[0]!r}.")
+        saved = dict.fromkeys(splits.split_names(config), dataset)
+    else:
+        return None
+    splits.require_no_hub_keys(config)
+    if splits.is_whole(config.split):
+        return saved[config.split]
+    ranges = splits.row_ranges(config, lambda name: len(saved[name]))
+    return hub_datasets.concatenate([saved[one.split].select(range(one.first, one.last)) for one in ranges])
+
+
+def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
+    """The files, or the rows of files, that `config.split` names."""
+    splits.require_no_hub_keys(config)
+    selected = files.select_data_files(config.path, found, None)
+    is_folder = os.path.isdir(path)
+    names = [str(file.path.relative_to(path)) if is_folder else file.path.name for file in selected]
+
+    remarks = []
+
+    def files_of(split: str) -> list[DataFile]:
+        chosen = splits.files_of_split(config, split, names, is_folder)
+        if len(chosen) < len(names):
+            remarks.append(splits.describe_files(split, names, chosen))
+        return [selected[index] for index in chosen]
+
+    if splits.is_whole(config.split):
+        own = [file.path for file in files_of(config.split)]
+        source = Source(config, selected[0].kind, files.select_data_files(config.path, own, config.limit))
+    else:
+        own_files = {split: files_of(split) for split in splits.split_names(config)}
+        source = Source(config, selected[0].kind, list(dict.fromkeys(chain.from_iterable(own_files.values()))))
+        ranges = splits.row_ranges(config, lambda split: source.count(own_files[split]))
+        source.parts = [(own_files[one.split], one.first, one.last) for one in ranges]
+    source.remark = "; ".join(remarks)
+    return source
+
+
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
-    """Why the data of `config.path` is not available, as far as this can be checked
-    offline; None if it is available."""
+    """Why the data of `config.path` is not available, as far as this can be checked offline; None if it is."""
     try:
         if files.find_files(config.path) is not None:
             return None

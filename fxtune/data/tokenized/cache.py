@@ -58,8 +58,8 @@ def locked(folder: Path, source: str) -> Iterator[None]:
 
 
 def keep_from_removal(folder: Path) -> IO[bytes] | None:
-    """Record that a table is in use, and return an open file. Until it is closed, at the latest when the process ends,
-    no other process removes the table (remove_unused). None on a file system that is read-only or has no locks."""
+    """Record that a table is in use, and return an open file that keeps remove_unused() of other processes away. None
+    on a file system that is read-only or has no locks."""
     try:
         held = open(folder / META, "rb")  # noqa: SIM115 - stays open as long as the table
         fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,10 +70,7 @@ def keep_from_removal(folder: Path) -> IO[bytes] | None:
 
 
 def remove_unused(root: Path, days: float) -> tuple[int, int]:
-    """Remove tables that no process has open and no run used for `days`, and staging folders that are as old.
-
-    Returns (tables removed, bytes freed).
-    """
+    """Remove tables and staging folders that no run used for `days`. Returns (folders removed, bytes freed)."""
     removed = freed = 0
     for folder in sorted(root.glob("*/")):
         try:

@@ -8,10 +8,8 @@ queue's lock, the others wait forever. A pipe of its own ends with its process.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -32,12 +30,11 @@ class WorkerDied(Exception):
 
 def map_in_order(
     setup: Callable[[Any], Callable[[Task], Result]], argument: Any, tasks: Iterable[Task], processes: int
-) -> Iterator[Result]:
-    """Yield `setup(argument)(task)` for each task. `processes` new processes (spawn) compute
-    it, and end with the iterator.
+) -> Generator[Result]:
+    """Yield `setup(argument)(task)` for each task, computed by new processes (spawn) that end with the iterator.
 
-    `setup` is a function at the top of a module; each process calls it once. An exception of `setup` or of a task is
-    raised here in place of that task's result. Raises WorkerDied if a process dies.
+    Each process calls `setup` once. An exception of `setup` or of a task is raised here in place of that task's
+    result. Raises WorkerDied if a process dies.
     """
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, BaseProcess] = {}
@@ -54,7 +51,10 @@ def map_in_order(
             idle = [pipe for pipe in workers if pipe not in busy]
             room = min(len(idle), next_index + processes + MAX_WAITING - sent)
             for (index, task), pipe in zip(islice(queue, room), idle, strict=False):
-                _send(pipe, task)
+                try:
+                    pipe.send(task)
+                except OSError as problem:
+                    raise WorkerDied from problem
                 busy[pipe], sent = index, index + 1
             if next_index in results:
                 succeeded, result = results.pop(next_index)
@@ -63,8 +63,12 @@ def map_in_order(
                 yield result
                 next_index += 1
             elif busy:
-                for pipe in wait(list(busy)):
-                    results[busy.pop(pipe)] = _receive(pipe)
+                ready: list[Any] = wait(list(busy))
+                for pipe in ready:
+                    try:
+                        results[busy.pop(pipe)] = pipe.recv()
+                    except (EOFError, OSError) as problem:
+                        raise WorkerDied from problem
             else:
                 return
     finally:
@@ -75,26 +79,8 @@ def map_in_order(
             pipe.close()
 
 
-def _send(pipe: Any, task: Any) -> None:
-    try:
-        pipe.send(task)
-    except OSError as problem:
-        raise WorkerDied from problem
-
-
-def _receive(pipe: Any) -> tuple[bool, Any]:
-    try:
-        return tuple(pipe.recv())
-    except (EOFError, OSError) as problem:
-        raise WorkerDied from problem
-
-
 def _worker_main(pipe: Any, setup: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
     leave_signals_to_main_process()
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # A main process that is killed cannot stop its workers, and a task may be long.
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     work = None
     while True:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
+from fxtune.data.chat.split import SplitCounts
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import Row
 from fxtune.data.tokenized.cache import META, keep_from_removal
@@ -25,7 +27,7 @@ from fxtune.data.tokenized.cache import META, keep_from_removal
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
 BAD_ROWS = "bad_rows.jsonl"
 DATA_FILES = [BAD_ROWS, *(f"{key}.npy" for key in ARRAYS)]
-_PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)
+_PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
 
 
 class TokenTable:
@@ -41,6 +43,9 @@ class TokenTable:
         format: the rows' format.
         bad_rows: how many rows could not be used.
         escaped: in how many documents special tokens that a message quotes were tokenized as text.
+        remarks: in how many documents the chat template left something out by design, by what that is.
+        split: what became of chats longer than a row, if they are stored as pieces with the digest of their chat.
+        whole: the same source with its chats unsplit, in that case.
     """
 
     ids: np.ndarray
@@ -58,6 +63,9 @@ class TokenTable:
         self.bad_rows: int = meta["bad_rows"]
         self.escaped: int = meta["literal"]
         self.supervised_tokens: int = meta["supervised"]
+        self.remarks: dict[str, int] = meta["remarks"]
+        self.split = SplitCounts(**meta.get("split", {}))
+        self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
         for key in ARRAYS:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
@@ -68,9 +76,14 @@ class TokenTable:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenTable, (self.folder, self.name)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(np.diff(self.offsets).max(initial=0))
+
     def read_bad_rows(self, files: list[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The rows that could not be used: {where, error, row}. `files`: the source's files under their present names;
-        the table may have been made from a copy with other names."""
+        """The rows that could not be used: {where, error, row}. `files`: the source's files under their present
+        names."""
         names = dict(zip(self._files, files or self._files, strict=True))
         with open(self.folder / BAD_ROWS, encoding="utf-8") as lines:
             for line in lines:
@@ -79,8 +92,7 @@ class TokenTable:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """The content of a table's JSON file; None if there is no table or it is damaged (a
-    crash, a full disk, an edit)."""
+    """The content of a table's JSON file; None if there is no table or it is damaged."""
     try:
         meta = json.loads((folder / META).read_text())
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
@@ -99,15 +111,22 @@ class EncodedShard:
     digests: np.ndarray
     bad: list[Row] = field(default_factory=list)
     escaped: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)
+    is_newly_read: bool = False
+    """Whether encoding version 3 made other tokens of one of the rows."""
+    split: SplitCounts = field(default_factory=SplitCounts)
 
 
 class TableWriter:
-    """Writes a table front to back and holds nothing of it in memory. A context manager that closes the files."""
+    """Writes a table front to back and holds nothing of it in memory."""
 
     def __init__(self, folder: Path, files: list[str]) -> None:
         self.folder, self.files = folder, dict.fromkeys(files)
         self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = 0
         self.first_bad: Row | None = None
+        self.remarks: Counter[str] = Counter()
+        self.is_newly_read = False
+        self.split = SplitCounts()
         folder.mkdir(parents=True)
         self._bad = open(folder / BAD_ROWS, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
         self._arrays = {key: _NpyFile(folder / f"{key}.npy", np.dtype(kind)) for key, kind in ARRAYS.items()}
@@ -123,17 +142,19 @@ class TableWriter:
         self.supervised += int(part.supervised.sum())
         self.bad_rows += len(part.bad)
         self.escaped += part.escaped
+        self.remarks += part.remarks
+        self.is_newly_read |= part.is_newly_read
+        self.split += part.split
         self.first_bad = self.first_bad or next(iter(part.bad), None)
         for bad in part.bad:
-            # `a.jsonl:17` or `a.parquet row 5`; file and place are stored separately, because a copy of
-            # the file has another name.
+            # File and place are stored separately, because a copy of the file has another name.
             found = _PLACE.fullmatch(bad.where)
             file, place = (found[1], found[2]) if found and found[1] in self.files else (bad.where, "")
             entry = {"file": file, "place": place, "error": bad.error, "row": bad.raw}
             self._bad.write(json.dumps(entry, default=str) + "\n")
 
     def finish(self, **meta: Any) -> None:
-        """Write the array headers and the JSON file, and flush everything to the disk."""
+        """Write the headers and the JSON file, and flush everything to the disk."""
         for array in self._arrays.values():
             array.finish()
         _sync(self._bad)
@@ -143,6 +164,8 @@ class TableWriter:
             supervised=self.supervised,
             bad_rows=self.bad_rows,
             literal=self.escaped,
+            remarks=dict(self.remarks),
+            split=vars(self.split),
             files=list(self.files),
             sizes={name: (self.folder / name).stat().st_size for name in DATA_FILES},
         )
@@ -162,7 +185,7 @@ class TableWriter:
 
 
 class _NpyFile:
-    """A one-dimensional .npy file whose length is known only at the end. numpy's header leaves room for it to grow."""
+    """A one-dimensional .npy file whose length is known only at the end."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.file: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed by the TableWriter

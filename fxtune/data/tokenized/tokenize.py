@@ -12,9 +12,10 @@ import os
 import pickle
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -22,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from fxtune.data.chat.encode import Encoder, read_template
-from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
+from fxtune.data.chat.encode import Encoder
+from fxtune.data.chat.split import SplitCounts
+from fxtune.data.config import DataConfig, LearnConfig, OnBadRow, OnLong, SourceConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import Row, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
@@ -31,10 +33,18 @@ from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, StorageError
+from fxtune.system.console import say
 from fxtune.system.host import cores
+from fxtune.system.progress import phase
 
-ENCODING_VERSION = 3
-"""Part of every fingerprint. Raise it when the code makes other tokens of the same row."""
+ENCODING_VERSION = 4
+"""Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
+LAST_VERSION = 3
+"""Part of a table's fingerprint unless a row gets other tokens than from that version, so that earlier runs resume."""
+SPLIT_VERSION = 1
+"""The same, of a table of split chats."""
+SPLIT_AT_TURNS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
+"""Formats whose documents are not split anywhere."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256
@@ -46,84 +56,106 @@ def tokenize(
 ) -> TokenTable:
     """Tokenize a source, or take it from the cache.
 
-    Args:
-        tokenizer: a fast tokenizer.
-        quarantine: with data.on_bad_row=quarantine, the file to which bad rows are added, each as {where, error, row}.
-        progress: print a line about the result, and show a bar on a terminal.
+    `quarantine`: with data.on_bad_row=quarantine, the file to which bad rows are added, each as {where, error, row}.
+    `progress`: print a line about the result.
 
     Raises:
-        DataError: the source cannot be read, a row is bad (on_bad_row=error), no row is
-            usable, or nothing is supervised.
+        DataError: the source cannot be read, a row is bad (on_bad_row=error), none is usable, or none supervised.
         StorageError: the cache cannot be written, or has pipes, sockets or devices under the names of its files.
     """
     started = time.perf_counter()
     root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     format = opened.format()
-    encoder = Encoder(tokenizer, format, data.chat_template)
-    fingerprint = _fingerprint(opened, data, format, tokenizer)
-    folder = root / "tokens" / fingerprint
-    cached = True
-    cache.require_own(folder, [cache.META, *DATA_FILES])
+    encoder = Encoder(tokenizer, format, data.chat_template, data.system, data.learn, source.unused)
+    settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
-        with cache.locked(folder, opened.name):
-            if read_meta(folder) is None:
-                cached = False
-                _build(folder, fingerprint, opened, encoder, data, progress)
-            table = TokenTable(folder, opened.name)
+        table, cached = _open_or_build(folder, settings, opened, encoder, data)
+        if format in SPLIT_AT_TURNS and data.on_long is OnLong.split and table.longest > data.sequence_length:
+            # Only now, and as a table of its own: without long chats the tokens do not depend on the row's length.
+            encoder.longest = data.sequence_length
+            settings.append(["split at turns", SPLIT_VERSION, data.sequence_length])
+            pieces, found = _open_or_build(folder, settings, opened, encoder, data)
+            table, pieces.whole, cached = pieces, table, cached and found
         if not cached and data.cache_days is not None:
-            removed, freed = cache.remove_unused(folder.parent, data.cache_days)
+            removed, freed = cache.remove_unused(folder, data.cache_days)
             if removed:
                 print(
-                    f"Removed from {folder.parent}: the tokens of {removed:,} sources that no run used for "
+                    f"Removed from {folder}: the tokens of {removed:,} sources that no run used for "
                     f"{data.cache_days} days, {freed / 1e6:,.1f} MB (data.cache_days).",
                     flush=True,
                 )
     except OSError as problem:
         raise StorageError(
-            f"Tokens of {opened.name} cannot be stored in {folder.parent}: {problem.strerror or problem}. Free space "
+            f"Tokens of {opened.name} cannot be stored in {folder}: {problem.strerror or problem}. Free space "
             "there, or set data.cache_dir to a folder that can be written."
         ) from problem
     if table.bad_rows:
         _report_bad_rows(table, opened, data, quarantine)
     if progress:
+        if opened.remark:
+            print(f"{opened.name}: {opened.remark}.", flush=True)
         how = "from the cache" if cached else f"tokenized in {time.perf_counter() - started:,.1f} s"
         _print_result(table, encoder, how, quarantine)
     return table
 
 
-def _fingerprint(source: Source, data: DataConfig, format: RowFormat, tokenizer: Any) -> str:
+def _open_or_build(
+    tables: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig
+) -> tuple[TokenTable, bool]:
+    """The table of these settings in the folder of all tables, and whether it was there."""
+    folder = tables / _hash([ENCODING_VERSION, *settings, sorted(source.config.unused)])
+    cache.require_own(folder, [cache.META, *DATA_FILES])
+    with cache.locked(folder, source.name):
+        if not (cached := read_meta(folder) is not None):
+            _build(folder, settings, source, encoder, data)
+        return TokenTable(folder, source.name), cached
+
+
+def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
+    """All that the tokens depend on, besides the version. A new setting is added only where it is not the default."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for state in ("padding", "truncation"):  # set by earlier calls; the encoder sets its own
         backend.pop(state, None)
     settings = [
-        ENCODING_VERSION,
         source.content_key(),
-        format.value,
+        encoder.format.value,
         sorted(source.config.columns.items()),
         source.config.limit,
         source.config.text_unit.value,
         backend,
-        read_template(data.chat_template) if data.chat_template else tokenizer.chat_template,
+        encoder.template_source or tokenizer.chat_template,
         tokenizer.special_tokens_map,
     ]
+    if encoder.system is not None:
+        settings.append({"system": encoder.system})
+    if encoder.learn != LearnConfig():
+        settings.append({"learn": asdict(encoder.learn)})
+    return settings
+
+
+def _hash(settings: list[Any]) -> str:
     return blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def _build(folder: Path, fingerprint: str, source: Source, encoder: Encoder, data: DataConfig, progress: bool) -> None:
-    """Make the table in `folder`. The caller holds its lock, so files that exist were left by a process that died."""
+def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig) -> None:
+    """Make the table in `folder`, whose lock the caller holds: files that exist were left by a process that died."""
     staging = cache.staging_folder(folder)
     shutil.rmtree(staging, ignore_errors=True)
     try:
-        with TableWriter(staging, source.file_names) as writer, _progress_bar(source, progress) as advance:
-            for part, size in _encoded_shards(source, encoder, data):
+        reading = phase(f"Tokenizing {source.describe()}", round(source.size / 1e6, 1), "MB")
+        # Closed here: the traceback of an error would keep the worker processes alive.
+        shards = closing(_encoded_shards(source, encoder, data))
+        with TableWriter(staging, source.file_names) as writer, reading as work, shards as encoded:
+            for part, size in encoded:
                 if part.bad and data.on_bad_row is OnBadRow.error:
                     raise _bad_row_error(part.bad[0].where, part.bad[0].error)
                 writer.append(part)
-                advance(size, len(part.ids))
+                work.advance(size / 1e6)
             source.require_unchanged()
             _require_targets(writer, source, encoder, data)
-            writer.finish(fingerprint=fingerprint, name=source.name, format=encoder.format.value)
+            version = ENCODING_VERSION if writer.is_newly_read else LAST_VERSION
+            writer.finish(fingerprint=_hash([version, *settings]), name=source.name, format=encoder.format.value)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:
@@ -137,24 +169,25 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
             f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.value}; the first, "
             f"{first.where}: {first.error}. Set the source's format, or rename its columns."
         )
+    if not writer.documents and writer.split.chats:
+        raise DataError(
+            f"{source.name}: none of its {writer.split.chats:,} chats has an answer in the first "
+            f"{data.sequence_length:,} tokens. Raise data.sequence_length."
+        )
     if not writer.documents:
         raise DataError(f"{source.name} has no rows.")
     if not writer.supervised:
         reason = {
             RowFormat.tokens: "its labels are all -100, or its assistant_masks all 0",
             RowFormat.text: "no text has a token",
-        }.get(
-            encoder.format,
-            "the chat template marks no token of an assistant turn, or the chats have no such turn; "
-            f"the template is {data.chat_template or 'the one that comes with the tokenizer'}",
-        )
+        }.get(encoder.format, "each turn is switched off by its `train` or `weight`, or by data.learn")
         raise DataError(
             f"{source.name}: not one of {writer.tokens:,} tokens in {writer.documents:,} documents of format "
             f"{encoder.format.value} is supervised: {reason}. A model would learn nothing from it."
         )
 
 
-def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tuple[EncodedShard, int]]:
+def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Generator[tuple[EncodedShard, int]]:
     """(tokens of a shard, its size in bytes) for each shard in order, made in this process or in workers."""
     workers = data.workers or cores()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
@@ -175,8 +208,9 @@ def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Itera
             yield shard
 
     try:
-        for part in map_in_order(_worker_setup, pickle.dumps(encoder), shards(), workers):
-            yield part, sizes.popleft()
+        with closing(map_in_order(_worker_setup, pickle.dumps(encoder), shards(), workers)) as parts:
+            for part in parts:
+                yield part, sizes.popleft()
     except (WorkerDied, MemoryError) as problem:
         raise HardwareError(
             f"A process that tokenized {source.name} was killed, most likely because memory ran out. Use fewer: "
@@ -185,7 +219,7 @@ def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Itera
 
 
 def _worker_setup(encoder: bytes) -> Callable[[Shard], EncodedShard]:
-    """Set up a worker. It never imports torch, so it starts in about a second and stays small."""
+    """Set up a worker. It never imports torch, so it starts fast and stays small."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
     if b"transformers_modules" in encoder:  # the tokenizer's code came with the model: make it importable here
         from transformers.dynamic_module_utils import init_hf_modules
@@ -198,8 +232,10 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     """Tokenize the rows of a shard. Rows that cannot be read or encoded are in `bad`, in order."""
     ids: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
+    digests: list[int] = []
     bad: list[Row] = []
-    escaped = 0
+    escaped, is_newly_read, split = 0, False, SplitCounts()
+    remarks: Counter[str] = Counter()
     # In batches, so that their Python lists of ids need little memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
         documents = iter(encoder.encode([row.value for row in batch if row.value is not None]))
@@ -212,21 +248,28 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
                 bad.append(Row(row.where, None, document, row.value))
                 continue
             assert len(document.ids) == len(document.supervised) > 0
-            ids.append(np.asarray(document.ids, np.int32))
-            supervised.append(np.asarray(document.supervised, np.bool_))
+            pieces = [document]
+            if encoder.longest is not None and len(document.ids) > encoder.longest:
+                found = encoder.split(row.value, document)
+                pieces, split = found.pieces, split + found.counts
+            ids += [np.asarray(piece.ids, np.int32) for piece in pieces]
+            supervised += [np.asarray(piece.supervised, np.bool_) for piece in pieces]
+            # The pieces of a chat are on the same side of a hold-out.
+            digests += [_digest(np.asarray(document.ids, np.int32))] * len(pieces)
             escaped += document.escaped
+            remarks.update(document.remarks)
+            is_newly_read |= document.is_newly_read
     return EncodedShard(
-        ids=_concatenated(ids, np.int32),
-        supervised=_concatenated(supervised, np.bool_),
+        ids=np.concatenate([np.zeros(0, np.int32), *ids]),
+        supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
         lengths=np.array([len(one) for one in ids], np.int64),
-        digests=np.array([_digest(one) for one in ids], np.uint64),
+        digests=np.array(digests, np.uint64),
         bad=bad,
         escaped=escaped,
+        remarks=remarks,
+        is_newly_read=is_newly_read,
+        split=split,
     )
-
-
-def _concatenated(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
 def _digest(ids: np.ndarray) -> int:
@@ -267,37 +310,9 @@ def _bad_row_error(where: str, reason: str | None) -> DataError:
     )
 
 
-@contextmanager
-def _progress_bar(source: Source, progress: bool) -> Iterator[Callable[[int, int], None]]:
-    """A function (bytes, tokens) that advances a bar, which is shown on a terminal only; a log gets one line."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console()
-    if progress and not console.is_terminal and source.size >= IN_PROCESS_BYTES:
-        print(f"Tokenizing {source.describe()}", flush=True)  # a log must not be silent for minutes
-    columns = (
-        TextColumn("tokenizing {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
-        task = bar.add_task(source.name, total=max(1, source.size), tokens=0)
-        total = 0
-
-        def advance(size: int, tokens: int) -> None:
-            nonlocal total
-            total += tokens
-            bar.update(task, advance=size, tokens=total)
-
-        yield advance
-
-
 def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Path | None) -> None:
     tokens = len(table.ids)
-    rows = "1 bad row" if table.bad_rows == 1 else f"{table.bad_rows:,} bad rows"
+    rows = f"{table.bad_rows:,} bad row{'s' * (table.bad_rows != 1)}"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
     lines = [
         f"{table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
@@ -306,5 +321,6 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     if table.escaped:
         documents = "1 document quotes" if table.escaped == 1 else f"{table.escaped:,} documents quote"
         lines.append(f"{documents} special tokens in a message; they are tokenized as plain text.")
+    lines += [f"{remark} ({count:,} of {len(table):,} documents)." for remark, count in table.remarks.items()]
     for line in [*lines, *encoder.remarks()]:
-        print(f"{table.name}: {line}", flush=True)
+        say(f"{table.name}: {line}")

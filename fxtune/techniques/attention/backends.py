@@ -1,7 +1,5 @@
-"""The table of attention backends: what each supports, and why it cannot run under given facts.
-
-A backend itself checks GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and
-determinism: in most of these cases transformers would silently use another kernel.
+"""The table of attention backends: what each supports, and why it cannot run under given facts. Where one cannot,
+transformers would in most cases silently use another kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 SINKS = {"gpt_oss"}
 """Models with an extra learned score in each softmax."""
 LARGEST_MASK = GIB
-"""The most bytes for transformers' mask of packed rows, which takes rows x length^2 bytes."""
+"""The most bytes for transformers' mask of packed rows."""
 HUB = "hub:"
 
 Reason = tuple[str, str]
@@ -31,66 +29,51 @@ Reason = tuple[str, str]
 class Backend:
     """The requirements and features of one implementation. The defaults are those of a fused kernel on a GPU."""
 
-    implementation: str
-    """Its name in transformers' registry."""
-    what: str
-    """Its name in messages."""
-    ran: str
-    """A pattern of its operator's or its kernel's name in the profiler."""
-    packages: tuple[tuple[str, str, str], ...] = ()
-    """(package, version or "" for any, how to install it)."""
-    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))
-    """The first supported compute capability, and the first unsupported one."""
+    implementation: str  # its name in transformers' registry
+    what: str  # its name in messages
+    ran: str  # a pattern of its operator's or its kernel's name in the profiler
+    packages: tuple[tuple[str, str, str], ...] = ()  # (package, version or "" for any, how to install it)
+    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))  # first supported, first unsupported
     gpu: bool = True
-    half: bool = True
-    """Supports only float16 and bfloat16."""
-    head_dim: int = 256
-    """The largest supported head dimension; 0: any."""
+    half: bool = True  # only float16 and bfloat16
+    head_dim: int = 256  # the largest; 0: any
     window: bool = True
     softcap: bool = False
     dropout: bool = False
     sinks: bool = False
-    deterministic: bool = True
-    """Whether its backward pass can give the same bits each time, always or on request (inputs.model_inputs). Unknown
-    for a kernel of the hub."""
-    flag: str = "_supports_flash_attn"
-    """The attribute of a transformers model class that says that its attention can call such a function."""
+    deterministic: bool = True  # whether its backward pass can give the same bits each time
+    flag: str = "_supports_flash_attn"  # the attribute of a model class of transformers that says it can call this
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
         """Each reason why this cannot run under `facts`."""
-        model = facts.text
-        kind = model.get("model_type", "this model")
+        model, kind = facts.text, _kind(facts)
+        first, end = self.capability
         if self.gpu and facts.device != "cuda":
             yield "needs a GPU, and this run is on a CPU", "Use sdpa or eager"
-        elif self.gpu and facts.capability and not self.capability[0] <= facts.capability < self.capability[1]:
+        elif self.gpu and facts.capability and not first <= facts.capability < end:
             yield (
-                (
-                    f"does not support {facts.device_name} (compute capability {_dotted(facts.capability)}; it "
-                    f"supports {_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"
-                ),
+                f"does not support {facts.device_name} (compute capability {_dotted(facts.capability)}; it supports "
+                f"{_dotted(first)} to below {_dotted(end)})",
                 "Use sdpa, or auto",
             )
         for package, version, install in self.packages:
-            if package not in facts.packages:
+            found = facts.packages.get(package)
+            if package in facts.broken:
+                yield f"needs {package}, which {facts.lacks(package)}", "Use auto, or another backend"
+            elif found is None:
                 yield f"needs the package {package}", f"Install it: {install}"
-            elif version and facts.packages[package] != version:
-                yield (
-                    f"needs {package} {version}, and {facts.packages[package]} is installed",
-                    f"Install it: {install}",
-                )
+            elif version and found != version:
+                yield f"needs {package} {version}, and {found} is installed", f"Install it: {install}"
         if self.half and facts.compute_dtype not in ("float16", "bfloat16"):
             yield (
                 f"computes in float16 and bfloat16, not in {facts.compute_dtype}",
                 "Set model.dtype=bfloat16, or techniques.precision.autocast=bfloat16",
             )
         yield from self._heads(facts)
-        if (
-            self.flag == "_supports_flash_attn"
-            and "chunked_attention" in (model.get("layer_types") or ())
-            and (facts.sequence_length > model.get("attention_chunk_size", 0))
-        ):
+        chunk = model.get("attention_chunk_size", 0) if "chunked_attention" in (model.get("layer_types") or ()) else 0
+        if chunk and self.flag == "_supports_flash_attn" and facts.sequence_length > chunk:
             yield (
-                f"has no chunked attention, and {kind} has chunks of {model.get('attention_chunk_size')} tokens",
+                f"has no chunked attention, and {kind} has chunks of {chunk} tokens",
                 "Use flex or eager, or shorten data.sequence_length",
             )
         for has, name, value in (
@@ -100,10 +83,8 @@ class Backend:
             (self.sinks, "attention sinks", kind in SINKS),
         ):
             if value and not has:
-                yield (
-                    f"does not support {kind}'s {name}" + ("" if value is True else f" ({value})"),
-                    "Use eager, or auto",
-                )
+                shown = "" if value is True else f" ({value})"
+                yield f"does not support {kind}'s {name}{shown}", "Use eager, or auto"
         if facts.deterministic and not self.deterministic:
             yield "does not guarantee the same bits each time", "Set run.deterministic=false, or use auto"
         yield from self._more(facts)
@@ -111,14 +92,10 @@ class Backend:
             yield f"is not available for {kind} in transformers", "Use auto"
 
     def _heads(self, facts: Facts) -> Iterator[Reason]:
-        for width in _head_dims(facts.text):
-            if self.head_dim and (width > self.head_dim or width % 8):
-                kind = facts.text.get("model_type", "this model")
-                yield (
-                    f"takes heads of up to {self.head_dim} in steps of 8, and {kind}'s have {width}",
-                    "Use eager, or auto",
-                )
-                return
+        wrong = [width for width in _head_dims(facts.text) if width > self.head_dim or width % 8]
+        if self.head_dim and wrong:
+            heads = f"takes heads of up to {self.head_dim} in steps of 8, and {_kind(facts)}'s have {wrong[0]}"
+            yield heads, "Use eager, or auto"
 
     def _more(self, facts: Facts) -> Iterator[Reason]:
         yield from ()
@@ -128,17 +105,12 @@ class Flash4(Backend):
     def _heads(self, facts: Facts) -> Iterator[Reason]:
         """Hopper supports 8 to 256. Blackwell supports 8 to 128, DeepSeek's 192 with 128, and 256
         (flash_attn/cute/interface.py)."""
-        widths = _head_dims(facts.text)
-        most = 256 if (facts.capability or (9, 0))[0] == 9 else 128
-        if (
-            widths
-            and (max(widths) > most or any(width % 8 or width < 8 for width in widths))
-            and not (most == 128 and facts.capability and facts.capability[0] < 12 and widths in ({256}, {128, 192}))
-        ):
-            yield (
-                f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}",
-                "Use sdpa, or auto",
-            )
+        widths, generation = _head_dims(facts.text), (facts.capability or (9, 0))[0]
+        most = 256 if generation == 9 else 128
+        special = 9 < generation < 12 and widths in ({256}, {128, 192})
+        if not special and any(width > most or width % 8 for width in widths):
+            heads = f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}"
+            yield heads, "Use sdpa, or auto"
 
     def _more(self, facts: Facts) -> Iterator[Reason]:
         if facts.deterministic and (facts.capability or (9, 0))[0] >= 12:
@@ -162,14 +134,14 @@ class Sdpa(Backend):
     documents begin; elsewhere transformers builds a mask."""
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
-        problems = list(BY_DOCUMENTS.refuses(facts))
-        if facts.device == "cuda" and not problems:
+        on_gpu, problem = facts.device == "cuda", next(BY_DOCUMENTS.refuses(facts), None)
+        if on_gpu and not problem:
             return
         yield from super().refuses(facts)
-        if facts.device == "cuda" and facts.packing and _mask_bytes(facts) > LARGEST_MASK:
+        if on_gpu and problem and facts.packing and _mask_bytes(facts) > LARGEST_MASK:
             yield (
                 f"would build a mask of {_mask_bytes(facts) / GIB:.1f} GiB for packed rows of {facts.sequence_length} "
-                f"tokens, because its kernel for packed documents {problems[0][0]}",
+                f"tokens, because its kernel for packed documents {problem[0]}",
                 "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex",
             )
 
@@ -285,11 +257,13 @@ def offers(kind: str, flag: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     classes = AutoModelForCausalLM._model_mapping
-    if not flag:
-        return True
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in classes:
-        return flag == "_supports_sdpa"
-    return bool(getattr(classes[CONFIG_MAPPING[kind]], flag, False))
+        return flag in ("", "_supports_sdpa")
+    return not flag or bool(getattr(classes[CONFIG_MAPPING[kind]], flag, False))
+
+
+def _kind(facts: Facts) -> str:
+    return str(facts.text.get("model_type", "this model"))
 
 
 def _head_dims(text: dict[str, Any]) -> set[int]:

@@ -16,7 +16,7 @@ def model_inputs(
     """The tensors of a Batch as keyword arguments for a forward pass in training, under transformers' names.
 
     Documents are separated by `position_ids`, from which transformers builds a mask, or by `cu_seqlens` for attention
-    that takes documents of any length. `use_cache=False` keeps compiled layers from recompiling on the cache's state.
+    that takes documents of any length. `use_cache=False`: compiled layers would be compiled again for a cache's state.
     """
     given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     attention = str(model.config._attn_implementation)  # type: ignore[union-attr]

@@ -2,15 +2,12 @@
 
 transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless
 the attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (torch's built-in
-FlashAttention-2) and `fxtune_cudnn` (cuDNN's). The last two call their operator directly, so that torch cannot choose
-another kernel.
+FlashAttention-2) and `fxtune_cudnn` (cuDNN's). They take the arguments of transformers' own FlashAttention functions,
+so every model that works with those works with these. The names do not contain "flash": for such a name transformers
+would look for a kernel on the hub.
 
-They take the arguments of transformers' own FlashAttention functions, so every model that works with those works with
-these. The names do not contain "flash": for such a name transformers would look for a kernel on the hub.
-
-A call without `cu_seqlens` (generation with a cache, rows padded on the left, a user's plain forward pass) runs
-torch's scaled_dot_product_attention with the mask that transformers then builds, or plain operations if scores have a
-soft cap.
+A call without `cu_seqlens` (generation with a cache, rows padded on the left) runs torch's attention with the mask
+that transformers then builds, or plain operations if scores have a soft cap.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from fxtune.errors import ConfigError
 FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
 OURS = (FLASH4, SDPA, CUDNN)
 CUDNN_STEPS = 8
-"""cuDNN prepares a plan for each length. So lengths are padded: between two powers of two there are this many lengths,
-and the least is 64."""
+"""cuDNN prepares a plan for each length. So lengths are padded: between two powers of two there are this many."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 """(q, k, v, cu_seqlens, scale, window, softcap) -> out; q, k, v and out as [rows, length, heads, d]. See flash4()."""
@@ -50,16 +46,14 @@ def register() -> None:
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
-    """The attention mask to pass with `cu_seqlens`: four dimensions and no elements.
-
-    transformers passes a mask of four dimensions on unchanged. Without a mask it would look for documents in
-    `position_ids`, which makes the host wait for the device in each forward pass, and would build the mask.
+    """The attention mask to pass with `cu_seqlens`: four dimensions and no elements. transformers passes it on as it
+    is; without one it would look for documents in `position_ids`, for which the host waits, and build a mask.
     """
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
-    """Whether each row is one document. A document begins with each row, so the length of `cu_seqlens` decides."""
+    """Whether each row is one document: one begins with each row."""
     return len(cu_seqlens) == rows + 1
 
 
@@ -92,10 +86,7 @@ def _attend(
 ) -> Tensor:
     """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
     if s_aux is not None or position_bias is not None:
-        raise ConfigError(
-            "techniques.attention.backend: this model adds sinks or a position bias to its attention scores, and this "
-            "kernel does not. Set it to eager."
-        )
+        raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
     # Under autocast, norms and products with float32 cosines are float32, and autocast casts for no custom operator.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
@@ -103,38 +94,32 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise ConfigError(
-                f"techniques.attention.backend: {type(module).__name__} does not pass the documents' bounds to its "
-                "attention, so documents would see each other. Set it to eager."
-            )
+            why = "does not pass the documents' bounds to its attention, so documents would see each other"
+            raise _unsupported(module, why)
         return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ConfigError(
-            f"techniques.attention.backend: {type(module).__name__} is not causal, and this kernel is. Set it to "
-            "eager."
-        )
+        raise _unsupported(module, "is not causal, and this kernel is")
     if dropout:
-        raise ConfigError(
-            f"techniques.attention.backend: this kernel has no dropout, and {type(module).__name__} asks for "
-            f"{dropout}. Set it to eager."
-        )
+        raise _unsupported(module, f"asks for dropout of {dropout}, and this kernel has no dropout")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
     return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0)
+
+
+def _unsupported(module: nn.Module, why: str) -> ConfigError:
+    return ConfigError(f"techniques.attention.backend: {type(module).__name__} {why}. Set it to eager.")
 
 
 def _by_flash4(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
 ) -> Tensor:
     rows, length = q.shape[:2]
+    flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
     if one_document_a_row(rows, cu_seqlens):
-        out: Tensor = torch.ops.fxtune.flash4(q, k, v, None, length, scale, window, softcap)[0]
-        return out
+        return flash4(q, k, v, None, length, scale, window, softcap)[0]
     # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
-    out = torch.ops.fxtune.flash4(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, length, scale, window, softcap
-    )[0]
-    return out.unflatten(0, (rows, length))
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    return flash4(*flat, cu_seqlens, length, scale, window, softcap)[0].unflatten(0, (rows, length))
 
 
 def _by_torch(
@@ -142,24 +127,13 @@ def _by_torch(
 ) -> Tensor:
     rows, length = q.shape[:2]
     left, right = (window - 1, 0) if window else (-1, -1)
-    narrower = q.shape[-1] - v.shape[-1]
-    v = F.pad(v, (0, narrower)) if narrower else v
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        cu_seqlens,
-        cu_seqlens,
-        length,
-        length,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
-    )[0]
-    return out[..., : v.shape[-1] - narrower].unflatten(0, (rows, length))
+    width = v.shape[-1]
+    padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+    flat = [x.flatten(0, 1) for x in (q, k, padded)]
+    bounds = (cu_seqlens, cu_seqlens, length, length)
+    windows = {"window_size_left": left, "window_size_right": right}
+    out: Tensor = torch.ops.aten._flash_attention_forward(*flat, *bounds, 0.0, True, False, scale=scale, **windows)[0]
+    return out[..., :width].unflatten(0, (rows, length))
 
 
 def _by_cudnn(
@@ -178,11 +152,10 @@ def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _cudnn_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One call for each document. torch disables its call for all documents together, because its backward pass uses
-    wrong addresses for the sums of each softmax (aten/src/ATen/native/cudnn/MHA.cpp,
-    run_cudnn_SDP_fprop_nestedtensor).
+    """One call for each document: torch disables its call for all documents together, because its backward pass uses
+    wrong addresses for the sums of each softmax (run_cudnn_SDP_fprop_nestedtensor of aten/.../cudnn/MHA.cpp).
 
-    Padding follows a document, so causal attention does not read it, and the padding's results are cut off.
+    Padding follows a document, so causal attention does not read it, and its results are cut off.
     """
     lengths = [length for length in cu_seqlens.diff().tolist() if length]  # the host waits here
     parts = []
@@ -215,10 +188,8 @@ def _masked(
     if not softcap:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out: Tensor = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=is_causal
-        )[0]
-        return out
+        options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     groups = query.shape[1] // key.shape[1]
     if mask is None and query.shape[2] > 1:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

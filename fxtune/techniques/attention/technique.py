@@ -2,9 +2,8 @@
 
 Packed rows carry no attention mask. Kernels for documents of any length read from `cu_seqlens` where each begins
 (packed.py). For other kernels transformers reads it from `position_ids`, which restart at 0 in each document, and
-builds a mask. A model or a kernel that ignores both trains without an error, and reaches a worse result (0.03 to 0.15
-of final loss in reports). So `verify` changes the tokens of one document and requires the logits of every other
-document to stay the same.
+builds a mask. A model or a kernel that ignores both trains without an error, to a worse result (0.03 to 0.15 of final
+loss in reports). So `verify` changes the tokens of one document: the logits of all others must stay the same.
 
 Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 key heads of 128, causal:
 
@@ -15,8 +14,7 @@ Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 
 
 `flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask;
 `eager` stores the scores, which takes rows x heads x length^2 memory, and supports everything. `hub:ORG/KERNEL@COMMIT`
-takes a compiled kernel from the Hugging Face hub. backends.py lists what each supports, because transformers silently
-replaces a kernel that is not.
+takes a compiled kernel from the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import packed
+from fxtune.techniques.attention import isolation, packed
 from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
 from fxtune.techniques.attention.packed import CUDNN, SDPA
 from fxtune.techniques.base import Evidence, Technique
@@ -43,9 +41,10 @@ if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-MOST_DOCUMENTS = 4
-"""Documents of the probe that are changed, one at a time."""
+ATTENDING_LAYERS = ISOLATING_LAYERS | {"attention", "hybrid"}
+"""Layers that call attention, some of them beside recurrent parts."""
 RECURRENT = {"mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"}
+ISOLATED = "packed documents do not see each other"
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 
 
@@ -68,6 +67,10 @@ class Attention(Technique):
                 f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one "
                 "packed document into the next with any backend. Set data.packing=false."
             )
+        if not attention_layers(facts.text):
+            if self.backend != "auto":
+                yield f"backend: {kind} has no attention that {self.backend} could run. Set it to auto."
+            return
         if self.backend == "auto":
             if all(list(backend.refuses(facts)) for backend in BACKENDS.values()):
                 yield (
@@ -75,50 +78,48 @@ class Attention(Technique):
                     + "; ".join(f"{name} {next(backend.refuses(facts))[0]}" for name, backend in BACKENDS.items())
                     + "."
                 )
-        elif self.backend.startswith(HUB):
-            yield from self._check_hub(facts)
-        elif self.backend not in BACKENDS:
+            return
+        of_hub = self.backend.startswith(HUB)
+        if not of_hub and self.backend not in BACKENDS:
             near = nearest(self.backend, BACKENDS)
             known = f"There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
             yield f"backend: there is no {self.backend}. {f'Did you mean {near}?' if near else known}"
-        else:
-            for cause, change in BACKENDS[self.backend].refuses(facts):
-                yield f"backend: {self.backend} {cause}. {change}."
-
-    def _check_hub(self, facts: Facts) -> Iterator[str]:
-        if not PINNED.fullmatch(self.backend.removeprefix(HUB)):
+            return
+        if of_hub and not PINNED.fullmatch(self.backend.removeprefix(HUB)):
             yield (
                 f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so give the commit "
                 "that you trust: hub:ORG/KERNEL@ and its 40 digits."
             )
-        if not self.trust_remote_code:
+        if of_hub and not self.trust_remote_code:
             yield (
                 f"trust_remote_code: false, but backend={self.backend} runs compiled code of its author. Set it to "
                 "true if you trust that commit."
             )
-        for cause, change in hub(self.backend).refuses(facts):
+        for cause, change in (hub(self.backend) if of_hub else BACKENDS[self.backend]).refuses(facts):
             yield f"backend: {self.backend} {cause}. {change}."
 
+    def packages(self, facts: Facts) -> Iterator[str]:
+        backends = [BACKENDS[self.backend]] if self.backend in BACKENDS else []
+        if self.backend == "auto" and attention_layers(facts.text):
+            backends = [one for name, one in BACKENDS.items() if not _passed_over(name, facts)][:1]
+        for backend in backends:
+            yield from (package for package, _, _ in backend.packages)
+
     def resolve(self, facts: Facts) -> str | None:
-        note = None
-        if self.backend == "auto":
-            passed = []
-            for name, backend in BACKENDS.items():
-                if name == "cudnn" and facts.packing:
-                    reason = "runs packed rows document by document"
-                elif (refused := next(backend.refuses(facts), None)) is None:
-                    self.backend = name
-                    break
-                else:
-                    reason = refused[0]
-                passed.append(f"{name} {reason}")
-            if self.backend != "auto":
-                note = f"auto chose {self.backend}, the fastest that is correct here" + (
-                    f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else ""
-                )
-        self._by_documents = (
-            self.backend == "sdpa" and facts.device == "cuda" and not list(BY_DOCUMENTS.refuses(facts))
-        )
+        if not attention_layers(facts.text):
+            self.enabled = False
+            return f"off, because {facts.text.get('model_type')} has no attention"
+        note, passed = None, []
+        for name in BACKENDS if self.backend == "auto" else ():
+            if why := _passed_over(name, facts):
+                passed.append(f"{name} {why}")
+                continue
+            self.backend = name
+            why = f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else ""
+            note = f"auto chose {name}, the fastest that is correct here{why}"
+            break
+        on_gpu = facts.device == "cuda"
+        self._by_documents = self.backend == "sdpa" and on_gpu and not list(BY_DOCUMENTS.refuses(facts))
         return note
 
     def configure(self, hf_config: Any) -> None:
@@ -128,10 +129,8 @@ class Attention(Technique):
         elif self.backend.startswith(HUB):
             from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-            try:
-                lazy_import_flash_attention(
-                    implementation, allow_all_kernels=True
-                )  # check() requires trust_remote_code
+            try:  # check() requires trust_remote_code
+                lazy_import_flash_attention(implementation, allow_all_kernels=True)
             except (ImportError, OSError, ValueError) as error:
                 raise ConfigError(
                     f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
@@ -143,7 +142,7 @@ class Attention(Technique):
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         wanted = self._implementation(model.config)
-        layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+        layers = attention_layers(model.config.get_text_config().to_dict())  # type: ignore[union-attr, operator]
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             seen, observation = _operators(model, probe, layers)
@@ -153,26 +152,13 @@ class Attention(Technique):
 
     @staticmethod
     def _isolation(model: nn.Module, probe: dict[str, Any]) -> Evidence:
-        """Change one document at a time. All forwards have the same shape, so unaffected logits stay equal bit for
-        bit."""
-        ids, positions = probe["input_ids"], probe["position_ids"]
-        document = (positions == 0).long().cumsum(-1) - 1
-        vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-        before = model(**probe).logits.float()
-        leaked, moved = 0.0, float("inf")
-        count = int(document.max()) + 1
-        for index in range(min(count, MOST_DOCUMENTS)):
-            inside = document == index
-            changed = torch.where(inside, (ids + 1) % vocabulary, ids)
-            shift = (model(**{**probe, "input_ids": changed}).logits.float() - before).abs().amax(-1)
-            leaked = max(leaked, shift[~inside].max().item())
-            moved = min(moved, shift[inside].max().item())
+        count, moved, leaked = isolation.movement(model, probe)
         return Evidence(
             "attention",
-            "packed documents do not see each other",
-            f"changing {min(count, MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits by at "
-            f"least {moved:.2g}, the others' by at most {leaked:.2g}",
-            moved > 0 and leaked <= 1e-3 * moved,
+            ISOLATED,
+            f"changing {min(count, isolation.MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits "
+            f"by at least {moved:.2g}, the others' by at most {leaked:.2g}",
+            isolation.is_isolated(moved, leaked),
         )
 
     def _implementation(self, hf_config: Any) -> str:
@@ -182,23 +168,33 @@ class Attention(Technique):
         if self._by_documents:
             return SDPA
         text = hf_config.get_text_config()
-        if self.backend == "auto":
-            return (
-                "eager"
-                if getattr(text, "attn_logit_softcapping", None) or not offers(text.model_type, "_supports_sdpa")
-                else "sdpa"
-            )
-        return BACKENDS[self.backend].implementation
+        if self.backend != "auto":
+            return BACKENDS[self.backend].implementation
+        capped = getattr(text, "attn_logit_softcapping", None)
+        return "sdpa" if offers(text.model_type, "_supports_sdpa") and not capped else "eager"
+
+
+def attention_layers(text: dict[str, Any]) -> int:
+    """How many layers of a model call attention, from the config of its decoder. Others are recurrent."""
+    if text.get("model_type") in RECURRENT:
+        return 0
+    kinds = text.get("layer_types")
+    depth = next((text[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if text.get(name)), 1)
+    return sum(kind in ATTENDING_LAYERS for kind in kinds) if kinds else int(depth)
+
+
+def _passed_over(name: str, facts: Facts) -> str | None:
+    """Why `auto` does not choose a backend."""
+    if name == "cudnn" and facts.packing:
+        return "runs packed rows document by document"
+    return next((cause for cause, _ in BACKENDS[name].refuses(facts)), None)
 
 
 def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[set[str], str]:
     """The implementations that ran in all layers of one forward pass, by the profiler; and a description of it."""
     own = str(model.config._attn_implementation)  # type: ignore[union-attr]
-    patterns = {
-        backend.implementation: backend.ran
-        for backend in (*BACKENDS.values(), BY_DOCUMENTS, named(own))
-        if backend.ran
-    }
+    known = (*BACKENDS.values(), BY_DOCUMENTS, named(own))
+    patterns = {backend.implementation: backend.ran for backend in known if backend.ran}
     with _flex_calls() if own == "flex_attention" else nullcontext([0]) as flex:
         ran = observe_operators(lambda: model(**probe), patterns)
         ran["flex_attention"] = Observed(flex[0] // 2)  # observe_operators() calls the model twice

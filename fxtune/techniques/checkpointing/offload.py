@@ -1,27 +1,18 @@
 """Offload to pinned host memory of the tensors that layers save for the backward pass.
 
-A checkpointed layer saves its input: rows x length x hidden_size numbers, 512 MiB a layer for a row of 65,536 tokens
-of a Llama-3-8B in bfloat16, 16 GiB for its 32 layers. One such copy takes 10 to 20 ms over PCIe 5 and the layer some
-100 ms, so the copy is hidden: a layer's input leaves on a side stream while the layer computes, and returns during the
-backward pass of the layer above (the design of Unsloth, of torchtune and of ALST, arXiv 2506.13996).
-
-With `all_saved` everything else that a compiled layer saves leaves, too (q, k, v, attention's output and log-sum-exp:
-29 KB a token of that model, 40 ms a layer of such a row), while the next layer computes. Then the backward pass
-recomputes no attention, and of the MLP only the first product. Tensors as wide as the MLP stay on the device: copying
-them takes longer than recomputing them.
+A checkpointed layer saves its input, 512 MiB a layer for a row of 65,536 tokens of a Llama-3-8B. Such a copy takes 10
+to 20 ms over PCIe 5 and the layer some 100 ms, so the copy is hidden: a layer's input leaves on a side stream while
+the layer computes, and returns during the backward pass of the layer above (the design of Unsloth, of torchtune and of
+ALST, arXiv 2506.13996). With `all_saved` everything else that a compiled layer saves leaves, too, while the next layer
+computes. Tensors as wide as the MLP stay: copying them takes longer than recomputing them.
 
 Autograd's saved-tensor hooks send and fetch the tensors. They surround each layer's call, so torch.compile does not
-see them. A storage is sent as a whole, and once; a tensor returns with its strides, as a view of its storage. In place
-of a tensor autograd holds a `_SentTensor`. When autograd has dropped all of those of a storage, its host memory
-returns to the pool. So a forward pass without a backward pass leaks nothing.
+see them. A storage is sent as a whole, and once; in place of a tensor autograd holds a `_SentTensor`. When autograd
+has dropped all of those of a storage, its host memory returns to the pool.
 
 Events between two streams keep the order; the host never waits. Device memory is released only after the computing
-stream waits for the copy, so the allocator needs no `record_stream` and reuses the memory at once: at any time the
-tensors of two layers are on the device, however far the host is ahead. The last layer's tensors stay, because they are
-needed first.
-
-torch rounds pinned allocations up to powers of two, so memory is pinned in pieces of PIECE bytes: the 31 inputs of
-400,000 tokens take 95 GiB and not 124.
+stream waits for the copy, so the allocator needs no `record_stream`, and at any time the tensors of two layers are on
+the device. The last layer's tensors stay, because they are needed first.
 """
 
 from __future__ import annotations
@@ -32,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fxtune.errors import MemoryShortError
 from fxtune.system.units import GIB
 
 PIECE = 1 << 26
-"""Bytes of a piece of pinned memory; a smaller tensor takes a smaller piece."""
+"""Bytes of a piece of pinned memory; a smaller tensor takes a smaller piece. torch rounds pinned allocations up to
+powers of two, which would take 124 GiB and not 95 for the 31 inputs of 400,000 tokens."""
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device."""
 
@@ -79,8 +72,8 @@ class Offload:
         self.last = len(layers) - 1
         self._call: _LayerCall | None = None
         """The layer call whose forward pass runs."""
-        self._on_device: list[_Shipment] = []
-        """Shipments of this forward pass that still occupy device memory, the lowest layer first."""
+        self._on_device: list[_LayerCall] = []
+        """Calls of this forward pass whose sent tensors still occupy device memory, the lowest layer first."""
         self._hooks: list[Any] = []
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
@@ -92,10 +85,9 @@ class Offload:
         if index == 0:
             self._on_device = []
         below = self._on_device[-1] if self._on_device else None
-        # The input of the layer below was sent while that layer computed, so its memory is released now. The layer's
-        # other tensors were sent after it had finished, so they are released one layer later.
-        for shipment in self._on_device:
-            shipment.release(only_input=shipment is below)
+        # The input of the layer below was sent while that layer computed, its other tensors one layer later.
+        for call in self._on_device:
+            call.release(only_input=call is below)
         self._on_device = self._on_device[-1:]
         hidden = args[0] if args else kwargs["hidden_states"]
         self._call = _LayerCall(self, hidden, (args[1:], kwargs), layer, below, index == self.last)
@@ -107,12 +99,12 @@ class Offload:
         if self._hooks:
             self._hooks.pop().__exit__()
         if self._call is not None:
-            self._on_device += [self._call.shipment] if self._call.shipment is not None else []
-            self._call.hidden = None  # autograd may keep a reference to pack()
+            self._on_device += [self._call] if self._call.storages else []
+            self._call.hidden = None  # autograd may keep a reference to the call
         self._call = None
         if index == self.last:
-            for shipment in self._on_device:
-                shipment.release()
+            for call in self._on_device:
+                call.release()
             self._on_device = []  # only autograd refers to them now
 
     def buffers(self, size: int) -> list[torch.Tensor]:
@@ -151,16 +143,21 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 class _LayerCall:
-    """One call of a layer: decides which of its saved tensors are sent."""
+    """One call of a layer: decides which of its saved tensors are sent, and holds their storages.
+
+    `below`: the call of the layer below, whose tensors the backward pass needs next.
+    """
 
     def __init__(
-        self, owner: Offload, hidden: torch.Tensor, others: Any, layer: nn.Module, below: _Shipment | None, last: bool
+        self, owner: Offload, hidden: torch.Tensor, others: Any, layer: nn.Module, below: _LayerCall | None, last: bool
     ) -> None:
         self.owner, self.below, self.last = owner, below, last
         self.hidden: torch.Tensor | None = hidden
-        self.shipment: _Shipment | None = None
+        self.storages: dict[int, _SentStorage] = {}
+        """By address."""
         self.tokens, self.device = hidden.numel() // hidden.shape[-1], hidden.device
-        stays = [*layer.parameters(), *layer.buffers(), *_tensors(others)] if owner.all_saved and not last else []
+        others = [one for one in tree_leaves(others) if isinstance(one, torch.Tensor)]
+        stays = [*layer.parameters(), *layer.buffers(), *others] if owner.all_saved and not last else []
         self.stays = {one.untyped_storage().data_ptr() for one in stays if type(one) in (torch.Tensor, nn.Parameter)}
         """Addresses of storages that are not sent."""
         # Recorded before the layer computes, so that the copy of its input overlaps with that.
@@ -171,14 +168,16 @@ class _LayerCall:
         tensor = tensor.detach()  # an operator that saves its own result would otherwise be part of a reference cycle
         if self.hidden is None:
             return tensor
-        is_input = tensor.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr()
+        address = tensor.untyped_storage().data_ptr()
+        is_input = address == self.hidden.untyped_storage().data_ptr()
         if self.last:
             return _LastInput(tensor, self.below) if is_input else tensor
         if not is_input and not self._is_sent(tensor):
             return tensor
-        if self.shipment is None:
-            self.shipment = _Shipment(self.owner, self.below)
-        return self.shipment.add(tensor, self.ready if is_input else None, is_input)
+        if address not in self.storages:
+            self.storages[address] = _SentStorage(self.owner, tensor, self.ready if is_input else None, is_input)
+            self.owner.inputs_sent += is_input
+        return _SentTensor(self, self.storages[address], tensor)
 
     def _is_sent(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -192,24 +191,6 @@ class _LayerCall:
             and storage.data_ptr() not in self.stays
             and (self.tokens in tensor.shape or math.prod(tensor.shape[:2]) == self.tokens)
         )
-
-
-class _Shipment:
-    """The storages that one layer sends."""
-
-    def __init__(self, owner: Offload, below: _Shipment | None) -> None:
-        self.owner, self.below = owner, below
-        """The shipment of the layer below, which the backward pass needs next."""
-        self.storages: dict[int, _SentStorage] = {}
-
-    def add(self, tensor: torch.Tensor, ready: Any, is_input: bool) -> _SentTensor:
-        """Send the storage of `tensor`, unless it was sent with another tensor. `ready`: the event after which it may
-        be copied; None: after all present work of the computing stream."""
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self.storages:
-            self.storages[address] = _SentStorage(self.owner, tensor.untyped_storage(), tensor.device, ready, is_input)
-            self.owner.inputs_sent += is_input
-        return _SentTensor(self, self.storages[address], tensor)
 
     def release(self, only_input: bool = False) -> None:
         """Release the device memory, once the computing stream has waited for the copies."""
@@ -225,16 +206,18 @@ class _Shipment:
 
 
 class _SentStorage:
-    """One storage that is being copied to the host, is there, or is being copied back."""
+    """One storage that is being copied to the host, is there, or is being copied back.
 
-    def __init__(
-        self, owner: Offload, storage: torch.UntypedStorage, device: torch.device, ready: Any, is_input: bool
-    ) -> None:
-        self.owner, self.device, self.is_input, self.bytes = owner, device, is_input, storage.nbytes()
+    `ready`: the event after which it may be copied; None: after all present work of the computing stream.
+    """
+
+    def __init__(self, owner: Offload, tensor: torch.Tensor, ready: Any, is_input: bool) -> None:
+        storage = tensor.untyped_storage()
+        self.owner, self.device, self.is_input, self.bytes = owner, tensor.device, is_input, storage.nbytes()
         self.tensors = 0
         """How many tensors of it autograd has not taken yet."""
         self.buffers: list[torch.Tensor] = []
-        self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         """Its bytes on the device, until release(), and again from fetch() on."""
         self.event: Any = None
         """The end of the latest copy. The computing stream waits for it before it reads or releases `on_device`."""
@@ -292,7 +275,7 @@ class _SentStorage:
 class _LastInput:
     """The last layer's input, which stays. Reading it means that the backward pass has begun."""
 
-    def __init__(self, hidden: torch.Tensor, below: _Shipment | None) -> None:
+    def __init__(self, hidden: torch.Tensor, below: _LayerCall | None) -> None:
         self.hidden, self.below = hidden, below
 
     def unpack(self) -> torch.Tensor:
@@ -304,23 +287,15 @@ class _LastInput:
 class _SentTensor:
     """One saved tensor of a layer: a view of a storage that was sent."""
 
-    def __init__(self, shipment: _Shipment, storage: _SentStorage, tensor: torch.Tensor) -> None:
-        self.shipment, self.storage = shipment, storage
+    def __init__(self, call: _LayerCall, storage: _SentStorage, tensor: torch.Tensor) -> None:
+        self.call, self.storage = call, storage
         self.dtype, self.view = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
         storage.tensors += 1
 
     def unpack(self) -> torch.Tensor:
-        """The tensor. This also starts to fetch the shipment of the layer below. May be called again."""
-        self.shipment.fetch()
+        """The tensor. This also starts to fetch what the layer below sent. May be called again."""
+        self.call.fetch()
         tensor = self.storage.take().view(self.dtype).as_strided(*self.view)
-        if self.shipment.below is not None:
-            self.shipment.below.fetch()
+        if self.call.below is not None:
+            self.call.below.fetch()
         return tensor
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in arguments of a call."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in inner for tensor in _tensors(item)]

@@ -6,15 +6,13 @@ activations and residuals, which cost next to nothing to repeat. So the results 
 everything else is recomputed (the policy of torch.utils.checkpoint; "selective" recomputation in torchtitan and
 Megatron, arXiv 2205.05198).
 
-A rule is plain data (tuples of names and numbers) without state. It recognizes a product by its operator and by the
-shape of the second operand, which is that of the linear's weight. So the same rule serves an eager layer and one that
-torch.compile traces, where it marks nodes of the graph for the compiler's own choice; and it can be part of the
-compiler's cache key. It cannot distinguish two linears of one shape.
+A rule is plain data without state. It recognizes a product by its operator and by the shape of the second operand, the
+linear's weight. So the same rule serves an eager layer and one that torch.compile traces, where it marks nodes of the
+graph, and it can be part of the compiler's cache key. It cannot distinguish two linears of one shape.
 
-Products of adapters: x A is saved, it is as narrow as the rank. (x A) B is recomputed: it is as wide as the linear's
-own product and costs only rank multiplications an element. Fused adapters (kernels/fused_lora.py) compute the products
-of a group of linears in one operator, which is recognised by the size of all its linears together; another operator
-computes a whole MLP.
+Products of adapters: x A is saved, it is as narrow as the rank. (x A) B is recomputed: it costs only rank
+multiplications an element. Fused adapters (kernels/fused_lora.py) compute the products of a group of linears in one
+operator, which is recognised by the size of all its linears together; another operator computes a whole MLP.
 """
 
 from __future__ import annotations
@@ -27,20 +25,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-MATMULS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_scaled_mm",
-        "_int_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-        "convolution",
-    ]
-) | {"fxtune.lora_linear", "fxtune.lora_mlp"}
+PRODUCTS = "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm convolution"
+MATMULS = {f"aten.{name}" for name in PRODUCTS.split()} | {"fxtune.lora_linear", "fxtune.lora_mlp"}
 SECOND_OPERAND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """The position of the second operand, if it is not 1."""
 STANDS_FOR = {"fxtune.lora_linear": "aten.mm", "fxtune.lora_mlp": "aten.mm"}
@@ -142,16 +128,15 @@ def linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
     for path, module in layer.named_modules():
         parts = [part for part in path.split(".") if part != "base_layer"]
         in_features, out_features = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        is_linear = isinstance(in_features, int) and isinstance(out_features, int)
-        if is_linear and parts and not any(part.startswith("lora_") for part in parts):
+        if in_features and out_features and parts and not any(part.startswith("lora_") for part in parts):
             found[parts[-1]] = (in_features, out_features)
     return found
 
 
 def ranks(layer: nn.Module) -> tuple[int, ...]:
     """The ranks of a layer's adapters."""
-    linears = [module for path, module in layer.named_modules() if "lora_A" in path.split(".")]
-    return tuple(sorted({module.out_features for module in linears if isinstance(module, nn.Linear)}))
+    adapters = [module for path, module in layer.named_modules() if "lora_A" in path.split(".")]
+    return tuple(sorted({module.out_features for module in adapters if isinstance(module, nn.Linear)}))
 
 
 def operators() -> Iterator[str]:

@@ -1,27 +1,14 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save.
 
-A layer saves 139 KB a token for its backward pass (Llama-3-8B, LoRA, compiled), or 110 KB with fused adapters. It can
-save less. The levels (plan.py) from fast to small, each with the policy that selects it:
-
-    wide        94 KB   selective: saves the results of matmuls and attention and recomputes what lies between them, a
-                        few percent of the time
-    narrow      37 KB   with `recompute: [gate_proj, up_proj]`, the widest products, a third of the layer's matmuls
-    attention   16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
-    input        8 KB   full: saves the layer's input and recomputes everything, a third more time
-    + offload           host memory holds the input (offload.py). This takes no more time if a layer computes for
-                        longer than the copy takes, from some thousand tokens on. With `offload_what: kept` the tensors
-                        of narrow or attention are sent, too: 0 KB, or gate and up, stay on the device
-    + mlp_tiles         the MLP runs in parts of the sequence (tiled_mlp.py): one layer's working memory shrinks
-    mix                 some layers of one level and some of another: `mix: {narrow: 12, wide: 20}`
-    budget              the compiler chooses what to save, up to a share of what it would save
-    auto                the fastest of all these but budget, mixes included, that fits the free memory, by the
-                        estimates of techniques/estimate/memory.py and step_time.py
+What layers may keep, from little to much, is in plan.py. Beside that, host memory can hold what they keep (offload.py,
+no more time if a layer computes for longer than the copy takes, from some thousand tokens on), and the MLP can run in
+parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest of all these
+that fits the free memory (techniques/estimate).
 
 Layers are wrapped here and not by transformers' own switch, which changed its name and its meaning within the
-supported versions, acts only in training mode, and needs care with frozen embeddings. torch's non-reentrant checkpoint
-needs no input that requires a gradient, restores the random state (so dropout repeats itself) and stops recomputing as
-soon as it has what the backward pass needs. torch.compile traces the same wrapper; the compiler sees forward and
-backward together and removes from both what nothing reads. Layers of one level share a graph.
+supported versions, and acts only in training mode. torch's non-reentrant checkpoint needs no input that requires a
+gradient, restores the random state (so dropout repeats itself) and stops recomputing as soon as it has what the
+backward pass needs. torch.compile traces the same wrapper.
 """
 
 from __future__ import annotations
@@ -46,7 +33,7 @@ from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import tile
-from fxtune.techniques.checkpointing.verify import Expected, evidence
+from fxtune.techniques.checkpointing.verify import Proof
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.lora import fuse
@@ -59,8 +46,7 @@ HOST_SHARE = 0.8
 TILES = (4, 16)
 """The values of mlp_tiles that `auto` tries."""
 MEMORY_SHARE = 0.95
-"""The share of the free memory that `auto` fills if it can: a mix goes up to the limit, and a forecast may be wrong by
-some percent."""
+"""The share of the free memory that `auto` fills if it can: a forecast may be wrong by some percent."""
 
 
 class Policy(str, Enum):
@@ -113,39 +99,35 @@ class Checkpointing(Technique):
 
     def check(self, facts: Facts) -> Iterator[str]:
         layers = facts.text.get("num_hidden_layers")
-        if self.every < 1 or (layers and self.every > layers):
-            yield f"every: {self.every} must be at least 1 and at most the model's {layers or ''} layers."
+        if layers and self.every > layers:
+            yield f"every: {self.every} must be at most the model's {layers} layers."
         if self.policy not in (Policy.selective, Policy.full) and self.every != 1:
             yield f"every: {self.every} is not read by policy={self.policy.value}. Set it to 1."
-        if self.policy is not Policy.selective and (self.save or self.recompute):
-            yield self._unread("save" if self.save else "recompute", Policy.selective, "Empty it")
-        elif self.save or self.recompute:
-            yield from self._check_names(facts)
-        if self.mix or self.policy is Policy.mix:
-            yield from self._check_mix(layers)
-        if self.policy is Policy.budget:
-            if not 0 <= self.budget <= 1:
-                yield f"budget: {self.budget} must be from 0 to 1."
-            if not facts.techniques.compile.enabled:
+        read_by = {
+            "save": (self.save, Policy.selective, "Empty it"),
+            "recompute": (self.recompute, Policy.selective, "Empty it"),
+            "mix": (self.mix, Policy.mix, "Empty it"),
+            "budget": (self.budget != Checkpointing.budget, Policy.budget, "Leave it out"),
+        }
+        for option, (is_set, policy, change) in read_by.items():
+            if is_set and self.policy is not policy:
                 yield (
-                    "policy: budget is the compiler's, and techniques.compile.enabled=false. Set it to true, or use "
-                    "selective."
+                    f"{option}: read only by policy={policy.value}, and policy is {self.policy.value}. {change}, or "
+                    f"set policy={policy.value}."
                 )
-        elif self.budget != Checkpointing.budget:
-            yield self._unread("budget", Policy.budget, f"Leave it out (it is {Checkpointing.budget})")
+        if self.policy is Policy.selective:
+            yield from self._check_names(facts)
+        if self.policy is Policy.mix:
+            yield from self._check_mix(layers)
+        if self.policy is Policy.budget and not facts.techniques.compile.enabled:
+            yield "policy: budget is the compiler's. Set techniques.compile.enabled=true, or use selective."
         if self.offload:
             yield from self._check_offload(facts)
         elif self.offload_what is not What.inputs or self.offload_layers is not None:
             name = "offload_layers" if self.offload_layers is not None else "offload_what"
-            yield f"{name}: read only with offload=true, and it is false. Set it to true, or leave {name} out."
+            yield f"{name}: read only with offload=true. Set that, or leave {name} out."
         if self.mlp_tiles != 1:
             yield from self._check_tiles(facts)
-
-    def _unread(self, option: str, policy: Policy, change: str) -> str:
-        return (
-            f"{option}: read only by policy={policy.value}, and policy is {self.policy.value}. {change}, or set "
-            f"policy={policy.value}."
-        )
 
     def _check_names(self, facts: Facts) -> Iterator[str]:
         for name in sorted(set(self.save) & set(self.recompute)):
@@ -157,20 +139,18 @@ class Checkpointing(Technique):
             for name in names:
                 if name not in known and (layer or "." in name):
                     yield (
-                        f"{option}: {name} is no operator that torch knows, no group ({', '.join(GROUPS)}) and no "
-                        f"linear of this model ({', '.join(shapes)}).{_did_you_mean(name, known)}"
+                        f"{option}: {name} is no operator of torch, no group ({', '.join(GROUPS)}) and no linear of "
+                        f"this model ({', '.join(shapes)}).{_did_you_mean(name, known)}"
                     )
         for name in self.recompute:
             same = sorted(other for other in self.save if name in shapes and shapes[name] == shapes.get(other))
             if same:
                 yield (
-                    f"recompute: {name} has the shape of {', '.join(same)} in save, {shapes[name]}, and products are "
-                    "distinguished by their shape. Put them in the same list."
+                    f"recompute: {name} has the shape of {', '.join(same)} in save, {shapes[name]}, by which products "
+                    "are known. Put them in the same list."
                 )
 
     def _check_mix(self, layers: int | None) -> Iterator[str]:
-        if self.policy is not Policy.mix:
-            yield self._unread("mix", Policy.mix, "Empty it")
         for level in self.mix:
             if level not in LEVELS:
                 yield f"mix: {level} is no level. Use {', '.join(LEVELS)}.{_did_you_mean(level, LEVELS)}"
@@ -180,7 +160,7 @@ class Checkpointing(Technique):
             yield "mix: counts no layer. Say how many layers keep what, such as {narrow: 12, wide: 20}."
         elif layers and sum(self.mix.values()) > layers:
             yield f"mix: counts {sum(self.mix.values())} layers, and the model has {layers}. Lower one of the numbers."
-        tiled = sorted({"wide", "everything"} & {level for level, count in self.mix.items() if count})
+        tiled = [level for level in ("everything", "wide") if self.mix.get(level)]
         if self.mlp_tiles > 1 and tiled:
             yield (
                 f"mix: mlp_tiles={self.mlp_tiles} keeps nothing of an MLP, so no layer can keep {' or '.join(tiled)}."
@@ -188,35 +168,28 @@ class Checkpointing(Technique):
 
     def _check_offload(self, facts: Facts) -> Iterator[str]:
         if self.policy in (Policy.none, Policy.budget):
-            yield (
-                f"offload: policy={self.policy.value} keeps more than layers' inputs on the device, so it would save "
-                "little memory. Use full, selective or mix, or set it to false."
-            )
+            yield f"offload: policy={self.policy.value} keeps more on the device. Use full, selective or mix."
         if facts.device != "cuda":
             yield (
                 f"offload: copies tensors from a GPU to host memory, and the device is {facts.device}. Set it to "
                 "false."
             )
         if scope_of(facts) == "model":
-            yield (
-                "offload: techniques.compile.scope=model makes one graph of all layers, and nothing can be sent "
-                "inside of a graph. Use scope=layers."
-            )
+            yield "offload: techniques.compile.scope=model is one graph, and nothing leaves a graph. Use scope=layers."
         if self.offload_what is What.kept and self.policy is Policy.full:
             yield "offload_what: policy=full keeps nothing but layers' inputs. Set it to inputs."
         if self.offload_what is What.kept and not facts.techniques.compile.enabled:
-            yield (
-                "offload_what: kept is what compiled layers save for autograd, and techniques.compile.enabled=false. "
-                "Set it to inputs, or techniques.compile.enabled=true."
-            )
+            yield "offload_what: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
+        if self.policy is Policy.auto:
+            return
         layers, plan = facts.text.get("num_hidden_layers"), self.plan()
-        if layers and self.policy is not Policy.auto and not any(plan.sending(layers)):
+        if layers and not any(plan.sending(layers)):
             yield (
                 f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
                 f"offload_layers={self.offload_layers} no other layer sends. Set it to false."
             )
         need, limit = forecast(facts, plan).host, HOST_SHARE * facts.host_memory
-        if facts.device == "cuda" and need > limit and self.policy is not Policy.auto:
+        if facts.device == "cuda" and need > limit:
             fit = step_time.limit_senders(facts, plan, limit)[0].senders or 0
             what = "inputs" if self.offload_what is What.inputs else "kept tensors"
             change = f"Set offload_layers={fit}" if fit else "Set it to false"
@@ -229,8 +202,6 @@ class Checkpointing(Technique):
     def _check_tiles(self, facts: Facts) -> Iterator[str]:
         layer = layer_of(facts.model)
         mlp = getattr(layer, "mlp", None)
-        if self.mlp_tiles < 1:
-            yield f"mlp_tiles: {self.mlp_tiles} must be at least 1."
         if self.policy is Policy.budget:
             yield "mlp_tiles: policy=budget leaves the choice to the compiler. Set it to 1, or use selective or full."
         if self.every > 1:
@@ -240,16 +211,12 @@ class Checkpointing(Technique):
         elif layer is not None and mlp is None:
             yield "mlp_tiles: the layers of this model have no part named mlp. Set it to 1."
         if inside := sorted(set(self.save) & set(selective.linears(mlp) if mlp is not None else ())):
-            yield (
-                f"mlp_tiles: tiles keep nothing of the MLP, and save names {', '.join(inside)}. Remove it, or set "
-                "tiles to 1."
-            )
+            yield f"mlp_tiles: tiles keep nothing of the MLP, and save names {', '.join(inside)}. Remove it there."
 
     def plan(self) -> RecomputePlan:
         """These options as a RecomputePlan, which the forecasts of memory and time read."""
-        level = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}.get(
-            self.policy, "input"
-        )
+        levels = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}
+        level = levels.get(self.policy, "input")
         if self.policy is Policy.selective and self.save == ["attention"]:
             level = "attention"
         elif self.policy is Policy.selective and self.recompute:
@@ -260,7 +227,7 @@ class Checkpointing(Technique):
         )
 
     def description(self) -> str:
-        """A description of what layers keep, for messages."""
+        """What layers keep, for messages."""
         plan = self.plan()
         if self.mix:
             counts = [(level, self.mix[level]) for level in LEVELS if self.mix.get(level)]
@@ -289,15 +256,15 @@ class Checkpointing(Technique):
             plan, need = min((one for one in smallest if one[1].host <= host), key=lambda one: one[1].device)
             self._adopt(plan, facts)
             return (
-                f"{self.description()}: the smallest plan, and it needs some {_used(facts, need)} ({_shares(need)}). "
-                "It may run out of memory: shorten data.sequence_length, or quantize the base."
+                f"{self.description()}: the smallest plan, and it needs some {_used(facts, need)}. It may run out of "
+                "memory: shorten data.sequence_length, or quantize the base."
             )
         self._adopt(choice.plan, facts)
         everything = forecast(facts, RecomputePlan()).device
         unlimited = "" if everything <= facts.free_memory else f"; everything would need {everything / GIB:.1f}"
         return (
-            f"{self.description()}: {_used(facts, choice.need)} ({_shares(choice.need)}), an estimated "
-            f"{choice.overhead / choice.step:.0%} more time in the layers{unlimited}"
+            f"{self.description()}: {_used(facts, choice.need)}, an estimated {choice.overhead / choice.step:.0%} "
+            f"more time in the layers{unlimited}"
         )
 
     def _candidates(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:
@@ -322,17 +289,15 @@ class Checkpointing(Technique):
 
     def _adopt(self, plan: RecomputePlan, facts: Facts) -> None:
         """Set the options to those of `plan`."""
-        levels = [level for level, count in plan.mix if count]
+        levels = [level for level, count in plan.mix if count] or [plan.level]
         self.mix = dict(plan.mix) if len(levels) > 1 else {}
         layer = layer_of(facts.model)
-        uniform = self._uniform(
-            levels[0] if plan.mix else plan.level, _wide_linears(layer) if layer is not None else {}
-        )
+        uniform = self._uniform(levels[0], _wide_linears(layer) if layer is not None else {})
         self.policy = Policy.mix if self.mix else uniform.policy
         self.save, self.recompute = ([], []) if self.mix else (uniform.save, uniform.recompute)
-        sends = any(plan.sending(facts.text.get("num_hidden_layers") or 1))
-        self.offload, self.offload_layers = sends, plan.senders if sends else None
-        sends_more = sends and plan.sent == "kept" and set(levels or [plan.level]) != {"input"}
+        self.offload = any(plan.sending(facts.text.get("num_hidden_layers") or 1))
+        self.offload_layers = plan.senders if self.offload else None
+        sends_more = self.offload and plan.sent == "kept" and levels != ["input"]
         self.offload_what = What.kept if sends_more else What.inputs
         self.mlp_tiles, self.every = plan.tiles, 1
 
@@ -358,12 +323,10 @@ class Checkpointing(Technique):
         plan = self.plan()
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
-        if self.policy is Policy.budget:
-            # Around the model as training and as a test call it, because the compiler reads the budget when a layer
-            # first runs.
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-            for module in {id(one): one for one in (model, base, backbone(model))}.values():
-                _Budget(self.budget).around(module)
+        if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
+            patch = torch._functorch.config.patch(activation_memory_budget=self.budget)
+            backbone(model).register_forward_pre_hook(lambda *_: patch.__enter__())
+            backbone(model).register_forward_hook(lambda *_: patch.__exit__(None, None, None), always_call=True)
         if self.offload:
             sending = plan.sending(len(layers))
             senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
@@ -431,66 +394,31 @@ class Checkpointing(Technique):
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the operators that run once and twice in a forward and backward pass, and the bytes that autograd
         saves."""
-        layers, plan = decoder_layers(model), self.plan()
-        levels = plan.levels(len(layers))
+        layers = decoder_layers(model)
         rules = {
             level: Rule(()) if options.policy is Policy.full else options._rule(layers)
             for level, options in self._by_level(layers).items()
         }
+        recomputed = f"; recomputed: {', '.join(self.recompute)}" if self.recompute else ""
         description = {
-            Policy.selective: f"kept: {', '.join(self.save or GROUPS)}"
-            + (f"; recomputed: {', '.join(self.recompute)}" if self.recompute else ""),
+            Policy.selective: f"kept: {', '.join(self.save or GROUPS)}{recomputed}",
             Policy.full: "attention and matmuls run again",
             Policy.budget: f"the compiler keeps {self.budget:.0%}",
             Policy.mix: self.description(),
             Policy.none: "nothing runs again",
         }[self.policy]
-        expected = Expected(
-            description,
-            levels,
-            [rules[level] for level in levels],
-            named=[*self.save, *self.recompute],
-            budget=self.budget if self.policy is Policy.budget else None,
-            tiles=self.mlp_tiles,
-            sending=plan.sending(len(layers)),
-            sends_all_saved=self.offload_what is What.kept,
-        )
-        yield from evidence(model, expected, probe)
-
-
-class _Budget:
-    """Sets the compiler's budget while a module runs, and then restores it."""
-
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
-        self.patches: list[Any] = []
-
-    def around(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            patch = torch._functorch.config.patch(activation_memory_budget=self.budget)
-            patch.__enter__()
-            self.patches.append(patch)
-
-    def _leave(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.patches:
-            self.patches.pop().__exit__(None, None, None)
+        yield from Proof(model, probe, self.plan(), rules, [*self.save, *self.recompute]).evidence(description)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():  # evaluation and generation save nothing
         return forward(*args, **kwargs)
-    if contexts is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    chosen = {} if contexts is None else {"context_fn": contexts}
+    return checkpoint(forward, *args, use_reentrant=False, **chosen, **kwargs)
 
 
 def layer_of(config: dict[str, Any]) -> nn.Module | None:
-    """The first decoder layer of this model without its weights, or None if only the author's own code can build
-    it."""
+    """The first decoder layer without its weights, or None if only the model's own code can build it."""
     model = skeleton(config)
     return None if model is None else decoder_layers(model)[0]
 
@@ -515,11 +443,8 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _used(facts: Facts, need: Need) -> str:
     host = f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
-    return f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB free{host}"
-
-
-def _shares(need: Need) -> str:
     return (
-        f"weights {need.weights / GIB:.1f}, gradients and optimizer {need.trained / GIB:.1f}, kept by the layers "
-        f"{need.kept / GIB:.1f}, one layer's work {max(need.layer, need.loss) / GIB:.1f}"
+        f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB free{host} (weights {need.weights / GIB:.1f}, "
+        f"gradients and optimizer {need.trained / GIB:.1f}, kept by the layers {need.kept / GIB:.1f}, one layer's "
+        f"work {max(need.layer, need.loss) / GIB:.1f})"
     )

@@ -1,24 +1,21 @@
 """The MLP of a layer in tiles of the sequence, so that its wide tensors never exist for the whole row.
 
-Gate, up and their product are the widest tensors of a layer: 28 KiB a token each for Llama-3-8B in bfloat16, 1.75 GiB
-each for a row of 65,536 tokens, and the backward pass holds six of them. An MLP treats each token alone, so it can
-process the row tile by tile: the forward pass saves only its input, and the backward pass recomputes each tile first
-(the tiled MLP of ALST, arXiv 2506.13996). With `tiles` tiles the six tensors shrink by that factor. The products take
-as many FLOPs as with a checkpoint. A tile should have some thousand tokens, so that its matmuls fill the GPU.
+Gate, up and their product are the widest tensors of a layer: 1.75 GiB each for a row of 65,536 tokens of Llama-3-8B in
+bfloat16, and the backward pass holds six of them. An MLP treats each token alone, so it can process the row tile by
+tile: the forward pass saves only its input, and the backward pass recomputes each tile first (the tiled MLP of ALST,
+arXiv 2506.13996). A tile should have some thousand tokens, so that its matmuls fill the GPU.
 
 In eager mode this is an autograd function. A node of its own (`_Keep`) saves the input before the MLP computes. A
-checkpoint around the layer recomputes only until all saved tensors are there, so it stops at that node, and the MLP
-runs twice in all and not three times. Like an ordinary saved tensor, the node lives until a backward pass that does
-not retain its graph (`_saving`). torch.compile cannot trace a backward pass that calls autograd, so in a compiled
-layer the tiles are a plain loop. The checkpoint around the layer (or one around each tile, if there is none) marks the
-operators of each tile for recomputation, and the compiler frees each tile before the next one begins.
+checkpoint around the layer stops recomputing at that node, and the MLP runs twice in all and not three times.
+torch.compile cannot trace a backward pass that calls autograd, so in a compiled layer the tiles are a plain loop. The
+checkpoint around the layer (or one around each tile, if there is none) marks the operators of each tile for
+recomputation, and the compiler frees each tile before the next one begins.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -66,8 +63,8 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
         out = torch.cat(results)
     else:
         trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
-        with _saving(flat):
-            out = _Tiles.apply(forward, size, flat, *trained)
+        work = _EagerTiles(forward, size, trained)
+        out = save_input_first(work.forward, work.backward, flat, trained)
     return out.view(hidden.shape)
 
 
@@ -80,14 +77,17 @@ def save_input_first(
     `backward(flat, gradient, needed)` returns the gradients of flat and of each of `trained`, or None; `needed`: a
     bool of each.
     """
-    with _saving(flat):
+    # In place of `flat` the node holds an empty tensor, the only owner of the node that saved `flat`. So `flat` is
+    # freed with the rest of the function's graph, and a later backward pass raises autograd's usual error.
+    kept = _Keep.apply(flat, torch.empty(0, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: kept, lambda kept: kept.grad_fn.saved_tensors[0]):
         out: torch.Tensor = _Early.apply(forward, backward, flat, *trained)
     return out
 
 
 class _Early(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Any, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, forward: Forward, backward: Any, flat: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         ctx.run = backward
         ctx.save_for_backward(flat)
         return forward(flat)
@@ -96,17 +96,6 @@ class _Early(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (flat,) = ctx.saved_tensors
         return None, None, *ctx.run(flat, gradient, ctx.needs_input_grad[2:])
-
-
-def _saving(flat: torch.Tensor) -> AbstractContextManager[Any]:
-    """Saves `flat` now, for a function that runs in this context and saves nothing else.
-
-    In place of `flat` the function's node holds an empty tensor, which is the only owner of the node that saved `flat`
-    (in torch 2.11 a node without an owner drops what it saved). So `flat` is freed with the rest of the function's
-    graph, and a later backward pass raises autograd's usual error.
-    """
-    kept = _Keep.apply(flat, torch.empty(0, requires_grad=True))
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: kept, lambda kept: kept.grad_fn.saved_tensors[0])
 
 
 class _Keep(torch.autograd.Function):
@@ -122,48 +111,47 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing depends on the result of _Keep")
 
 
-class _Tiles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, forward: Forward, size: int, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
-        ctx.run, ctx.size, ctx.trained = forward, size, trained
-        ctx.save_for_backward(flat)
+class _EagerTiles:
+    """Forward and backward of an MLP, tile by tile, for save_input_first()."""
+
+    def __init__(self, forward: Forward, size: int, trained: list[nn.Parameter]) -> None:
+        self.run, self.size, self.trained = forward, size, trained
+
+    def forward(self, flat: torch.Tensor) -> torch.Tensor:
         device = flat.device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.autocast = partial(torch.autocast, device, dtype, enabled)
-        ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(flat.device) if device == "cuda" else None
+        self.autocast = partial(torch.autocast, device, dtype, enabled)
+        self.random = torch.get_rng_state(), torch.cuda.get_rng_state(flat.device) if device == "cuda" else None
         out, start = torch.empty(0), 0
-        for piece in flat.split(size):
-            result = forward(piece.unsqueeze(0)).squeeze(0)
+        for piece in flat.split(self.size):
+            result = self.run(piece.unsqueeze(0)).squeeze(0)
             if start == 0:
                 out = result.new_empty(flat.shape)  # in the dtype that autocast chose
             out[start : start + len(piece)] = result
             start += len(piece)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (flat,) = ctx.saved_tensors
-        trained, needed = ctx.trained, ctx.needs_input_grad[2]
-        dflat = torch.empty_like(flat) if needed else None
+    def backward(self, flat: torch.Tensor, gradient: torch.Tensor, needed: Sequence[bool]) -> Sequence[Any]:
+        trained, cuda, start = self.trained, flat.device.type == "cuda", 0
+        dflat = torch.empty_like(flat) if needed[0] else None
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        cuda, start = flat.device.type == "cuda", 0
-        with torch.random.fork_rng(devices=[flat.device] if cuda else []), torch.enable_grad(), ctx.autocast():
-            torch.set_rng_state(ctx.random[0])
-            if cuda:
-                torch.cuda.set_rng_state(ctx.random[1], flat.device)
-            for piece, above in zip(flat.split(ctx.size), gradient.split(ctx.size), strict=True):
-                piece = piece.detach().requires_grad_(needed)
-                out = ctx.run(piece.unsqueeze(0)).squeeze(0)
-                inputs = [*([piece] if needed else []), *trained]
+        with torch.random.fork_rng(devices=[flat.device] if cuda else []), torch.enable_grad(), self.autocast():
+            torch.set_rng_state(self.random[0])
+            if self.random[1] is not None:
+                torch.cuda.set_rng_state(self.random[1], flat.device)
+            for piece, above in zip(flat.split(self.size), gradient.split(self.size), strict=True):
+                piece = piece.detach().requires_grad_(needed[0])
+                out = self.run(piece.unsqueeze(0)).squeeze(0)
+                inputs = [*([piece] if needed[0] else []), *trained]
                 with torch.autocast(flat.device.type, enabled=False):
                     found = torch.autograd.grad(out, inputs, above, allow_unused=True)
                 if dflat is not None:
                     dflat[start : start + len(piece)] = found[0]
-                for index, part in enumerate(found[needed:]):
+                for index, part in enumerate(found[needed[0] :]):
                     if part is not None:
                         # In float32: a bfloat16 sum would round once a tile.
                         before = sums[index]
                         sums[index] = part.float() if before is None else before.add_(part)
                 start += len(piece)
         totals = zip(sums, trained, strict=True)
-        return None, None, dflat, *(None if total is None else total.to(one.dtype) for total, one in totals)
+        return dflat, *(None if total is None else total.to(one.dtype) for total, one in totals)

@@ -1,8 +1,6 @@
 """Evidence that checkpointing acted: layers that ran twice, operators that ran once, bytes that were saved and sent.
 
-`evidence` runs the model on a small row and compares what it observes with `Expected`.
-
-`count` counts operators below autograd with a dispatch mode, in layers that run operator by operator. An operator of
+`Counts` counts operators below autograd with a dispatch mode, in layers that run operator by operator. An operator of
 the backward pass that runs inside the call of some part of a layer (its norm, its attention, one of its linears) is a
 recomputation: gradients are computed outside of all parts. `saved_bytes` counts what autograd stores, which works for
 compiled layers, too.
@@ -11,7 +9,7 @@ compiled layers, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,30 +21,11 @@ from torch.utils._pytree import tree_leaves
 from fxtune.models.structure import backbone, decoder_layers, observed
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
+from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
 from fxtune.techniques.lora import fuse, fused_modules
 
-
-@dataclass
-class Expected:
-    """The behaviour that is expected of a model's layers. Lists have an entry for each layer, first to last."""
-
-    description: str
-    levels: list[str]
-    """`everything`: not checkpointed; `budget`: the compiler's choice; any other: checkpointed."""
-    rules: list[Rule]
-    named: list[str] = field(default_factory=list)
-    """Operators, groups and linears that must have run."""
-    budget: float | None = None
-    tiles: int = 1
-    sending: list[bool] = field(default_factory=list)
-    """Which layers send their input to the host."""
-    sends_all_saved: bool = False
-    """Whether they also send what else they save."""
-
-    @property
-    def recomputed(self) -> list[bool]:
-        return [level not in ("everything", "budget") for level in self.levels]
+_evidence = partial(Evidence, "checkpointing")
 
 
 @dataclass
@@ -64,258 +43,234 @@ class OperatorCount:
     """Of its results in the forward pass."""
 
 
-@dataclass
-class Counts:
-    """Counted runs. Each list has an entry for each layer."""
+class Proof:
+    """Runs `model` on `probe`, forward and backward, and compares what it observes with what the options ask for.
 
-    operators: list[dict[tuple[str, Any], OperatorCount]]
-    first: list[int]
-    """Calls of the module that ran first in each layer: a norm or a linear."""
-    tiles: list[list[int]]
-    """Forward and backward calls of the first linear of each layer's MLP; if the MLP is one operator, its tiles."""
+    `plan`: of the layers; `rules`: of each level; `named`: operators, groups and linears that must have run.
+    """
 
-    def all(self) -> list[tuple[str, OperatorCount]]:
-        return [(name, one) for layer in self.operators for (name, _), one in layer.items()]
+    def __init__(
+        self, model: Any, probe: dict[str, Any], plan: RecomputePlan, rules: dict[str, Rule], named: list[str]
+    ) -> None:
+        self.model, self.probe, self.plan, self.named = model, probe, plan, named
+        self.layers, self.tokens = decoder_layers(model), probe["input_ids"].numel()
+        self.levels, self.sending = plan.levels(len(self.layers)), plan.sending(len(self.layers))
+        self.each = self.tokens * len(self.layers)
+        self.trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.counts = Counts([rules[level] for level in self.levels])
 
+    def forward(self) -> Any:
+        return self.model(**self.probe).logits
 
-def evidence(model: nn.Module, expected: Expected, probe: dict[str, Any]) -> Iterator[Evidence]:
-    """Run `model` on `probe`, forward and backward, and compare. See Technique.verify."""
-    layers = decoder_layers(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad][:1]
+    def backward(self, logits: torch.Tensor) -> Any:
+        return torch.autograd.grad(logits.float().mean(), self.trained)
 
-    def forward() -> torch.Tensor:
-        logits: torch.Tensor = model(**probe).logits
-        return logits
+    def evidence(self, description: str) -> Iterator[Evidence]:
+        """`description`: what the options ask for, in words."""
+        recomputed = [level not in ("everything", "budget") for level in self.levels]
+        with observed(self.model):
+            self.counts.run(self.layers, self.forward, self.backward)
+            if any(recomputed):
+                yield self._layers_ran_twice(recomputed)
+            yield self._operators_ran(description)
+            if any(self.sending):
+                yield from self._offloaded()
+            elif self.plan.level == "budget":
+                yield self._budget_in_force()
+            elif any(recomputed):
+                yield from self._bytes_saved()
+        if self.plan.tiles > 1:
+            yield self._tiled()
 
-    def backward(logits: torch.Tensor) -> Any:
-        return torch.autograd.grad(logits.float().mean(), trained)
-
-    with observed(model):
-        counts = count(layers, expected.rules, forward, backward)
-        if any(expected.recomputed):
-            yield _layers_ran_twice(expected, layers, trained, counts)
-        yield _operators_ran(expected, layers, counts)
-        if any(expected.sending):
-            yield from _offloaded(model, expected, probe, lambda: backward(forward()))
-        elif expected.budget is not None:
-            yield _budget_in_force(model, expected.budget, layers, probe, forward)
-        elif any(expected.recomputed):
-            yield from _bytes_saved(model, expected, layers, probe, forward, counts)
-    if expected.tiles > 1:
-        yield _tiled(expected.tiles, probe["input_ids"].numel(), counts)
-
-
-def _layers_ran_twice(
-    expected: Expected, layers: list[nn.Module], trained: list[nn.Parameter], counts: Counts
-) -> Evidence:
-    # Layers below the first trained parameter have no backward pass, so they are not recomputed.
-    has_trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
-    owned = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    first = 0 if any(id(parameter) not in owned for parameter in trained) else has_trained.index(True)
-    calls = [1 + (recomputed and index >= first) for index, recomputed in enumerate(expected.recomputed)]
-    return Evidence(
-        "checkpointing",
-        f"{sum(expected.recomputed)} of {len(layers)} layers recomputed",
-        f"{sum(calls > 1 for calls in counts.first)} of {len(layers)} layers ran twice in one forward and backward",
-        counts.first == calls,
-    )
-
-
-def _operators_ran(expected: Expected, layers: list[nn.Module], counts: Counts) -> Evidence:
-    """Whether no saved operator ran again, and all operators that the recipe names ran."""
-    sizes, ranks = policy.linears(layers[0]) | dict(fuse.group_sizes(layers[0])), policy.ranks(layers[0])
-    shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
-    totals: dict[str, list[int]] = {}
-    for name, one in counts.all():
-        total = totals.setdefault(f"{name} ({shapes.get(one.shape, 'adapters')})" if one.shape else name, [0, 0])
-        total[0] += one.forward
-        total[1] += one.recomputed
-    runs = ", ".join(f"{name} {forward}+{again}" for name, (forward, again) in totals.items())
-    any_again = any(one.recomputed for _, one in counts.all())
-    # Tiles also repeat the MLP's adapters, which have the shapes of attention's.
-    tiled = {one.shape for _, one in counts.all() if expected.tiles > 1 and one.shape and one.shape[1] in ranks}
-    wrong = [name for name, one in counts.all() if one.saved and one.recomputed and one.shape not in tiled]
-    in_mlp = fuse.MLP if any(map(fuse.is_fused_mlp, layers[0].modules())) else ()
-
-    def ran(name: str) -> bool:
-        return any(
-            name in (operator, policy.STANDS_FOR.get(operator), one.group)
-            or one.shape == sizes.get(name, ())
-            or (name in in_mlp and operator == "fxtune.lora_mlp")
-            for operator, one in counts.all()
+    def _layers_ran_twice(self, recomputed: list[bool]) -> Evidence:
+        # Layers below the first trained parameter have no backward pass, so they are not recomputed.
+        own = (
+            index for index, layer in enumerate(self.layers) if any(one is self.trained for one in layer.parameters())
+        )
+        first = next(own, 0)
+        calls = [1 + (again and index >= first) for index, again in enumerate(recomputed)]
+        twice = f"{sum(calls > 1 for calls in self.counts.first)} of {len(calls)}"
+        return _evidence(
+            f"{sum(recomputed)} of {len(calls)} layers recomputed",
+            f"{twice} layers ran twice in one forward and backward",
+            self.counts.first == calls,
         )
 
-    missing = [name for name in expected.named if not ran(name)]
-    note = f"; never ran: {', '.join(missing)}" if missing else ""
-    return Evidence(
-        "checkpointing",
-        expected.description,
-        f"runs forward + again: {runs or 'none'}{note}",
-        not wrong and not missing and (any_again or "input" not in expected.levels),
-    )
+    def _operators_ran(self, description: str) -> Evidence:
+        """Whether no saved operator ran again, and all operators that the recipe names ran."""
+        layer, counted = self.layers[0], self.counts.all()
+        sizes, ranks = policy.linears(layer) | dict(fuse.group_sizes(layer)), policy.ranks(layer)
+        shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
+        totals: dict[str, list[int]] = {}
+        for name, one in counted:
+            total = totals.setdefault(f"{name} ({shapes.get(one.shape, 'adapters')})" if one.shape else name, [0, 0])
+            total[0] += one.forward
+            total[1] += one.recomputed
+        runs = ", ".join(f"{name} {forward}+{again}" for name, (forward, again) in totals.items())
+        any_again = any(one.recomputed for _, one in counted)
+        # Tiles also repeat the MLP's adapters, which have the shapes of attention's.
+        tiled = {one.shape for _, one in counted if self.plan.tiles > 1 and one.shape and one.shape[1] in ranks}
+        wrong = [name for name, one in counted if one.saved and one.recomputed and one.shape not in tiled]
+        in_mlp = fuse.MLP if any(map(fuse.is_fused_mlp, layer.modules())) else ()
 
+        def ran(name: str) -> bool:
+            return any(
+                name in (operator, policy.STANDS_FOR.get(operator), one.group)
+                or one.shape == sizes.get(name, ())
+                or (name in in_mlp and operator == "fxtune.lora_mlp")
+                for operator, one in counted
+            )
 
-def _bytes_saved(
-    model: nn.Module,
-    expected: Expected,
-    layers: list[nn.Module],
-    probe: dict[str, Any],
-    forward: Callable[[], Any],
-    counts: Counts,
-) -> Iterator[Evidence]:
-    """The bytes that autograd saves in the layers, compiled if they are, and the bytes that the rules allow."""
-    everything, arguments, saved, one_graph = _measure_bytes(model, layers, probe, forward)
-    each = probe["input_ids"].numel() * len(layers)
-    inputs = arguments * (len(layers) + 4 * one_graph)  # one graph has the last norm's in it, too
-    if set(expected.levels) - {"input"} and saved == everything:
-        return  # layers are not compiled: torch's selective policy then stores tensors outside of these hooks
-    by_rules = sum(one.bytes for _, one in counts.all() if one.saved)
-    allowed = inputs + by_rules + everything * ("everything" in expected.levels)
-    yield Evidence(
-        "checkpointing",
-        f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
-        f"{saved / each:,.0f} bytes",
-        saved <= allowed,
-    )
+        missing = [name for name in self.named if not ran(name)]
+        note = f"; never ran: {', '.join(missing)}" if missing else ""
+        return _evidence(
+            description,
+            f"runs forward + again: {runs or 'none'}{note}",
+            not wrong and not missing and (any_again or "input" not in self.levels),
+        )
 
+    def _bytes_saved(self) -> Iterator[Evidence]:
+        """The bytes that autograd saves in the layers, compiled if they are, and the bytes that the rules allow."""
+        everything, arguments, saved, one_graph = self._measure_bytes()
+        inputs = arguments * (len(self.layers) + 4 * one_graph)  # one graph has the last norm's in it, too
+        if set(self.levels) - {"input"} and saved == everything:
+            return  # layers are not compiled: torch's selective policy then stores tensors outside of these hooks
+        by_rules = sum(one.bytes for _, one in self.counts.all() if one.saved)
+        allowed = inputs + by_rules + everything * ("everything" in self.levels)
+        yield _evidence(
+            f"at most {allowed / self.each:,.0f} bytes a token and layer kept for the backward pass",
+            f"{saved / self.each:,.0f} bytes",
+            saved <= allowed,
+        )
 
-def _budget_in_force(
-    model: nn.Module, budget: float, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
-) -> Evidence:
-    """The compiler's budget while layers run. In a row as short as the probe weights dominate, so the bytes prove
-    little."""
-    everything, _, saved, one_graph = _measure_bytes(model, layers, probe, forward)
-    each = probe["input_ids"].numel() * len(layers)
-    found: list[float] = []
-    hook = (backbone(model) if one_graph else layers[0]).register_forward_pre_hook(
-        lambda *_: found.append(torch._functorch.config.activation_memory_budget)
-    )
-    forward()
-    hook.remove()
-    return Evidence(
-        "checkpointing",
-        f"a budget of {budget:g} for the compiler",
-        f"{found[-1]:g} while layers run; {saved / each:,.0f} of {everything / each:,.0f} bytes a token and layer of "
-        "the probe kept",
-        found[-1] == budget,
-    )
+    def _budget_in_force(self) -> Evidence:
+        """The compiler's budget while layers run. In a row as short as the probe weights dominate, so the bytes prove
+        little."""
+        everything, _, saved, one_graph = self._measure_bytes()
+        found: list[float] = []
+        hook = (backbone(self.model) if one_graph else self.layers[0]).register_forward_pre_hook(
+            lambda *_: found.append(torch._functorch.config.activation_memory_budget)
+        )
+        self.forward()
+        hook.remove()
+        return _evidence(
+            f"a budget of {self.plan.budget:g} for the compiler",
+            f"{found[-1]:g} while layers run; {saved / self.each:,.0f} of {everything / self.each:,.0f} bytes a token "
+            "and layer of the probe kept",
+            found[-1] == self.plan.budget,
+        )
 
+    def _measure_bytes(self) -> tuple[int, int, int, bool]:
+        """The bytes that are saved without compiled code, those of one layer's arguments, those that are saved as the
+        model runs, and whether all layers are one graph."""
+        with torch.compiler.set_stance("force_eager"):
+            everything, arguments = saved_bytes(self.model, self.layers, self.tokens, self.forward)
+        decoder = backbone(self.model)
+        one_graph = "forward" in vars(decoder)  # techniques.compile.scope=model: no hook can stand between its layers
+        saved, _ = saved_bytes(self.model, [decoder] if one_graph else self.layers, self.tokens, self.forward)
+        return everything, arguments, saved, one_graph
 
-def _measure_bytes(
-    model: nn.Module, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
-) -> tuple[int, int, int, bool]:
-    """The bytes that are saved without compiled code, those of one layer's arguments, those that are saved as the
-    model runs, and whether all layers are one graph."""
-    tokens = probe["input_ids"].numel()
-    with torch.compiler.set_stance("force_eager"):
-        everything, arguments = saved_bytes(model, layers, tokens, forward)
-    decoder = backbone(model)
-    one_graph = "forward" in vars(decoder)  # techniques.compile.scope=model: no hook can stand between its layers
-    saved, _ = saved_bytes(model, [decoder] if one_graph else layers, tokens, forward)
-    return everything, arguments, saved, one_graph
+    def _offloaded(self) -> Iterator[Evidence]:
+        senders, sent, fetched, size = sum(self.sending), 0, 0, 0
+        if offload := getattr(self.model, "offload", None):
+            before = offload.inputs_sent, offload.inputs_fetched, offload.sent
+            min_bytes, offload.min_bytes = offload.min_bytes, 0  # the probe's tensors are small
+            with torch.enable_grad():
+                self.backward(self.forward())
+            offload.min_bytes = min_bytes
+            after = offload.inputs_sent, offload.inputs_fetched, offload.sent
+            sent, fetched, size = (now - then for now, then in zip(after, before, strict=True))
+        yield _evidence(
+            f"the inputs of {senders} layers wait in host memory",
+            f"{sent} sent there and {fetched} brought back in one forward and backward",
+            sent == fetched == senders,
+        )
+        if self.plan.sent == "kept":
+            each = size / senders / self.tokens
+            inputs = self.model.config.get_text_config().hidden_size * next(self.model.parameters()).element_size()
+            yield _evidence(
+                f"what else they keep waits there, too: more than {inputs:,} bytes a token and layer",
+                f"{each:,.0f} bytes",
+                each > inputs,
+            )
 
-
-def _offloaded(model: Any, expected: Expected, probe: dict[str, Any], step: Callable[[], Any]) -> Iterator[Evidence]:
-    offload, senders = getattr(model, "offload", None), sum(expected.sending)
-    sent = fetched = size = 0
-    if offload is not None:
-        before = offload.inputs_sent, offload.inputs_fetched, offload.sent
-        min_bytes, offload.min_bytes = offload.min_bytes, 0  # the probe's tensors are small
-        with torch.enable_grad():
-            step()
-        offload.min_bytes = min_bytes
-        after = offload.inputs_sent, offload.inputs_fetched, offload.sent
-        sent, fetched, size = (now - then for now, then in zip(after, before, strict=True))
-    yield Evidence(
-        "checkpointing",
-        f"the inputs of {senders} layers wait in host memory",
-        f"{sent} sent there and {fetched} brought back in one forward and backward",
-        sent == fetched == senders,
-    )
-    if expected.sends_all_saved:
-        each = senders * probe["input_ids"].numel()
-        inputs = model.config.get_text_config().hidden_size * next(model.parameters()).element_size()
-        yield Evidence(
-            "checkpointing",
-            f"what else they keep waits there, too: more than {inputs:,} bytes a token and layer",
-            f"{size / each:,.0f} bytes",
-            size / each > inputs,
+    def _tiled(self) -> Evidence:
+        pieces = -(-self.tokens // -(-self.tokens // self.plan.tiles))
+        found = sorted({tuple(calls) for calls in self.counts.tiles})
+        # Twice as many if something in the layer follows its MLP (Gemma 2's norm): recomputing that runs the MLP, too.
+        fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in found)
+        return _evidence(
+            f"each MLP in {pieces} tiles (of the probe's {self.tokens} tokens)",
+            " or ".join(f"{forward} forward and {again} again" for forward, again in found),
+            fits and any(again for _, again in found),
         )
 
 
-def _tiled(tiles: int, tokens: int, counts: Counts) -> Evidence:
-    pieces = -(-tokens // -(-tokens // tiles))
-    found = sorted({tuple(calls) for calls in counts.tiles})
-    # Twice as many if something in the layer follows its MLP (Gemma 2's norm): recomputing that runs the MLP, too.
-    fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in found)
-    return Evidence(
-        "checkpointing",
-        f"each MLP in {pieces} tiles (of the probe's {tokens} tokens)",
-        " or ".join(f"{forward} forward and {again} again" for forward, again in found),
-        fits and any(again for _, again in found),
-    )
+class Counts(TorchDispatchMode):
+    """Counts what runs while it is entered. `rules`: of each layer."""
 
-
-def count(
-    layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any], backward: Callable[[Any], Any]
-) -> Counts:
-    """Run `backward(forward())` without compiled code, and count attention and products of `layers`. `rules`: each
-    layer's."""
-    mode = _Count(rules)
-    hooks = []
-    for index, layer in enumerate(layers):
-        bypassed = {
-            id(part) for module in layer.modules() for part in fused_modules.bypassed(module)
-        }  # a hook would unfuse them
-        inner = [module for module in layer.modules() if module is not layer and id(module) not in bypassed]
-        for module in inner:
-            hooks.append(module.register_forward_pre_hook(partial(mode.enter, index)))
-            hooks.append(module.register_forward_hook(mode.leave, always_call=True))
-        leaves = [module for module in inner if not list(module.children())]
-        hooks += [module.register_forward_pre_hook(partial(mode.first, index)) for module in leaves]
-        mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module) and getattr(mlp, "fused", None) != "mlp":  # a fused MLP counts its tiles itself
-            hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(mode.tile, index)))
-    try:
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"), mode:
-            result = forward()
-            mode.backward = True
-            backward(result)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return mode.counts
-
-
-class _Count(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, rules: list[Rule]) -> None:
         super().__init__()
         self.rules, self.backward = rules, False
-        self.layers: list[int] = []
+        self.operators: list[dict[tuple[str, Any], OperatorCount]] = [{} for _ in rules]
+        """Of each layer, by name and shape."""
+        self.first = [0] * len(rules)
+        """Calls of the module that ran first in each layer: a norm or a linear."""
+        self.tiles = [[0, 0] for _ in rules]
+        """Forward and backward calls of each MLP's first linear; if the MLP is one operator, its tiles."""
+        self.running: list[int] = []
         """Indices of the layers whose parts are being called."""
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
         """Layers by the address of their MLP's weights, because the backward pass of a fused MLP runs in no module."""
-        self.counts = Counts([{} for _ in rules], [0] * len(rules), [[0, 0] for _ in rules])
+
+    def all(self) -> list[tuple[str, OperatorCount]]:
+        return [(name, one) for layer in self.operators for (name, _), one in layer.items()]
+
+    def run(
+        self, layers: list[nn.Module], forward: Callable[[], Any], backward: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """Run `backward(forward())` without compiled code, and count attention and products of `layers`."""
+        hooks = []
+        for index, layer in enumerate(layers):
+            # A hook would unfuse these.
+            bypassed = {id(part) for module in layer.modules() for part in fused_modules.bypassed(module)}
+            inner = [module for module in layer.modules() if module is not layer and id(module) not in bypassed]
+            for module in inner:
+                hooks.append(module.register_forward_pre_hook(partial(self.enter, index)))
+                hooks.append(module.register_forward_hook(self.leave, always_call=True))
+            leaves = [module for module in inner if not list(module.children())]
+            hooks += [module.register_forward_pre_hook(partial(self.count_first, index)) for module in leaves]
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, nn.Module) and not fuse.is_fused_mlp(mlp):  # a fused MLP counts its tiles itself
+                hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(self.count_tile, index)))
+        try:
+            with torch.enable_grad(), torch.compiler.set_stance("force_eager"), self:
+                result = forward()
+                self.backward = True
+                backward(result)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def enter(self, index: int, *_: Any) -> None:
-        self.layers.append(index)
+        self.running.append(index)
 
     def leave(self, *_: Any) -> None:
-        self.layers.pop()
+        self.running.pop()
 
-    def first(self, index: int, leaf: nn.Module, *_: Any) -> None:
-        self.counts.first[index] += self.leaves.setdefault(index, leaf) is leaf
+    def count_first(self, index: int, leaf: nn.Module, *_: Any) -> None:
+        self.first[index] += self.leaves.setdefault(index, leaf) is leaf
 
-    def tile(self, index: int, *_: Any) -> None:
-        self.counts.tiles[index][self.backward] += 1
+    def count_tile(self, index: int, *_: Any) -> None:
+        self.tiles[index][self.backward] += 1
 
     def fused(self, weights: list[torch.Tensor], rows: torch.Tensor, tiles: int) -> None:
         """A fused MLP ran, forward or backward, on these rows."""
-        index = self.owners.setdefault(weights[0].data_ptr(), self.layers[-1] if self.layers else -1)
-        self.counts.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
+        index = self.owners.setdefault(weights[0].data_ptr(), self.running[-1] if self.running else -1)
+        self.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -323,11 +278,11 @@ class _Count(TorchDispatchMode):
         if name.startswith("fxtune.lora_mlp"):
             self.fused(args[7] if name.endswith("backward") else args[3], args[0], args[-2])
         group = group_of(name)
-        if group is not None and self.layers:
+        if group is not None and self.running:
             shape = weight_shape(name, args) if group == "matmuls" else None
-            index = self.layers[-1]
+            index = self.running[-1]
             new = OperatorCount(group, shape, self.rules[index].saves(name, args))
-            counted = self.counts.operators[index].setdefault((name, shape), new)
+            counted = self.operators[index].setdefault((name, shape), new)
             if self.backward:
                 counted.recomputed += 1
             else:

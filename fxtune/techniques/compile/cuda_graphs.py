@@ -1,8 +1,8 @@
 """CUDA graphs of training passes: forward and backward of a micro-batch as one launch.
 
-A layer of a small model finishes on the GPU before the host has launched the next one, so the GPU waits for the host:
-a model of 0.6 billion weights at 2,048 tokens keeps an H200 busy for half of the time. A recorded pass is launched at
-once: layers, head, loss, backward, and the addition to the gradients.
+A layer of a small model finishes on the GPU before the host has launched the next one: a model of 0.6 billion weights
+at 2,048 tokens keeps an H200 busy for half of the time. A recorded pass is launched at once: layers, head, loss,
+backward, and the addition to the gradients.
 
 A recording reads and writes the same memory each time. Therefore:
 
@@ -10,19 +10,11 @@ A recording reads and writes the same memory each time. Therefore:
 - gradients stay in memory of their own (`Optimizer.keep_gradients`), to which every pass adds;
 - the returned scalar is copied out;
 - the names of the weights that gradients reached, which a pass collects on the host (`Optimizer.reached`), are added
-  again at each replay;
-- all recordings share one memory pool, since one is replayed at a time: the largest one decides its size.
+  again at each replay.
 
-Random numbers continue as in plain code: torch passes the generator's seed and offset to a recording when it is
-replayed.
-
-The first pass of a shape runs without recording, on the stream that records: this compiles kernels and loads
-libraries. The second pass is recorded and replayed, as are all later ones. Shapes beyond the first MAX_SHAPES are
-never recorded.
-
-Python collects no garbage while a pass is recorded. The garbage of an earlier model may hold graphs, Triton modules
-and events, and CUDA refuses to destroy these in a thread that records, which spoils the recording. Up to release 2.8
-torch collected garbage before each recording; since then it does not (pytorch#161037).
+Random numbers continue as in plain code: torch passes the generator's seed and offset to a replay. The first pass of a
+shape runs without recording, on the stream that records: this compiles kernels and loads libraries. The second pass is
+recorded and replayed, as are all later ones. Shapes beyond the first MAX_SHAPES are never recorded.
 """
 
 from __future__ import annotations
@@ -81,7 +73,7 @@ class Recorder:
         return recording.replay(batch)
 
     def drop(self) -> None:
-        """Forget all recordings and start again. Their memory is free once the device has finished the last replay."""
+        """Forget all recordings. Their memory is free once the device has finished the last replay."""
         self.recordings.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -146,6 +138,8 @@ class _Recording:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
+    """The garbage of an earlier model may hold graphs, Triton modules and events, and CUDA refuses to destroy these in
+    a thread that records, which spoils the recording (pytorch#161037)."""
     enabled = gc.isenabled()
     gc.disable()
     try:

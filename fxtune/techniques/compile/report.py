@@ -1,14 +1,11 @@
 """A report of torch.compile's work: the number of graphs, and the places and reasons of breaks and recompilations.
 
-torch reports this in logs that nobody reads, or not at all. A graph break or a recompilation costs time and changes no
-number, so the run is slow and looks right. `CompileMonitor` calls the compiled functions. After a call that compiled
-something it reads torch's own counters (`torch._dynamo.utils.counters`, `graph_break_reasons`,
-`get_compilation_metrics`, as in torch 2.11 to 2.13); any other call costs two dictionary look-ups. Code that others
-compile is not counted.
+torch reports this in logs that nobody reads. `CompileMonitor` calls the compiled functions. After a call that compiled
+something it reads torch's own counters (as in torch 2.11 to 2.13); any other call costs two dictionary look-ups. Code
+that others compile is not counted.
 
-One thing does change numbers: a Triton kernel for which torch cannot determine which inputs it writes. torch then
-assumes that it writes all of them and only warns; the resulting code may be wrong (kernels/liger_operators.py has the
-case). Here this is an error.
+If torch cannot determine which inputs a Triton kernel writes, it assumes all of them and only warns; the resulting
+code may be wrong (kernels/liger_operators.py has the case). Here this is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from fxtune.errors import ConfigError
 METRICS_LIMIT = 4096
 """Compilations whose metrics torch keeps; its default is 64."""
 LOGGER, WARNING = "torch._dynamo", "assuming every input is mutated"
-"""The logger and the text of torch's warning about a kernel whose writes it cannot determine."""
+"""torch's warning about a kernel whose writes it cannot determine."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +95,16 @@ class CompileMonitor:
     ids: set[str] = field(default_factory=set)
     """torch's ids of our compilations; a backward pass has the id of its forward pass."""
     since: float = field(default_factory=time.time)
-    """When this monitor was created. torch's ids start again after a reset, so the time excludes earlier compilations.
-    """
+    """When counting began. torch's ids start again after a reset, so the time excludes earlier compilations."""
     skips_before: int = 0
-    """Graphs of this process that torch did not record as CUDA graphs before this monitor started."""
+    """Graphs that torch did not record as CUDA graphs before."""
     counted_failures: dict[Any, int] = field(default_factory=dict)
     """By code object: how many of torch's guard failures are counted already, or belong to others' code."""
 
     def start(self) -> None:
         """Begin to count. Call it before the first call()."""
         logger = logging.getLogger(LOGGER)
-        logger.addFilter(_UNKNOWN_WRITES)  # adding it twice has no effect
+        logger.addFilter(_UNKNOWN_WRITES)
         if not logger.isEnabledFor(logging.WARNING):  # TORCH_LOGS=-dynamo would also hide the warning from the filter
             logger.disabled = False
             logger.setLevel(logging.WARNING)
@@ -185,14 +181,14 @@ class CompileMonitor:
             places = "\n".join(f"  {each.where}: {each.reason}" for each in self.breaks)
             raise ConfigError(
                 f"techniques.compile.max_graph_breaks={self.max_graph_breaks}, and there are graph breaks at "
-                f"{len(self.breaks)} places:\n{places}\nChange the code that runs there, or allow as many breaks."
+                f"{len(self.breaks)} places:\n{places}\nChange that code, or allow as many breaks."
             )
         shape, graphs = self.lengths.most_common(1)[0]
         if graphs - 1 > self.max_recompiles:
             raise ConfigError(
                 f"techniques.compile.max_recompiles={self.max_recompiles}, and rows of {shape} were compiled again "
-                f"{graphs - 1} times:\n{self._reasons()}\nThe cause is a value in a guard that changes from call to "
-                "call: keep it constant, use dynamic=always if it is a length, or allow as many."
+                f"{graphs - 1} times:\n{self._reasons()}\nA value in a guard changes from call to call: keep it "
+                "constant, use dynamic=always if it is a length, or allow as many."
             )
 
     def _reasons(self) -> str:
@@ -216,11 +212,8 @@ class CompileMonitor:
 
 
 class _UnknownWrites(logging.Filter):
-    """Stops a compilation when torch warns that it cannot determine what a kernel writes.
-
-    A filter and not a handler, because it runs before torch keeps any code and before the warning's traceback is
-    printed.
-    """
+    """Stops a compilation when torch warns that it cannot determine what a kernel writes: before torch keeps any code
+    and before the warning's traceback is printed, unlike a handler."""
 
     message = ""
 
@@ -231,9 +224,8 @@ class _UnknownWrites(logging.Filter):
         last = str(error).strip().splitlines()[-1:] if error else []
         self.message = (
             f"techniques.compile.enabled: torch {torch.__version__} cannot determine what the Triton kernel "
-            f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}). It would assume that "
-            "the kernel writes all its inputs, which has given wrong numbers. Turn off what runs that kernel, or set "
-            "this to false."
+            f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}), and would compute "
+            "wrong numbers. Turn off what runs that kernel, or set this to false."
         )
         raise _refusal()(self.message)
 
@@ -274,7 +266,7 @@ def _compilations(since: float) -> list[Any]:
 
 
 def _sum(metrics: list[Any], name: str) -> int:
-    """Not every compilation, nor every release of torch, has each metric."""
+    """Not every compilation has each metric."""
     return sum(getattr(metric, name, None) or 0 for metric in metrics)
 
 

@@ -1,16 +1,13 @@
 """A pass over the graph of a compiled layer: the operators of fused adapters add the residual stream to their result.
 
 A pre-norm decoder layer ends with `residual + mlp(norm(residual))`, and its first half with `residual + o_proj(...)`.
-Where adapters are fused, the last step of that MLP or linear is a product by quack's kernel (kernels/matmul.py); over
-fp8, nf4 and int8 it is a pass over a tensor hidden_size wide that adds the adapters' share (lora_adapters.add). Adding
-the stream would be one more pass over three such tensors. quack's kernel adds it to its float32 sums and rounds once:
-on random data the result is 1.66e-3 from float32's, and 2.35e-3 with two roundings. The adapters' pass rounds before
-it adds the stream, as two operators would, and saves one read and one write.
+Where adapters are fused, the last step of that MLP or linear is a product by quack's kernel (kernels/matmul.py), which
+adds the stream to its float32 sums and rounds once; over fp8, nf4 and int8 it is a pass that adds the adapters' share
+(lora_adapters.add), and rounds before it adds the stream. Both save a pass over three tensors of hidden_size.
 
-The pass changes the graph just before Inductor generates code. So autograd does not see the change, and the model's
-own code may have any form. It leaves a sum alone if there is a norm (Gemma 2) or a factor (Granite) in between, if the
-dtypes differ (autocast over a float32 stream), if shapes are dynamic, and if cuBLAS computes the product: torch would
-first copy the stream into the result, and cuBLAS rounds before it adds. Eager mode has no such pass.
+The pass changes the graph just before Inductor generates code, so autograd does not see the change. It leaves a sum
+alone if there is a norm (Gemma 2) or a factor (Granite) in between, if the dtypes differ (autocast over a float32
+stream), if shapes are dynamic, and if cuBLAS computes the product, which would copy and round before it adds.
 """
 
 from __future__ import annotations

@@ -1,32 +1,24 @@
 """torch.compile, by decoder layer or for the decoder as a whole, and a report of what the compiler did.
 
 By layer, all layers of a kind share one compiled graph, so the compile time does not grow with the depth. Norms, RoPE,
-SwiGLU and residuals are fused into few kernels, which saves 10 to 16 % of a step on an H200. As a whole, the compile
-time grows with the depth (minutes at 32 layers), but the CPU has nothing to do between layers, where small models wait
-for it; `mode=reduce_overhead` also records the decoder as CUDA graphs, one launch in place of hundreds. The head and
-the loss are not compiled. Parameter names do not change.
+SwiGLU and residuals are fused into few kernels, which saves 10 to 16 % of a step on an H200. As a whole, compiling
+takes minutes at 32 layers, but the CPU has nothing to do between layers; `mode=reduce_overhead` also records the
+decoder as CUDA graphs. The head and the loss are not compiled. Parameter names do not change.
 
-`cuda_graphs` records more: forward, head, loss and backward of a micro-batch as one launch (cuda_graphs.py), whatever
-is compiled. It pays if the device finishes a layer before the host has launched the next one; `auto` decides by the
-layer's arithmetic (LAUNCH_SECONDS). A pass can be recorded if all shapes are static and the host never reads from the
-device.
+`cuda_graphs` records more: forward, head, loss and backward of a micro-batch as one launch (cuda_graphs.py). It pays
+if the device finishes a layer before the host has launched the next one; `auto` decides by the layer's arithmetic
+(LAUNCH_SECONDS). All shapes must be static, and the host must not read from the device.
 
-Shapes are static unless `dynamic` says otherwise: each length of a row compiles once, so packing or a few buckets are
-required. A graph break or a recompilation is reported with its place and its reason (report.py), and the run fails
-beyond `max_graph_breaks` and `max_recompiles`: both cost time and change no number, so nobody would notice.
+Shapes are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a recompilation
+costs time and changes no number, so nobody would notice: it is reported with its place and reason (report.py), and the
+run fails beyond `max_graph_breaks` and `max_recompiles`.
 
-CUDA graphs write their results to the same memory each time. So a decoder's output is used before the next micro-batch
-runs (each call is marked as a new step), and gradients are added to memory of the optimizer's own (`keep_gradients`):
-torch would take the recorded backward pass's memory as the first micro-batch's gradient and add nothing to it
-(pytorch#169545, #96693).
+CUDA graphs write their results to the same memory each time. So each call of a decoder is marked as a new step, and
+gradients are added to memory of the optimizer's own (`keep_gradients`): torch would take the recorded backward pass's
+memory as the first micro-batch's gradient and add nothing to it (pytorch#169545, #96693).
 
-Compiled code is kept in ~/.cache/fxtune/inductor ($XDG_CACHE_HOME; TORCHINDUCTOR_CACHE_DIR names another place), in
-one folder for each state of our own operators (system/compiler_cache.py). A second start compiles nothing: 3.3 s in
-place of 25.3 s for two layers of the tests' tiny Llama on one CPU core.
-
-A forward pass with a KV cache (generation) runs uncompiled, because every token would be a new shape. Mixtures of
-experts compile if transformers multiplies their experts in groups (`grouped_mm`, its default), not if it loops over
-them.
+Compiled code is kept on disk for later starts (system/compiler_cache.py). A forward pass with a KV cache (generation)
+runs uncompiled, because every token would be a new shape.
 """
 
 from __future__ import annotations
@@ -45,6 +37,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
@@ -52,19 +45,18 @@ from fxtune.techniques.attention.backends import BY_DOCUMENTS
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileMonitor, CompileReport
+from fxtune.techniques.lora.targets import matches
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 MAX_LENGTHS = 8
 LAUNCH_SECONDS = 2e-3
-"""The host takes this long to launch the kernels, some 150, of a layer's forward and backward pass. If the device
-needs less time for them, it waits for the host."""
+"""The host takes this long to launch the kernels, some 150, of a layer's forward and backward pass."""
 FLOPS = 4e14
 """FLOP/s in training that `auto` assumes, those of an H200. A slower device is busy for longer."""
 RECORDABLE_ATTENTION = ("flash4", "flash3", "flash2")
-"""Attention backends with which the host never reads where documents begin. It reads that for `cudnn` with packed
-rows, and to make masks."""
+"""Attention backends with which the host never reads where documents begin."""
 UNRECORDABLE_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
 tensor."""
@@ -87,11 +79,7 @@ class Dynamic(str, Enum):
     always = "always"
 
 
-MODES = {
-    CompileMode.default: "default",
-    CompileMode.reduce_overhead: "reduce-overhead",
-    CompileMode.max_autotune: "max-autotune-no-cudagraphs",
-}
+MODES = {"default": "default", "reduce_overhead": "reduce-overhead", "max_autotune": "max-autotune-no-cudagraphs"}
 DYNAMIC = {Dynamic.never: False, Dynamic.auto: None, Dynamic.always: True}
 
 
@@ -120,29 +108,30 @@ class Compile(Technique):
         self._monitor = self._new_monitor()
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if self.dynamic is Dynamic.never:
-            if not facts.rows and not facts.packing:
-                yield (
-                    "enabled: rows of any length would each compile again. Set data.packing=true, or data.buckets, "
-                    "or dynamic=always."
-                )
-            if len(facts.rows) > MAX_LENGTHS:
-                yield (
-                    f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MAX_LENGTHS}, or "
-                    "dynamic=always."
-                )
+        if self.dynamic is Dynamic.never and not facts.rows and not facts.packing:
+            yield (
+                "enabled: rows of any length would each compile again. Set data.packing=true, or data.buckets, or "
+                "dynamic=always."
+            )
+        if self.dynamic is Dynamic.never and len(facts.rows) > MAX_LENGTHS:
+            yield (
+                f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MAX_LENGTHS}, or "
+                "dynamic=always."
+            )
         if self.fullgraph and self.max_graph_breaks:
             yield "max_graph_breaks: with fullgraph the first graph break fails. Set fullgraph=false, or this to 0."
         if self.mode is CompileMode.reduce_overhead:
-            yield from self._reasons_against_reduce_overhead(facts)
+            yield from (f"mode: {reason}" for reason in self._reasons_against_reduce_overhead(facts))
         if self.mode is CompileMode.max_autotune and facts.deterministic:
             yield (
                 "mode: max_autotune chooses kernels by timing, so two runs may compute differently, and "
-                "run.deterministic=true excludes that (torch would not try them). Use default."
+                "run.deterministic=true excludes that. Use default."
             )
         if self.cuda_graphs is Switch.on:
-            yield from (f"cuda_graphs: {reason}." for reason in self._reasons_against_recording(facts))
-        yield from _missing_compiler(facts)
+            yield from (
+                f"cuda_graphs: {reason}, or set this to off." for reason in self._reasons_against_recording(facts)
+            )
+        yield from (f"enabled: {missing}, or set it to false." for missing in _missing_compiler(facts))
 
     def resolve(self, facts: Facts) -> str | None:
         if self.cuda_graphs is not Switch.auto:
@@ -160,63 +149,53 @@ class Compile(Technique):
     def _reasons_against_recording(self, facts: Facts) -> Iterator[str]:
         """Why a training pass cannot be recorded, and what to change."""
         if facts.device != "cuda":
-            yield f"CUDA graphs need a GPU, and the device is {facts.device}. Use auto or off"
+            yield f"CUDA graphs need a GPU, and the device is {facts.device}. Use auto"
         if not facts.rows:
-            yield (
-                "each length of a row is recorded, and rows have any length. Set data.packing=true, or data.buckets, "
-                "or this to off"
-            )
+            yield "each length of a row is recorded, and rows have any length. Set data.packing=true, or data.buckets"
         if self.mode is CompileMode.reduce_overhead:
-            yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default, or this to off"
+            yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default"
         if not self.fullgraph or self.dynamic is not Dynamic.never:
-            yield "a recording needs fullgraph=true and dynamic=never. Set them, or this to off"
+            yield "a recording needs fullgraph=true and dynamic=never. Set them"
         if "float16" in (facts.dtype, facts.compute_dtype):
-            yield "float16's loss scale changes between passes. Use bfloat16, or set this to off"
+            yield "float16's loss scale changes between passes. Use bfloat16"
         checkpointing = facts.techniques.checkpointing
         if checkpointing.enabled and checkpointing.policy not in ("none", "auto"):
             yield (
                 f"recomputation (techniques.checkpointing.policy={checkpointing.policy.value}) saves the random "
-                "state, which cannot be recorded. Set policy=none, or this to off"
+                "state, which cannot be recorded. Set policy=none"
             )
         if _dropout_in_recomputed_head(facts):
             yield (
                 "the fused loss runs the head's adapter again in the backward pass with the same dropout, and the "
                 "random state cannot be recorded. Set techniques.lora.dropout=0, or "
-                "techniques.liger.fused_linear_cross_entropy=off, or this to off"
+                "techniques.liger.fused_linear_cross_entropy=off"
             )
         if rope := [kind for kind in _rope_types(facts) if kind in UNRECORDABLE_ROPE]:
-            yield (
-                f"RoPE of type {rope[0]} reads from the device how long rows are. Use a techniques.rope.type of fixed "
-                "frequencies, or set this to off"
-            )
+            yield f"RoPE of type {rope[0]} reads from the device how long rows are. Use another techniques.rope.type"
         attention = facts.techniques.attention
         backend = attention.backend if attention.enabled else "auto"
         packed_sdpa = backend == "sdpa" and not list(BY_DOCUMENTS.refuses(facts))
-        if not (
-            backend in (*RECORDABLE_ATTENTION, "auto") or packed_sdpa or (backend == "cudnn" and not facts.packing)
-        ):
+        plain_cudnn = backend == "cudnn" and not facts.packing
+        if not (backend in (*RECORDABLE_ATTENTION, "auto") or packed_sdpa or plain_cudnn):
             yield (
                 f"attention by {backend} reads from the device where documents begin. Use "
-                f"techniques.attention.backend={RECORDABLE_ATTENTION[0]}, or set this to off"
+                f"techniques.attention.backend={RECORDABLE_ATTENTION[0]}"
             )
 
     def _reasons_against_reduce_overhead(self, facts: Facts) -> Iterator[str]:
         if facts.device != "cuda":
-            yield f"mode: reduce_overhead records CUDA graphs, and the device is {facts.device}. Use default."
+            yield f"reduce_overhead records CUDA graphs, and the device is {facts.device}. Use default."
         if self.scope is Scope.layers:
             yield (
-                "mode: reduce_overhead by layer would record each layer, because their weights have different "
-                "addresses. Set scope=model, or mode=default."
+                "reduce_overhead by layer would record each layer, because their weights have different addresses. "
+                "Set scope=model, or mode=default."
             )
         if self.dynamic is not Dynamic.never:
-            yield (
-                "mode: reduce_overhead records one graph for each length. Set dynamic=never (it is "
-                f"{self.dynamic.value})."
-            )
+            yield f"reduce_overhead records one graph for each length. Set dynamic=never (it is {self.dynamic.value})."
         if not self.fullgraph:
             yield (
-                "mode: reduce_overhead records graphs, and at a graph break their memory is overwritten while it is "
-                "read. Set fullgraph=true, or mode=default."
+                "reduce_overhead records graphs, and at a graph break their memory is overwritten while it is read. "
+                "Set fullgraph=true, or mode=default."
             )
 
     @property
@@ -243,7 +222,7 @@ class Compile(Technique):
             setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
         for part in decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]:
             compiled: Callable[..., Any] = torch.compile(
-                part.forward, mode=MODES[self.mode], fullgraph=self.fullgraph, dynamic=DYNAMIC[self.dynamic]
+                part.forward, mode=MODES[self.mode.value], fullgraph=self.fullgraph, dynamic=DYNAMIC[self.dynamic]
             )
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
@@ -263,34 +242,33 @@ class Compile(Technique):
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Profile one forward pass after a first one that compiles: torch marks each entry into compiled code."""
-        parts = len(decoder_layers(model)) if self.scope is Scope.layers else 1
+        evidence, by_layer = partial(Evidence, "compile"), self.scope is Scope.layers
+        parts = len(decoder_layers(model)) if by_layer else 1
+        records = self.mode is CompileMode.reduce_overhead
         stats = torch._dynamo.utils.counters["stats"]
         with observed(model), torch.enable_grad():
-            for _ in range(2 if self.mode is CompileMode.reduce_overhead else 1):  # the second one records CUDA graphs
+            for _ in range(1 + records):  # the second one records CUDA graphs
                 model(**probe)
             graphs_before = stats["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
                 model(**probe)
         new_graphs = stats["unique_graphs"] - graphs_before
         entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
-        runs = f"{parts} layers run" if self.scope is Scope.layers else "the decoder runs"
-        yield Evidence(
-            "compile",
+        runs = f"{parts} layers run" if by_layer else "the decoder runs"
+        yield evidence(
             f"{runs} compiled code, without compiling again",
             f"{entries} entries into compiled code in one forward, {new_graphs} graphs compiled again",
             entries >= parts and new_graphs == 0,
         )
         report = self.report()
-        yield Evidence(
-            "compile",
+        yield evidence(
             f"at most {self.max_graph_breaks} graph breaks",
             f"{report.graphs} graphs in {report.seconds:.1f} s, {len(report.breaks)} graph breaks"
             + "".join(f"; {each.where}: {each.reason}" for each in report.breaks),
             report.graphs > 0 and len(report.breaks) <= self.max_graph_breaks,
         )
-        if self.mode is CompileMode.reduce_overhead:
-            yield Evidence(
-                "compile",
+        if records:
+            yield evidence(
                 "recorded as CUDA graphs",
                 "; ".join([f"{report.skipped_cuda_graphs} graphs not recorded", *report.why_skipped]),
                 report.skipped_cuda_graphs == 0,
@@ -303,12 +281,7 @@ class Compile(Technique):
 
 def _layer_seconds(facts: Facts) -> float:
     """Estimated seconds of the device for forward and backward of a decoder layer, from its matmuls alone."""
-    text = facts.text
-    width = text.get("hidden_size", 0)
-    heads = text.get("num_attention_heads") or 1
-    size = text.get("head_dim") or width // heads
-    attention = 2 * width * size * (heads + (text.get("num_key_value_heads") or heads))
-    weights = attention + 3 * width * (text.get("intermediate_size") or 4 * width)
+    weights = sum(inward * outward for inward, outward in Shape.of(facts.text).linears.values())
     passes = 4 if facts.techniques.lora.enabled else 6
     return float(passes * weights * facts.tokens / FLOPS)
 
@@ -329,31 +302,23 @@ def _dropout_in_recomputed_head(facts: Facts) -> bool:
     model: Any = skeleton(facts.model)
     head = model.get_output_embeddings() if model is not None else None
     names = [name for name, module in model.named_modules() if module is head] if head is not None else ["lm_head"]
-    return any(f".{name}".endswith(f".{target}") for name in names for target in lora.target_modules)
+    return any(matches(name, target) for name in names for target in lora.target_modules)
 
 
 def _missing_compiler(facts: Facts) -> Iterator[str]:
     """On a CPU torch.compile needs a C++ compiler; on a GPU Triton compiles C to launch its kernels. Both need
     Python's headers."""
+    needs, package = "torch.compile needs", "Install it (Debian: apt install"
     if facts.device == "cuda":
         if not c_compiler():
-            yield (
-                "enabled: torch.compile needs a C compiler to launch its kernels, and none is on the PATH (gcc, "
-                "clang or $CC). Install one (Debian: apt install gcc), or set it to false."
-            )
+            yield f"{needs} a C compiler to launch its kernels (gcc, clang, $CC), and finds none. {package} gcc)"
     else:
         compiler = os.environ.get("CXX", "g++")
         if not shutil.which(compiler) and not shutil.which("clang++"):
-            yield (
-                f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: "
-                "apt install g++), or set it to false."
-            )
+            yield f"{needs} a C++ compiler, and {compiler} is not on the PATH. {package} g++)"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
-        yield (
-            f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or "
-            "set it to false."
-        )
+        yield f"{needs} Python's headers ({header}). {package} python3-dev)"
 
 
 def _unless_caching(

@@ -1,12 +1,8 @@
 """One table of GPUs: the peak FLOP/s of their datasheets, and the rates that kernels reach on them.
 
-Peaks are dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. For most cards since Ampere
-those print the figure with 2:4 sparsity, which is halved here. Peaks of GeForce and workstation cards are with float32
-accumulation, as in training. MFU is measured against the peaks.
-
-Rates are measured on an H200, and for other cards scaled by their datasheets. The step-time estimate uses them to
-compare recomputation, matmuls and transfers. Only their ratios matter, so an unknown card has the rates of its
-generation.
+Peaks are dense TFLOP/s by dtype, from the makers' datasheets (which mostly print the figure with 2:4 sparsity, halved
+here), with float32 accumulation, as in training. MFU is measured against them. Rates are measured on an H200, and for
+other cards scaled by their datasheets. Only their ratios matter, so an unknown card has the rates of its generation.
 """
 
 from __future__ import annotations

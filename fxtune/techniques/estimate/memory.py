@@ -1,50 +1,18 @@
 """A forecast of the memory that a training step needs, computed from the model's shape before a weight is loaded.
 
-Hidden size h, heads x head size q, key-value heads x head size k, intermediate size i (of all experts that a token
-visits), e bytes a number in matmuls. Per token, a layer keeps from its forward to its backward pass, by level:
-
-    compiled, everything   e (4h + 2q + 2k' + 3i)   x, the output of both norms, the residual stream between attention
-                                                    and MLP; q, attention's output; k', v'; gate, up and their product
-                                                    (matmuls read them)
-    compiled, wide         e (2h + 2q + 2k + 2i)    products and attention's output; norms and SwiGLU are recomputed
-      narrow: no gate, up     e (2h + 2q + 2k)
-      attention only       e (h + q)
-    eager, everything      8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter a copy of its input
-    ... with Liger's kernels   e (7h + 3q + 2k' + 3i)
-    eager, wide            e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which nothing reads
-    input                  e h                      of a layer that is recomputed as a whole
-
-k' is q where the attention backend repeats keys and values for each query head (on a GPU only eager does). Added to
-these are 4 bytes a head for attention's log-sum-exp where attention's output is kept, and e r for each adapter of rank
-r. Fused adapters (kernels/fused_lora.py) never keep the MLP's product, so everything has i less; in eager mode they
-need no copies of inputs. A compiler's budget b keeps e h + b (everything - e h).
-
-Offloaded tensors leave the device, except those of two layers: the one that computes and the one in transfer.
-
-In its backward pass a compiled layer also holds, per token, the larger peak of its MLP and its attention. The MLP's
-peak, in numbers of e bytes, is what Inductor's generated code has alive (in brackets without adapters):
-
-    everything    5i + 2h (3i + 2h)    gradients of the product, gate and up; peft adds each adapter's part of them and
-                                       keeps a scaled copy of each for its `* scaling`
-    wide          9i + 2h (4i + 2h)    also the recomputed product, and the adapters' parts of gate and up
-    narrow        11i + 3h (6i + 2h)   also the recomputed gate and up
-    the rest      11i + 6h + 2q + 2k (6i + 5h + 2q + 2k)   also the rest of the recomputed layer, held for attention
-    in t tiles    11i/t + 9h + 2q + 2k (6i/t + 8h + 2q + 2k)   those of one tile, and parts of the input's gradient
-
-A fused MLP holds its operator's buffers: the product's gradient (i), those of gate and up (2i), for fp8 a quantized
-copy of them (i), 8 ranks, a padded copy of its gradient (h), all for one tile of t; and for all tokens its gradient,
-its input and their gradients (4h); below wide also gate and up again (2i). A base in 4 bits or int8 is dequantized,
-gate and up at the same time.
-
-Attention's peak: e (3h + 4q + 4k) + 4q + 8k, with float32 sums. An eager layer holds e (3i + 4h), and all that it
-would keep without checkpointing.
+In the code h is the hidden size, q and k the widths of all query and of all key heads, i that of the MLP (of all
+experts that a token visits), and a number has 2 or 4 bytes in matmuls. `LayerBytes` says per token what a layer keeps
+from its forward to its backward pass (kept) and what its backward pass holds beside that (working). A compiled layer
+keeps what matmuls and attention read; an eager one also float32 copies of its norms' inputs and a copy of the input
+for each adapter. Fused adapters never keep the MLP's product. A fused MLP's backward pass holds its own buffers: the
+gradients of the product (i) and of gate and up (2i), for fp8 a quantized copy of them (i), 8 ranks, and below wide
+gate and up again (2i), for one tile at a time; and for all tokens its gradient, its input and their gradients (4h).
 
 Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the
-first ones recompute. So the forecast looks for the peak layer by layer.
-
-Outside the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with
-autocast, copies of float32 weights; and the loss. The loss holds all logits, or those of some rows at a time if the
-fused loss (techniques.liger) is on, and it ends before the layers' backward pass begins.
+first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
+those of two layers. Outside the layers there are weights, for each trained parameter its gradient and the optimizer's
+moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the layers' backward
+pass begins.
 
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.
@@ -77,6 +45,20 @@ CONTEXT = 3 << 28
 """Bytes for libraries' workspaces."""
 GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
 """Groups of linears that read the same input, with the number of linears."""
+
+PEAKS = {
+    # The gradients of the product, gate and up; peft adds each adapter's part and a scaled copy of each.
+    "everything": ((5, 2, 0), (3, 2, 0)),
+    # Also the recomputed product, and the adapters' parts of gate and up.
+    "wide": ((9, 2, 0), (4, 2, 0)),
+    # Also the recomputed gate and up.
+    "narrow": ((11, 3, 0), (6, 2, 0)),
+    # Also the rest of the recomputed layer, held for attention.
+    "rest": ((11, 6, 2), (6, 5, 2)),
+    # Those of one tile, and parts of the input's gradient.
+    "tiles": ((11, 9, 2), (6, 8, 2)),
+}
+"""The peak of a compiled layer's MLP by level, with and without adapters: multiples of i, of h, and of q + k."""
 
 
 @dataclass(frozen=True)
@@ -173,17 +155,9 @@ class LayerBytes:
             return max(self.number * mlp, self.number * attention + 4 * q + 8 * k)
         if not self.compiled:
             return kept_before + self.number * (3 * i / tiles + 4 * h)
-        adapted = self.facts.techniques.lora.enabled
-        if tiles > 1:
-            mlp = (11 if adapted else 6) * i / tiles + (9 if adapted else 8) * h + 2 * q + 2 * k
-        elif level == "everything":
-            mlp = (5 if adapted else 3) * i + 2 * h
-        elif level == "wide":
-            mlp = (9 if adapted else 4) * i + 2 * h
-        elif level == "narrow":
-            mlp = (11 if adapted else 6) * i + (3 if adapted else 2) * h
-        else:
-            mlp = (11 if adapted else 6) * i + (6 if adapted else 5) * h + 2 * q + 2 * k
+        peaks = PEAKS.get("tiles" if tiles > 1 else level, PEAKS["rest"])
+        inner, hidden, projected = peaks[not self.facts.techniques.lora.enabled]
+        mlp = inner * i / tiles + hidden * h + projected * (q + k)
         return max(self.number * mlp, self.number * (3 * h + 4 * q + 4 * k) + 4 * q + 8 * k)
 
     def _everything(self) -> float:
@@ -191,7 +165,7 @@ class LayerBytes:
         h, q, i = self.shape.hidden, self.shape.q, self.shape.inner if self.plan.tiles == 1 else 0
         k = self.shape.k if self.grouped else q
         small = 4 * self.shape.heads + self._adapters(*GROUPS)
-        if self.compiled:
+        if self.compiled:  # 4h: x, both norms' outputs, the stream between attention and MLP
             return self.number * (4 * h + 2 * q + 2 * k + (2 if self.fused else 3) * i) + small
         norms = self.number * 2 * h if _liger_runs(self.facts, "rms_norm") else 8 * h
         if self.fused:
@@ -261,10 +235,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
     """The loss's peak: the last hidden states, their norm and its gradient, the logits and what is computed from them.
-
-    The last norm is outside the layers. Without Liger's kernel it runs in eager mode and float32: it keeps one float32
-    copy of the states, and its backward pass, after the logits are freed, holds four more.
-    """
+    Without Liger's kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, four
+    more."""
     number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
     copies = 0 if _liger_runs(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary

@@ -1,21 +1,11 @@
 """The time overhead of recomputation and offload: their FLOPs and bytes over the card's rates (cards.py).
 
-Per token, a layer of hidden size h, heads x head size q, key-value heads x head size k and intermediate size i takes,
-with documents as long as the row, s tokens:
-
-    attention     2 s q FLOPs, causal             recomputed by `input`, not by `attention` and above
-    q, k, v, o    2 h (2q + 2k) FLOPs of matmuls  not by `narrow` and above
-    gate, up      4 h i FLOPs                     not by `wide` and above
-    the rest      e (4h + 2q + 2k + 3i) bytes     norms, RoPE, activations: not by `everything`. Fused MLPs recompute
-                                                  their product at any level, so they have no 3i
-
-Packed documents are shorter than the row, so keeping attention is worth less than this says. The backward pass takes
-2.5 times attention's forward pass, and the matmuls once more with frozen weights or twice more with trained ones.
-Transfers to host memory cost the time by which they are longer than the layer's computation, forward and backward.
+Documents count as long as the row; packed ones are shorter, so keeping attention is worth less than this says. The
+backward pass takes 2.5 times attention's forward pass, and the matmuls once more with frozen weights or twice more
+with trained ones. Transfers to host memory cost the time by which they are longer than the layer's computation.
 
 `fastest` searches for the choice with the least overhead that fits: for each pair of levels, it gives the higher one
-to as many layers as memory allows. Two levels are enough, because each level has a price in time and in memory, and a
-mix of the two levels next to the memory limit is the cheapest.
+to as many layers as memory allows. A mix of the two levels next to the memory limit is the cheapest.
 """
 
 from __future__ import annotations
@@ -52,6 +42,7 @@ class LayerTime:
     """gate and up."""
     down: float
     rest: float
+    """Norms, RoPE and activations. Fused MLPs recompute their product at any level, so it has no part in this."""
 
     @property
     def forward(self) -> float:
@@ -78,7 +69,6 @@ class Choice:
 
 
 def layer_time(facts: Facts) -> LayerTime:
-    """The time of one layer's forward pass for a micro-batch of `facts`."""
     shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
     product = tokens * 2 / (card.fp8 if quantized_type(facts) == "fp8" else card.matmul)

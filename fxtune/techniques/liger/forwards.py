@@ -3,10 +3,8 @@
 A module of a model gets its own class: a subclass of its former class with one of these functions as its forward. All
 layers share the class and the function, so they share a compiled graph.
 
-RoPE is fxtune's own kernel. Liger's overwrites its inputs, which autograd does not know: if checkpointing had saved
-them, they would be rotated twice. So Liger's would need copies, and torch.compile cannot trace it. The gated products
-also overwrite their inputs, but in the backward pass, when nothing reads them any more. Compiled code runs the same
-kernels through operators (kernels/liger_operators.py).
+RoPE is fxtune's own kernel: Liger's overwrites its inputs, which checkpointing may have saved, and torch.compile
+cannot trace it. Compiled code runs Liger's kernels through operators (kernels/liger_operators.py).
 """
 
 from __future__ import annotations

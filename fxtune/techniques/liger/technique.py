@@ -2,18 +2,16 @@
 logits.
 
 In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of
-their results. Liger's is one kernel and keeps only the input. Without torch.compile that saves a tenth of a step and
-some GiB. torch.compile fuses the same operations, and whether Liger is still faster depends on the card and the sizes.
-So under torch.compile `auto` measures both, once for each card and size (timing.py), and keeps the times in the cache
-folder.
+their results. Liger's is one kernel and keeps only the input. torch.compile fuses the same operations, and whether
+Liger is still faster depends on the card and the sizes: `auto` measures both, once for each card and size (timing.py).
 
-Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process, so a plain
-model built later would run Liger's kernels too. fxtune gives each module of this one model its own subclass with
-another forward (forwards.py): names, weights, isinstance and adapters stay. RoPE is a function of the attention's
-Python module, so the attention gets a copy of its forward in which that name is another function (rope_function.py).
+Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process. fxtune
+gives each module of this one model its own subclass with another forward (forwards.py): names, weights, isinstance and
+adapters stay. RoPE is a function of the attention's Python module, so the attention gets a copy of its forward in
+which that name is another function (rope_function.py).
 
-Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py), which torch.compile
-traces, and `fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
+Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py) and
+`fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.models.structure import backbone, decoder_layers, observed
-from fxtune.system.atomic_files import replace_text
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.host import cache_home
+from fxtune.system.json_cache import add_cached, read_cached
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
@@ -73,10 +71,12 @@ class Liger(Technique):
     """`auto` here and below: on with a GPU; under torch.compile on if it is measured to be faster than compiled
     code."""
     layer_norm: Switch = Switch.auto
+    """Liger's LayerNorm."""
     rope: Switch = Switch.auto
     """fxtune's own kernel, on any device. `auto`: on with a GPU, unless torch.compile fuses RoPE with norms of queries
     and keys."""
     swiglu: Switch = Switch.auto
+    """Liger's product of the gate (SiLU) and the up projection."""
     geglu: Switch = Switch.auto
     """For the tanh form of GELU, as in Gemma."""
     fused_linear_cross_entropy: Switch = Switch.auto
@@ -115,8 +115,17 @@ class Liger(Technique):
                     "them to off."
                 )
         theirs = [name for name in possible if name != "rope"]
-        if facts.device == "cuda" and PACKAGE not in facts.packages and theirs:
+        if PACKAGE in facts.broken:
+            for name in demanded:
+                if name != "rope":
+                    yield f"{name}: {PACKAGE} {facts.lacks(PACKAGE)}. Or use auto."
+        elif facts.device == "cuda" and PACKAGE not in facts.packages and theirs:
             yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
+
+    def packages(self, facts: Facts) -> Iterator[str]:
+        theirs = _operations(facts.text) - {"rope"}
+        if facts.device == "cuda" and any(getattr(self, name) is not Switch.off for name in theirs):
+            yield PACKAGE
 
     def resolve(self, facts: Facts) -> str | None:
         notes = []
@@ -147,6 +156,8 @@ class Liger(Technique):
             return False, "techniques.lora.fused computes it in its own operator"
         if facts.device != "cuda":
             return False, "Triton needs a GPU"
+        if name != "rope" and PACKAGE in facts.broken:
+            return False, f"{PACKAGE} {facts.lacks(PACKAGE)}"
         if not facts.techniques.compile.enabled:
             return True, "nothing else fuses it without torch.compile"
         if name == "rope":
@@ -234,24 +245,17 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
     versions = {package: facts.packages.get(package) for package in ("torch", PACKAGE)}
     key = json.dumps([facts.device_name, versions, asdict(case)], sort_keys=True)
     file = cache_home() / "liger_times.json"
-    try:
-        known = json.loads(file.read_text())
-    except (OSError, ValueError):
-        known = {}
-    if key not in known:
+    measured = read_cached(file).get(key)
+    if measured is None:
         if not torch.cuda.is_available():
             return None
         use_cache_folder()
         try:
-            known[key] = timing.times(case)
+            measured = timing.times(case)
         except RuntimeError as error:
             if out_of_memory_reason(error) is None:
                 raise
             return None  # not cached: another run may have free memory (run.memory_gib limits it)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, json.dumps(known, indent=1), shared=True)
-        except OSError:
-            pass  # only a cache: the next run measures again
-    compiled, liger = known[key]
+        add_cached(file, {key: measured})
+    compiled, liger = measured
     return compiled, liger

@@ -1,10 +1,9 @@
 """Times an operation inside compiled code: torch.compile's version of it against Liger's kernel.
 
 The compiler fuses a norm with the residual before it, and the gated product into one kernel, as Liger does; but it
-fuses nothing across a hand-written kernel. Which is faster depends on the card, the sizes and both versions. So each
-operation is timed with its neighbours in a layer: the residual before a norm, and matmuls on either side, so thin that
-they do not hide it. It runs forward and backward, compiled both ways, with the run's number of tokens up to MOST_ROWS.
-Beyond that both times grow with the tokens.
+fuses nothing across a hand-written kernel. So each operation is timed with its neighbours in a layer: the residual
+before a norm, and matmuls on either side, so thin that they do not hide it. It runs forward and backward, with the
+run's number of tokens up to MOST_ROWS: beyond that both times grow with the tokens.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
-"""Decides which modules of a model can run as one operator: by names for each model family, and by a numeric check.
+"""Decides which modules of a model can run as one operator: by names, and by a numeric check.
 
-A module is a candidate if it has adapted linears of the right names. Only running its code shows what it does with
-them:
+A module is a candidate if it has adapted linears of Llama's names. Only running its code shows what it does with them:
 
 - An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears runs
-  on a CPU, forward and backward, and is compared with that formula for each known activation. The inputs are small and
-  large, so that a clamp shows; the copy is in training mode, so that dropout shows.
-- Projections of an attention are fused if it calls each of them once with the hidden states that it was given. One
-  forward pass of the model on eight tokens shows this. Then its code runs again with projections that return results
-  computed before, and its output must be the same.
+  forward and backward, and is compared with that formula for each known activation. The inputs are small and large, so
+  that a clamp shows; the copy is in training mode, so that dropout shows.
+- Projections of an attention are fused if it calls each of them once with the hidden states that it was given, as one
+  forward pass of the model shows, and if its output is the same with projections that return results computed before.
 
-A family that is not in the table is assumed to have Llama's names, and is fused if the numbers agree. Numbers cannot
-show whether there is a norm between the projections and RoPE: a norm whose weights are all one commutes with a
-rotation. So q and k are rotated in the operator only for families in the table.
+Numbers cannot show whether there is a norm between the projections and RoPE, since a norm whose weights are all one
+commutes with a rotation. So q and k are rotated in the operator only for the model types in `ROPE_FOLLOWS`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,25 +27,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.models.structure import observed
-from fxtune.techniques.lora.fused_modules import Given, StandIn, rotated_parts, without_rope
+from fxtune.techniques.lora.fused_modules import StandIn, given, rotated_parts, without_rope
 
-
-@dataclass(frozen=True)
-class Family:
-    """How a family of models names and orders the linears that can be fused."""
-
-    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Projections of the attention's input: queries, keys, values."""
-    mlp: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """gate, up and down of down(act(gate(x)) * up(x))."""
-    rope_follows: bool = False
-    """Whether RoPE comes directly after the projections of queries and keys, without a norm in between."""
-
-
-LLAMA = Family(rope_follows=True)
-FAMILIES = dict.fromkeys(("gemma", "gemma2", "granite", "llama", "ministral", "mistral", "qwen2", "starcoder2"), LLAMA)
-"""By the config's model_type."""
-OTHER = Family()
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+"""Projections of an attention's input: queries, keys, values."""
+MLP = ("gate_proj", "up_proj", "down_proj")
+ROPE_FOLLOWS = {"gemma", "gemma2", "granite", "llama", "ministral", "mistral", "qwen2", "starcoder2"}
+"""Model types in which RoPE comes directly after the projections of queries and keys."""
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -59,93 +45,81 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 """Errors that a module's code may raise when it runs with replaced parts. Such a module cannot be fused."""
 
 
-def family_of(model: Any) -> Family:
-    return FAMILIES.get(model.config.get_text_config().model_type, OTHER)
-
-
-def mlp_activation(mlp: nn.Module, names: Sequence[str]) -> str | None:
+def mlp_activation(mlp: nn.Module) -> str | None:
     """The activation of an MLP that computes down(act(gate(x)) * up(x)); None if it computes something else.
 
-    `names`: of gate, up and down. The module runs with small weights of its own, so it may be on the meta device.
+    The module runs with small weights of its own, so it may be on the meta device.
     """
-    draw = functools.partial(
-        torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0)
-    )
-    weights = [draw(12, 8), draw(12, 8), draw(8, 12)]
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
+    gate, up, down = weights = [draw(12, 8), draw(12, 8), draw(8, 12)]
     small = copy.copy(mlp)
     small._modules = dict(mlp._modules)
-    for name, weight in zip(names, weights, strict=True):
+    for name, weight in zip(MLP, weights, strict=True):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         small._modules[name] = linear
     x = torch.cat([draw(1, 3, 8), 100 * draw(1, 3, 8)]).requires_grad_()
     was_training, gradient = mlp.training, draw(2, 3, 8)
+
+    def with_gradient(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return y.detach(), torch.autograd.grad(y, x, gradient)[0]
+
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            found = _with_gradient(small.train().forward(x), x, gradient)
+            found = with_gradient(small.train().forward(x))
     except ERRORS:
         return None
     finally:
         mlp.train(was_training)
-    gate, up, down = weights
     for name, activation in ACTIVATIONS.items():
-        wanted = _with_gradient((activation(x @ gate.t()) * (x @ up.t())) @ down.t(), x, gradient)
+        wanted = with_gradient((activation(x @ gate.t()) * (x @ up.t())) @ down.t())
         if all(_close(one, other, 1e-10) for one, other in zip(found, wanted, strict=True)):
             return name
     return None
 
 
-def _with_gradient(y: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return y.detach(), torch.autograd.grad(y, x, gradient)[0]
-
-
 @dataclass
 class AttentionCall:
-    """One call of an attention in a forward pass of its model."""
+    """The first call of an attention in a forward pass of its model."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output: torch.Tensor | None = None
-    inputs: dict[str, list[Any]] = field(default_factory=dict)
+    inputs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     """The inputs of each projection, one for each call."""
 
     @property
     def hidden_states(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
-    def projected(self) -> list[str]:
-        """The projections that were called once, with the attention's own input."""
-        return [name for name, given in self.inputs.items() if len(given) == 1 and given[0] is self.hidden_states]
+    def projects(self, name: str) -> bool:
+        """Whether this projection was called once, with the attention's own input."""
+        return len(self.inputs[name]) == 1 and self.inputs[name][0] is self.hidden_states
 
 
 def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> dict[Any, AttentionCall]:
     """Run `model` on a few tokens and return each candidate's first call. `candidates`: attention -> projections."""
     calls: dict[Any, AttentionCall] = {}
-    done: set[Any] = set()
 
     def enter(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(attention, AttentionCall(args, kwargs, inputs={name: [] for name in candidates[attention]}))
+        calls.setdefault(attention, AttentionCall(args, kwargs))
 
     def leave(attention: Any, _: Any, output: Any) -> None:
-        if attention not in done:
+        if calls[attention].output is None:
             calls[attention].output = _tensor(output)
-            done.add(attention)
 
     def project(attention: Any, name: str, _: Any, args: tuple[Any, ...]) -> None:
-        if attention in calls and attention not in done:
-            calls[attention].inputs[name].append(args[0] if args else None)
+        if (call := calls.get(attention)) and call.output is None:
+            call.inputs[name].append(args[0] if args else None)
 
     with ExitStack() as hooks:
         for attention, names in candidates.items():
-            made = [
-                attention.register_forward_pre_hook(enter, with_kwargs=True),
-                attention.register_forward_hook(leave),
-            ]
+            hooks.callback(attention.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(attention.register_forward_hook(leave).remove)
             for name in names:
-                part = getattr(attention, name)
-                made.append(part.register_forward_pre_hook(functools.partial(project, attention, name)))
-            for hook in made:
-                hooks.callback(hook.remove)
+                hook = functools.partial(project, attention, name)
+                hooks.callback(getattr(attention, name).register_forward_pre_hook(hook).remove)
         probe_logits(model)
     return calls
 
@@ -165,11 +139,8 @@ def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rot
                 forward, sizes = without_rope(type(attention)), [result.shape[-1] for result in results]
                 angles = call.kwargs["position_embeddings"]
                 results = rotated_parts(torch.cat(results, -1), attention, angles, sizes)
-            given = {
-                name: Given(linear, hidden, result)
-                for name, linear, result in zip(names, linears, results, strict=True)
-            }
-            output = _tensor(forward(StandIn(attention, given), *call.args, **call.kwargs))
+            stand_in = StandIn(attention, given(names, linears, hidden, results))
+            output = _tensor(forward(stand_in, *call.args, **call.kwargs))
     except ERRORS:
         return False
     return output is not None and call.output is not None and _close(output, call.output, 2e-2)
@@ -187,13 +158,12 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
         up = torch.arange(states.shape[-1], device=device) % 2 * 2 - 1
         return states * (1 + nudge * up).to(states.dtype)
 
-    hook = model.get_input_embeddings().register_forward_hook(moved) if nudge else None
+    hook = model.get_input_embeddings().register_forward_hook(moved)
     try:
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     finally:
-        if hook:
-            hook.remove()
+        hook.remove()
     return logits
 
 

@@ -3,16 +3,13 @@ operator reads.
 
 A group is one adapted linear, or several that read the same input (q, k, v; gate, up). Its weights are one contiguous
 parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving
-and merging: their `weight` becomes a property that returns a view of the group's parameter. So `state_dict()` and
-`load_state_dict()` have peft's names (`q_proj.base_layer.weight`), and the group's own parameter does not appear
-there.
-
-A view can be changed in place. Replacing its memory (`weight.data = other`) has no effect, and assigning a parameter
-(`linear.weight = ...`) raises an error.
+and merging: their `weight` becomes a property that returns a view of the group's parameter, and state dicts have
+peft's names (`q_proj.base_layer.weight`). A view can be changed in place. Replacing its memory (`weight.data = other`)
+has no effect, and assigning a parameter (`linear.weight = ...`) raises an error.
 
 Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is four tensors, the
 codes and their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their
-linears, one for each; the group only refers to them.
+linears; the group only refers to them.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ def storage_kind(linear: Any) -> str:
 
 
 class FrozenWeights(nn.Module):
-    """Owns the frozen weights of `linears`, adapted linears of peft that read the same input; see the module's
-    docstring.
-    """
+    """Owns the frozen weights of `linears`, adapted linears of peft that read the same input."""
 
     weight: nn.Parameter
 
@@ -53,16 +48,13 @@ class FrozenWeights(nn.Module):
         self.in_size, self.out_sizes = linears[0].in_features, tuple(linear.out_features for linear in linears)
         self.aliased: tuple[Any, ...] = ()
         """The linears that own the tensors of this module, if it only refers to them."""
-        self.names: tuple[str, ...]
         if self.kind == DENSE:
-            bias = bases[0].bias is not None
-            tensors = [augment([base.weight for base in bases], [linear.r[ADAPTER] for linear in linears], bias)]
-            self.names = ("weight",)
+            ranks, bias = [linear.r[ADAPTER] for linear in linears], bases[0].bias is not None
+            tensors = [augment([base.weight for base in bases], ranks, bias)]
         else:
             tensors = grouped(bases)
-            self.names = (
-                FP8_TENSORS if self.kind == "fp8" else tuple(f"packed{index}" for index in range(len(tensors)))
-            )
+        packed = tuple(f"packed{index}" for index in range(len(tensors)))
+        self.names: tuple[str, ...] = {DENSE: ("weight",), "fp8": FP8_TENSORS}.get(self.kind, packed)
         for name, tensor in zip(self.names, tensors, strict=True):
             if name == "weight":
                 self.weight = nn.Parameter(tensor, requires_grad=False)
@@ -73,7 +65,11 @@ class FrozenWeights(nn.Module):
             return
         start = 0
         for linear, base in zip(linears, bases, strict=True):
-            _turn_into_views(base, self, slice(start, start + base.out_features))
+            for name in self.names:
+                delattr(base, name)
+            base.__class__ = _view_class(base.__class__, self.names)
+            # In __dict__, so that the owner is no submodule of its parts.
+            base.__dict__.update(frozen_weights=self, rows=slice(start, start + base.out_features))
             linear.__class__ = _merging_class(linear.__class__)
             start += base.out_features
 
@@ -112,15 +108,6 @@ class FrozenWeights(nn.Module):
         """The linears load their views."""
 
 
-def _turn_into_views(base: Any, owner: FrozenWeights, rows: slice) -> None:
-    """Replace the frozen tensors of a linear by views of what `owner` holds."""
-    for name in owner.names:
-        delattr(base, name)
-    base.__class__ = _view_class(base.__class__, owner.names)
-    # In __dict__, so that the owner is no submodule of its parts.
-    base.__dict__.update(frozen_weights=owner, rows=rows)
-
-
 @functools.cache
 def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
     """A subclass of a linear's class whose tensors `names` are views of its `frozen_weights`."""
@@ -146,8 +133,8 @@ def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
 
 @contextmanager
 def own_weight(base: Any) -> Iterator[None]:
-    """In this context a linear has its view as a parameter, for code that looks for one. If that code replaces the
-    parameter, the new one is copied into the view.
+    """Give a linear its view as a parameter, for code that looks for one. If that code replaces the parameter, the new
+    one is copied into the view.
     """
     view = base.weight
     parameters = dict(base._parameters)

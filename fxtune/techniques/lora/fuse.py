@@ -4,15 +4,13 @@ peft wraps each frozen linear in a module of its own. That is right for names, s
 the modules stay, and the modules that call them change (fused_modules.py). One operator of kernels/fused_lora.py runs
 a whole gated MLP whose three linears are adapted, another one the projections of an attention that read the same
 hidden states, and another one each remaining adapted linear. families.py decides which modules can run so. A group's
-frozen weights become one parameter (frozen_weights.py), one group at a time, and nothing is stored twice.
-
-If adapters are switched off or merged (peft's disable_adapter(), merge_adapter()), the modules' own forward runs.
+frozen weights become one parameter (frozen_weights.py), one group at a time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +18,22 @@ import torch
 from torch import nn
 
 from fxtune.system.profiler import OperatorCounter
-from fxtune.techniques.lora.families import OTHER, family_of, mlp_activation, observe_attentions, runs_on_given
+from fxtune.techniques.lora.families import (
+    ATTENTION,
+    MLP,
+    ROPE_FOLLOWS,
+    mlp_activation,
+    observe_attentions,
+    runs_on_given,
+)
 from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
 from fxtune.techniques.lora.fused_modules import fuse_attention, fuse_linear, fuse_mlp
+from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
-MLP = OTHER.mlp
 _TITLES = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear": "single linears"}
 
 
@@ -36,8 +41,7 @@ _TITLES = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear"
 class Fusion:
     """The result of fuse(): which modules run fused, and why others do not."""
 
-    operators: Counter[str] = field(default_factory=Counter)
-    """Operators in a forward pass: `mlp`, `attention`, `linear`."""
+    operators: Counter[str] = field(default_factory=Counter)  # in a forward pass: `mlp`, `attention`, `linear`
     left: Counter[str] = field(default_factory=Counter)
     """Adapted modules that run as peft runs them: their number by reason."""
     experts: bool = False
@@ -46,10 +50,9 @@ class Fusion:
     """Messages for the user about modules that have the names of a fused group but compute something else."""
 
     def describe(self) -> str:
-        parts = [f"{count} {_TITLES[name]}" for name, count in self.operators.items()]
-        return (", ".join(parts) or "none") + "".join(
-            f"; {count} left to peft: {why}" for why, count in self.left.items()
-        )
+        parts = ", ".join(f"{self.operators[name]} {title}" for name, title in _TITLES.items() if self.operators[name])
+        left = "".join(f"; {count} left to peft: {why}" for why, count in self.left.items())
+        return f"{parts or 'none'}{left}"
 
     def note(self, text: str) -> None:
         if (line := f"{text}, so these linears run one by one") not in self.notes:
@@ -66,10 +69,8 @@ def obstacle(facts: Facts) -> str | None:
     if lora.dora:
         return "techniques.lora.dora=true scales each weight anew in every step"
     if quantize.enabled and quantize.compute_dtype.value not in ("auto", facts.compute_dtype):
-        return (
-            f"techniques.quantize.compute_dtype={quantize.compute_dtype.value} is not what the rest computes in, "
-            f"{facts.compute_dtype}"
-        )
+        dtype = quantize.compute_dtype.value
+        return f"techniques.quantize.compute_dtype={dtype} is not what the rest computes in, {facts.compute_dtype}"
     return None
 
 
@@ -78,14 +79,11 @@ def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
     lora = facts.techniques.lora
     if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or obstacle(facts) or model is None:
         return False
-    names, targets = family_of(model).mlp, lora.target_modules
-    if not ("all-linear" in targets or set(names) <= set(targets)):
-        return False
+    adapted = set(select(model, lora).modules)
     return any(
-        all(isinstance(linear, nn.Linear) and linear.bias is None for linear in linears)
-        and mlp_activation(module, names) is not None
-        for module in model.modules()
-        if len(linears := [child for name, child in module.named_children() if name in names]) == len(names)
+        all(f"{path}.{name}" in adapted and getattr(module, name).bias is None for name in MLP)
+        and mlp_activation(module) is not None
+        for path, module in model.named_modules()
     )
 
 
@@ -93,39 +91,36 @@ def fuse(model: Any) -> Fusion:
     """Run the adapters of a PeftModel fused, in place, where that is possible."""
     from peft.tuners.lora import LoraLayer
 
-    config, family = model.config.get_text_config(), family_of(model)
+    config, attentions = model.config.get_text_config(), {}
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    done, grouped = Fusion(experts=experts), set()  # type: tuple[Fusion, set[int]]
-    attentions = {}
+    done, in_group = Fusion(experts=experts), set()  # type: tuple[Fusion, set[Any]]
     for module in list(model.modules()):
-        linears = _fusible(module, family.mlp)
-        if len(linears) == len(family.mlp) and _siblings([*linears.values()][:2]) and not _biased(linears.values()):
-            if act := mlp_activation(module, family.mlp):
-                fuse_mlp(module, family.mlp, act)
+        mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
+        if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and all(one.get_base_layer().bias is None for one in mlp):
+            if act := mlp_activation(module):
+                fuse_mlp(module, MLP, act)
                 done.operators["mlp"] += 1
-                grouped |= {id(linear) for linear in linears.values()}
+                in_group.update(mlp)
             else:
                 done.note(f"{type(module).__name__} does not compute down(act(gate(x)) * up(x))")
-        elif len(linears := _fusible(module, family.attention)) > 1:
-            attentions[module] = linears
+        elif len(projections) > 1:
+            attentions[module] = [name for name in ATTENTION if getattr(module, name, None) in projections]
     for module, call in (observe_attentions(model, attentions) if attentions else {}).items():
-        linears = {name: linear for name, linear in attentions[module].items() if name in call.projected()}
-        names, title = list(linears), type(module).__name__
-        if len(names) > 1 and _siblings([*linears.values()]) and runs_on_given(module, names, call, rotated=False):
-            can_rotate = (
-                family.rope_follows and getattr(module, "liger", None) == "rope" and names == [*family.attention]
-            )
-            rotate = can_rotate and runs_on_given(module, names, call, rotated=True)
-            fuse_attention(module, names, family.attention[-1], rotate)
+        names, title = [name for name in attentions[module] if call.projects(name)], type(module).__name__
+        linears = [getattr(module, name) for name in names]
+        if len(names) > 1 and _can_stack(linears) and runs_on_given(module, names, call, rotated=False):
+            rotary = config.model_type in ROPE_FOLLOWS and getattr(module, "liger", None) == "rope"
+            rotated = rotary and names == [*ATTENTION] and runs_on_given(module, names, call, rotated=True)
+            fuse_attention(module, names, rotated)
             done.operators["attention"] += 1
-            grouped |= {id(linear) for linear in linears.values()}
+            in_group.update(linears)
         else:
             names = []
-        if _siblings([*attentions[module].values()]) and names != [*attentions[module]]:
-            alone = ", ".join(name for name in attentions[module] if name not in names)
-            done.note(f"{title} does more with {alone} than project its own input")
+        alone = [name for name in attentions[module] if name not in names]
+        if alone and _can_stack([getattr(module, name) for name in attentions[module]]):
+            done.note(f"{title} does more with {', '.join(alone)} than project its own input")
     for module in list(model.modules()):
-        if isinstance(module, LoraLayer) and id(module) not in grouped:
+        if isinstance(module, LoraLayer) and module not in in_group:
             if why := unfit(module):
                 done.left[why] += 1
             else:
@@ -151,49 +146,27 @@ def unfit(module: Any) -> str | None:
     return None if plain and linear.weight.is_floating_point() else f"{type(linear).__name__} with packed weights"
 
 
-def _fusible(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+def _fusible(module: nn.Module, names: Sequence[str]) -> list[Any]:
     """The children of this module with one of `names` that are adapted linears and can run fused."""
     from peft.tuners.lora import LoraLayer
 
-    children = dict(module.named_children())
-    return {
-        name: children[name]
-        for name in names
-        if isinstance(children.get(name), LoraLayer) and not unfit(children[name])
-    }
+    children = [getattr(module, name, None) for name in names]
+    return [child for child in children if isinstance(child, LoraLayer) and not unfit(child)]
 
 
-def _siblings(linears: Sequence[Any]) -> bool:
+def _can_stack(linears: Sequence[Any]) -> bool:
     """Whether the frozen weights of these linears can be stacked."""
-    return (
-        len(
-            {
-                (
-                    storage_kind(one),
-                    one.get_base_layer().weight.dtype,
-                    one.get_base_layer().bias is None,
-                    one.in_features,
-                )
-                for one in linears
-            }
-        )
-        == 1
-    )
-
-
-def _biased(linears: Iterable[Any]) -> bool:
-    return any(linear.get_base_layer().bias is not None for linear in linears)
+    bases = [(storage_kind(one), one.in_features, one.get_base_layer()) for one in linears]
+    return len({(kind, size, base.weight.dtype, base.bias is None) for kind, size, base in bases}) == 1
 
 
 def is_fused_mlp(module: Any) -> bool:
-    """Whether `module` is an MLP that runs as one operator; see fuse_mlp() for the attributes that may be set."""
+    """Whether `module` is an MLP that runs as one operator; see fuse_mlp() for its attributes."""
     return getattr(module, "fused", None) == "mlp"
 
 
 def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name and (in, out) of each linear that runs with others in one operator `fxtune::lora_linear`. `out` is the
-    group's, since the operator is known by the sizes of all its linears together.
-    """
+    """Name of each linear that runs with others in one operator fxtune::lora_linear, and the operator's (in, out)."""
     for module in model.modules():
         if getattr(module, "fused", None) == "attention":
             frozen: Any = module.frozen

@@ -3,9 +3,8 @@
 A module keeps its parameters, names and peft's own functions; its class becomes a subclass with another forward. All
 layers share that class, so they share a compiled graph too. fuse.py decides which modules get one.
 
-An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. (State
-that one projection leaves for the next would work as well, but torch.compile does not trace it inside a checkpoint.)
-If techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, these
+An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. If
+techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, these
 return q and k rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
 
 A fused operator does not call the linears that it replaces. So if one of them has a hook (peft's `adapter_names`
@@ -15,13 +14,12 @@ argument sets some), or if its adapter is off or merged, the module's own forwar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
 from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
@@ -31,15 +29,10 @@ from fxtune.techniques.rope_function import keep_unrotated, with_rope_function
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside a fused one that its operator replaces and never calls."""
-    for linear in _linears(module):
+    fused = getattr(module, "fused", None)
+    linears = [module] if fused == "linear" else [getattr(module, name) for name in getattr(module, "fused_names", ())]
+    for linear in linears:
         yield from (part for part in linear.modules() if part is not module)
-
-
-def _linears(module: Any) -> list[Any]:
-    """The linears that a fused module runs in its operator; nothing for any other module."""
-    if getattr(module, "fused", None) == "linear":
-        return [module]
-    return [getattr(module, name) for name in getattr(module, "fused_names", ())]
 
 
 def groups(model: nn.Module, kind: str) -> list[FrozenWeights]:
@@ -47,13 +40,7 @@ def groups(model: nn.Module, kind: str) -> list[FrozenWeights]:
     return [module for module in model.modules() if isinstance(module, FrozenWeights) and module.kind == kind]
 
 
-def use_cute(model: nn.Module) -> None:
-    """Let quack's kernel multiply by the 16-bit weights of all fused groups (kernels/matmul.py)."""
-    for group in groups(model, DENSE):
-        group.kind = DENSE_CUTE
-
-
-def _adapters(linears: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
+def _adapters(linears: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """lora_A, lora_B and scaling of each linear."""
     return (
         [linear.lora_A[ADAPTER].weight for linear in linears],
@@ -67,16 +54,14 @@ def _needs_own_forward(linears: Sequence[Any], called: bool = False) -> bool:
 
     `called`: the linears themselves are called, so that their own hooks run anyway.
     """
-    if any(
-        linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER] for linear in linears
-    ):
-        return True
-    parts = [
-        part for linear in linears for part in (linear.base_layer, linear.lora_A[ADAPTER], linear.lora_B[ADAPTER])
-    ]
+    parts = [] if called else [*linears]
+    for linear in linears:
+        if linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER]:
+            return True
+        parts += [linear.base_layer, linear.lora_A[ADAPTER], linear.lora_B[ADAPTER]]
     return any(
         part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-        for part in (parts if called else [*linears, *parts])
+        for part in parts
     )
 
 
@@ -110,7 +95,7 @@ def _linear_class(kind: Any) -> Any:
 
 
 class Given:
-    """Replaces a projection whose result is known. Other attributes are those of the projection."""
+    """Replaces a projection whose result is known."""
 
     def __init__(self, linear: nn.Module, hidden_states: torch.Tensor, result: torch.Tensor) -> None:
         self._linear, self._hidden_states, self._result = linear, hidden_states, result
@@ -134,27 +119,29 @@ class StandIn:
         return given[name] if name in given else getattr(self._attention, name)
 
 
+def given(names: Iterable[str], linears: Iterable[Any], hidden: Any, results: Iterable[Any]) -> dict[str, Given]:
+    return {name: Given(linear, hidden, result) for name, linear, result in zip(names, linears, results, strict=True)}
+
+
 def without_rope(kind: Any) -> Any:
     """The forward of an attention's class without its rotation of q and k."""
     return with_rope_function(kind.forward, keep_unrotated, kind.__name__)
 
 
 def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], padding: int = 0) -> Any:
-    """q and k rotated, and v, each [rows, length, size], from `product`, which holds them side by side. `sizes`: the
-    projections' outputs.
-    """
+    """q and k rotated, and v, each [rows, length, size], from `product`, which holds them side by side."""
     heads, kv_heads = sizes[0] // attention.head_dim, sizes[1] // attention.head_dim
     cos, sin = angles
     return [part.flatten(2) for part in qkv(product, cos, sin, heads, kv_heads, padding)]
 
 
-def fuse_attention(attention: Any, names: Sequence[str], value: str, rotate: bool = False) -> None:
+def fuse_attention(attention: Any, names: Sequence[str], rotate: bool) -> None:
     """Run the projections `names` of an attention, which its forward calls with its hidden states, as one operator.
 
-    `value`: the name of the projection of values. `rotate`: `names` are q, k and v, and the operator rotates q and k.
+    `rotate`: `names` are q, k and v, and the operator rotates q and k.
     """
     linears = [getattr(attention, name) for name in names]
-    attention.fused_names, attention.fused_value = tuple(names), value
+    attention.fused_names = tuple(names)
     bias = linears[0].get_base_layer().bias is not None
     attention.fused_padding = padding_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)
     attention.frozen = FrozenWeights(linears)
@@ -179,14 +166,11 @@ def _attention_class(kind: Any, rotate: bool) -> Any:
         else:
             # Rotation will copy q and k. v is saved as it is, so it is copied here: a view would keep all three alive.
             results = [
-                result.contiguous() if name == self.fused_value else result
+                result.contiguous() if name == "v_proj" else result
                 for name, result in zip(self.fused_names, product.split(sizes, -1), strict=True)
             ]
-        given = {
-            name: Given(linear, hidden_states, result)
-            for name, linear, result in zip(self.fused_names, linears, results, strict=True)
-        }
-        return (unrotated if rotating else own)(StandIn(self, given), hidden_states, *args, **kwargs)
+        stand_in = StandIn(self, given(self.fused_names, linears, hidden_states, results))
+        return (unrotated if rotating else own)(stand_in, hidden_states, *args, **kwargs)
 
     return _subclass(kind, "attention", forward)
 

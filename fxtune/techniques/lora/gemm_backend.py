@@ -1,8 +1,7 @@
-"""Selects the GEMM backend for frozen weights of fused adapters and for the head: cuBLAS, or quack's kernel
-(kernels/matmul.py).
+"""The GEMM backend for frozen weights of fused adapters and the head: cuBLAS, or quack's kernel (kernels/matmul.py).
 
-`obstacle` decides before a weight is loaded whether quack's kernel is available. `enable` compiles it when the model
-is built. `observe` checks with torch's profiler that it runs on one of the model's own weights.
+`obstacle` says before a weight is loaded why quack's kernel is not available. `enable` compiles it when the model is
+built. `observe` checks with torch's profiler that it runs on one of the model's own weights.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxtune.errors import HardwareError
-from fxtune.kernels.frozen_base import DENSE_CUTE
+from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
-from fxtune.techniques.lora.fused_modules import groups, use_cute
+from fxtune.techniques.lora.fused_modules import groups
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -29,8 +28,7 @@ ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
 
 def obstacle(facts: Facts) -> str | None:
     """Why quack's kernel cannot multiply for fused adapters under `facts`, and what to change; None if it can."""
-    found = facts.packages.get(PACKAGE)
-    tokens = facts.tokens
+    found, tokens = facts.packages.get(PACKAGE), facts.tokens
     sizes = [int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)]
     if facts.device != "cuda" or facts.capability != CAPABILITY:
         card = (
@@ -38,6 +36,8 @@ def obstacle(facts: Facts) -> str | None:
         )
         return f"its kernel is for a GPU of compute capability 9.0 (H100, H200), and this is {card}"
     if found != VERSION:
+        if PACKAGE in facts.broken:
+            return f"{PACKAGE} {facts.lacks(PACKAGE)}"
         return (
             f"it calls inner functions of {PACKAGE} {VERSION}, and {found or 'none'} is installed: "
             f"pip install '{PACKAGE}[cu13]=={VERSION}'"
@@ -61,9 +61,7 @@ def obstacle(facts: Facts) -> str | None:
 
 def enable(model: Any, optional: bool) -> str | None:
     """Compile quack's kernel for the dtype that autocast has here, and use it for the fused groups of `model` and its
-    head.
-
-    If it does not compile: with `optional`, leave the model as it is and return the reason; else raise HardwareError.
+    head. If it does not compile: return the reason if it is `optional`, else raise HardwareError.
     """
     weight = next(model.parameters())
     device = weight.device
@@ -81,17 +79,16 @@ def enable(model: Any, optional: bool) -> str | None:
         raise HardwareError(
             f"techniques.lora.matmul=cute: {PACKAGE}'s kernel did not compile here ({why}). Use auto or cublas."
         ) from error
-    use_cute(model)
+    for group in groups(model, DENSE):
+        group.kind = DENSE_CUTE
     model.products_by = CUTE
     return None
 
 
 @torch.no_grad()
 def observe(model: Any) -> tuple[str, bool | None]:
-    """Multiply by a weight of the model as its operators do, forward and backward. Returns a description of what ran,
-    and whether it was quack's kernel; None if no group's weight is large enough for it.
-
-    The weight is the smallest one that is large enough, because the check needs memory of its own.
+    """Multiply by the smallest weight of the model that is large enough, as its operators do, forward and backward.
+    Returns a description of what ran, and whether it was quack's kernel; None if no group's weight is large enough.
     """
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -103,14 +100,11 @@ def observe(model: Any) -> tuple[str, bool | None]:
             if is_served(x, matrix.t(), y) and is_served(y, matrix, x):
                 products = lambda: (mm(x, matrix.t(), y, CUTE), mm(y, matrix, x, CUTE))  # noqa: B023, E731
                 seen = observe_operators(products, {"cute": OPERATOR})["cute"]
-                kernels = (
-                    ", ".join(sorted(name[:60] for name in seen.kernels)) or "kernels that the profiler may not see"
-                )
-                theirs = not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels)
+                names = ", ".join(sorted(name[:60] for name in seen.kernels))
+                theirs = not names or any("cutlass" in name and "quack" in name for name in seen.kernels)
                 return (
                     f"{rows:,} rows times one of {len(matrices)} groups' {matrix.shape[0]:,} x {matrix.shape[1]:,}, "
-                    "and "
-                    f"back: {seen.calls} products by {kernels}",
+                    f"and back: {seen.calls} products by {names or 'kernels that the profiler may not see'}",
                     seen.calls == 2 and theirs,
                 )
     return f"none of {len(matrices)} groups' weights is large enough, so cuBLAS multiplies", None

@@ -1,22 +1,19 @@
 """Low-rank adapters through peft: LoRA (arXiv 2106.09685), rsLoRA, DoRA. Off: full fine-tuning.
 
 A frozen linear W gets a trained addition: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so
-the model starts as its base. Adapters are float32 also over a bfloat16 base. They are small (0.5 % of an 8B model at
-r=16), and bfloat16 has 8 bits of mantissa, so it would round away an update of 1/256 of a weight or less.
-`precision.autocast` makes their matmuls fast again.
+the model starts as its base. Adapters are float32 also over a bfloat16 base: they are small (0.5 % of an 8B model at
+r=16), and bfloat16 would round away an update of 1/256 of a weight or less.
 
 PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) compute A and B from a factorization of W and subtract their
 product from the frozen weight, so they too start as their base. Loading such an adapter repeats the factorization.
 
 In peft an adapter costs several passes over the activations of each linear. `fused` runs linears that read the same
-input, and a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py). It is the same mathematics, with
-the adapters' products in the dtype of the base (accumulated in float32), as under autocast. `matmul` selects the GEMM
-backend for frozen weights and the head (gemm_backend.py).
+input, and a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py): the same mathematics, with the
+adapters' products in the dtype of the base, as under autocast.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,18 +24,18 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.models.peft_adapter import load_adapter
-from fxtune.models.structure import observed, parameter_counts, skeleton
+from fxtune.models.peft_adapter import load_adapter, require_same_options
+from fxtune.models.structure import base_dtype, observed, parameter_counts, skeleton
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
-from fxtune.techniques.lora import gemm_backend
+from fxtune.techniques.lora import gemm_backend, targets
 from fxtune.techniques.lora.families import probe_logits, relative_distance
+from fxtune.techniques.lora.targets import ALL_LINEAR
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
-ALL_LINEAR = "all-linear"
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
 layer rounds.
@@ -61,10 +58,22 @@ class Matmul(str, Enum):
 @dataclass
 class Lora(Technique):
     r: int = field(default=16, metadata={"min": 1})
+    """Rank: the inner width of an adapter."""
     alpha: float = field(default=32.0, metadata={"above": 0})
+    """An adapter's output is multiplied by alpha / r."""
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
+    """Dropout of an adapter's input."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Names of the linears to adapt, or `all-linear` (all but the head)."""
+    """Names of the linears to adapt (the end of the full name is enough), regular expressions for their full names, or
+    `all-linear`: all linears of the decoder but routers."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Names of, or regular expressions for, modules without adapters; so are all modules inside them."""
+    layers_to_transform: list[int] = field(default_factory=list, metadata={"min": 0})
+    """Numbers of the decoder layers to adapt, from 0; empty: all."""
+    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"min": 1})
+    """Another r for some modules, by name or by a regular expression for the end of the full name."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"above": 0})
+    """Another alpha for some modules, named as in rank_pattern."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained in full and saved with the adapter."""
     rslora: bool = False
@@ -84,24 +93,21 @@ class Lora(Technique):
     """
 
     def __post_init__(self) -> None:
-        # Whether `auto` became `on`, or `cute`. Then it is no error if nothing can be fused, or if the kernel does not
-        # compile.
+        # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused, or nothing compiles.
         self._fused_by_auto = self._cute_by_auto = False
-        self._not_compiled = ""
-        """Why quack's kernel did not compile."""
+        self._not_compiled = ""  # why quack's kernel did not compile
+
+    @property
+    def factored(self) -> bool:
+        """Whether the adapters start from a factorization of the weights, which are changed by it."""
+        return self.init in (AdapterInit.pissa, AdapterInit.olora)
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if self.r < 1:
-            yield f"r: {self.r} must be at least 1."
-        if not self.alpha > 0:
-            yield f"alpha: {self.alpha} must be above 0."
-        if not 0 <= self.dropout < 1:
-            yield f"dropout: {self.dropout} must be in [0, 1)."
         if not self.target_modules:
             yield f"target_modules: empty, so nothing is adapted. Use [{ALL_LINEAR}]."
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             yield f"target_modules: {ALL_LINEAR} already stands for every linear. Use it alone, or only names."
-        if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
+        if self.dora and self.factored:
             yield (
                 f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the "
                 "weight. Use default with dora."
@@ -110,28 +116,19 @@ class Lora(Technique):
             yield f"fused: {why}. Use auto or off."
         if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
             yield f"matmul: cute, but {why}. Or use auto."
-        config = facts.model.get("text_config") or facts.model
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
-        if tied and (config.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")):
+        if tied and facts.tied_embeddings:
             yield (
                 "modules_to_save: this model's head and embedding are one tensor, and adapting "
                 f"{' and '.join(sorted(tied))} would part them. Take it out of modules_to_save and target_modules."
             )
-        if self.modules_to_save or ALL_LINEAR not in self.target_modules:
-            yield from self._unmatched(skeleton(facts.model))
-
-    def _unmatched(self, model: nn.Module | None) -> Iterator[str]:
-        """A reason for each name that matches no module of `model`."""
-        if model is None:
-            return
-        names = [name for name, _ in model.named_modules()]
-        linears = sorted(
-            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        )
-        for option, wanted in (("target_modules", self.target_modules), ("modules_to_save", self.modules_to_save)):
-            for name in wanted:
-                if name != ALL_LINEAR and not any(path == name or path.endswith(f".{name}") for path in names):
-                    yield f"{option}: {name} is no module of this model. Its linears are {', '.join(linears)}."
+        # All linears with adapters of the plain kind need no look at the model.
+        entries = (self.modules_to_save, self.exclude_modules, self.layers_to_transform)
+        patterns = (self.rank_pattern, self.alpha_pattern)
+        kinds = (self.dropout, self.dora, self.factored)
+        if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):
+            model = skeleton(facts.model)
+            yield from targets.problems(model, self) if model is not None else ()
 
     def resolve(self, facts: Facts) -> str | None:
         return "; ".join(note for note in (self._resolve_fused(facts), self._resolve_matmul(facts)) if note) or None
@@ -145,8 +142,13 @@ class Lora(Technique):
         self.fused, self._fused_by_auto = (Switch.off if why else Switch.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
+    def packages(self, facts: Facts) -> Iterator[str]:
+        yield from ("bitsandbytes", "torchao")  # peft imports them where they are installed
+        if self.matmul is Matmul.cute:  # where `auto` chose it, apply() falls back to cuBLAS
+            yield gemm_backend.PACKAGE
+
     def _resolve_matmul(self, facts: Facts) -> str | None:
-        """Call it after _resolve_fused(). Returns no note without fused adapters or on a CPU: there is no choice."""
+        """Call it after _resolve_fused()."""
         if self.matmul is not Matmul.auto:
             return None
         why = self._without_cute(facts)
@@ -167,33 +169,19 @@ class Lora(Technique):
         Afterwards `matmul` is the backend in use: if the kernel that `auto` chose does not compile, it is cublas. The
         backends round differently, so a resumed run must use the same one (training/resume_check.py).
         """
-        import peft
-
-        if reasons := list(self._unmatched(model)):
+        if reasons := targets.problems(model, self):
             raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
-        config = peft.LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]  # peft takes any number
-            lora_dropout=self.dropout,
-            target_modules=ALL_LINEAR if ALL_LINEAR in self.target_modules else list(self.target_modules),
-            modules_to_save=list(self.modules_to_save) or None,
-            use_rslora=self.rslora,
-            use_dora=self.dora,
-            init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
-            task_type="CAUSAL_LM",
-        )
-        before = probe_logits(model)
+        chosen = targets.select(model, self)
+        with targets.calls_observed(model, chosen):
+            before = probe_logits(model)
         # The effect of a rounding error on these logits. With random weights, and over fp8, it grows by each layer.
         noise = relative_distance(probe_logits(model, nudge=torch.finfo(before.dtype).eps), before)
         try:
-            # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, whatever training uses.
-            with warnings.catch_warnings(), torch.autocast(world.device.type, enabled=False):
-                warnings.simplefilter("ignore")
-                adapted: Any = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
+            adapted = targets.add_adapters(model, chosen, self, world.device)
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         _train_in_float32(adapted)
-        adapted.base_logits, adapted.base_noise = before, noise
+        adapted.base_logits, adapted.base_noise, adapted.targets = before, noise, chosen
         if self.fused is Switch.on:
             adapted.fusion = fusing.fuse(adapted)
             for note in adapted.fusion.notes:
@@ -203,61 +191,70 @@ class Lora(Technique):
                 self.matmul = Matmul.cublas if self._not_compiled else self.matmul
         return adapted
 
+    def peft_config(self, target_modules: list[str]) -> Any:
+        """These options as peft's LoraConfig."""
+        import peft
+
+        return peft.LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]  # peft takes any number
+            lora_dropout=self.dropout,
+            target_modules=target_modules,
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern=dict(self.alpha_pattern),
+            modules_to_save=list(self.modules_to_save) or None,
+            use_rslora=self.rslora,
+            use_dora=self.dora,
+            init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
+            task_type="CAUSAL_LM",
+        )
+
+    def check_start(self, adapter: str) -> None:
+        """start_from()'s ConfigError for options that can be compared before the base is loaded."""
+        require_same_options(adapter, {name: getattr(self, name) for name in ("r", "alpha", "rslora", "dora")})
+
     def start_from(self, model: Any, adapter: str) -> None:
         """Load the weights of `adapter` (a folder or a hub id) into `model`, which apply() made.
 
         Raises ConfigError if the adapter was made with other options, StorageError if its weights do not fit.
         """
-        factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        load_adapter(
-            model,
-            adapter,
-            {
-                "r": self.r,
-                "alpha": self.alpha,
-                "rslora": self.rslora,
-                "dora": self.dora,
-                "init": self.init.value if factored else AdapterInit.default.value,
-                "modules_to_save": sorted(self.modules_to_save),
-            },
-        )
+        names = ("r", "alpha", "rslora", "dora", "exclude_modules", "layers_to_transform")
+        options = {name: getattr(self, name) for name in names}
+        init = self.init.value if self.factored else AdapterInit.default.value
+        load_adapter(model, adapter, {**options, "init": init, "modules_to_save": sorted(self.modules_to_save)})
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
 
-        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
+        wrappers = [path for path, module in layers.items() if isinstance(module, ParamWrapper)]
+        modules = {path.removeprefix("base_model.model.") for path in layers if path not in wrappers}
+        complete = modules == {*model.targets.modules} and len(wrappers) == len(model.targets.experts)
         counts = parameter_counts(model)
-        trained = sum(counts[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
-        strays = [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name
-        ]
-        total = sum(counts.values())
+        learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        strays = [name for name in learning if "lora_" not in name and "modules_to_save" not in name]
+        trained, total = sum(counts[name] for name in learning), sum(counts.values())
         yield Evidence(
             "lora",
             f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
             f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
-            f"{len(strays)} of them in the base",
-            bool(layers) and trained > 0 and not strays,
+            f"{len(strays)} of them in the base: {model.targets.describe()}",
+            complete and trained > 0 and not strays,
         )
         if self.fused is Switch.on:
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
                 yield self._multiplied(model)
         # In an embedding's adapter peft initializes A with zeros, not B.
-        zeros = [
-            parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name
-        ]
+        zeros = [half for name, half in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
         nonzero = sum(bool(half.any()) for half in zeros)
         if start := getattr(model, "adapter_start", None):
-            yield Evidence(
-                "lora", f"start from {start}", f"{nonzero} of {len(zeros)} matrices B are not zero", nonzero > 0
-            )
+            seen = f"{nonzero} of {len(zeros)} matrices B are not zero"
+            yield Evidence("lora", f"start from {start}", seen, nonzero > 0)
             return
         before = model.base_logits
         shift = relative_distance(probe_logits(model), before)
-        factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
         # B = 0 adds exactly nothing, but a fused operator, and each of its tiles (mlp_tiles), rounds differently.
         allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * model.base_noise
         yield Evidence(
@@ -265,7 +262,7 @@ class Lora(Technique):
             f"init {self.init.value}: the model starts as its base",
             f"{len(zeros) - nonzero} of {len(zeros)} matrices B are zero, logits {shift:.1e} from the base's "
             f"({model.base_noise:.1e} is what a rounding of its input does)",
-            shift <= allowed and (nonzero == len(zeros) if factored else nonzero == 0),
+            shift <= allowed and (nonzero == len(zeros) if self.factored else nonzero == 0),
         )
 
     def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:
@@ -303,9 +300,7 @@ def _train_in_float32(adapted: Any) -> None:
     """
     from peft.utils import ModulesToSaveWrapper
 
-    dtype = next(
-        one.dtype for name, one in adapted.named_parameters() if one.is_floating_point() and "lora_" not in name
-    )
+    dtype = base_dtype(adapted)
 
     def cast(value: Any, to: torch.dtype) -> Any:
         return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -28,7 +28,7 @@ def test_source_without_targets_is_an_error_that_names_it():
     [
         (dict(micro=3, step=4), "train.global_batch_size=4 must be a multiple of train.micro_batch_size=3"),
         (dict(packing=False, buckets=[64, 32]), "ascending"),
-        (dict(buckets=[32]), "data.packing=true"),
+        (dict(packing=True, buckets=[32]), "data.packing=true"),
         (dict(weights=[1.0, None]), "b without a weight"),
     ],
 )

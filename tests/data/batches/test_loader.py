@@ -24,6 +24,7 @@ from fxtune.data.batches.batch import MIN_TARGETS
 from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.loader import Loader, LoaderConfig, StepBatches
 from fxtune.data.batches.plan import Plan
+from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import ConfigError
 
@@ -35,6 +36,7 @@ class Table:
 
     name = "table"
     fingerprint = "0"
+    split, whole = SplitCounts(), None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -212,10 +212,12 @@ def test_hostile_template_stops_the_source() -> None:
 def test_tools_select_the_named_template() -> None:
     tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
     body = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
-    tokenizer.chat_template = {"default": body, "tool_use": "tools!" + body}
+    tokenizer.chat_template = {"default": body, "tool_use": "tools!{{ tools | tojson }}" + body}
     encoder = Encoder(tokenizer, RowFormat.messages)
     assert tokenizer.decode(encoded(encoder, CHAT).ids).startswith("user:")
-    assert tokenizer.decode(encoded(encoder, {**CHAT, "tools": [{"name": "f"}]}).ids).startswith("tools!user:")
+    assert tokenizer.decode(encoded(encoder, {**CHAT, "tools": [{"name": "f"}]}).ids).startswith(
+        'tools![{"name": "f"}]user:'
+    )
 
 
 def test_template_without_end_of_turn_gets_a_remark() -> None:
@@ -330,3 +332,41 @@ def test_no_row_crashes_the_encoder(family: str) -> None:
                 assert found
 
     check()
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama31", "qwen3", "phi3", "zephyr", "gptoss"])
+def test_system_of_the_config_is_added_to_chats_without_one(family: str) -> None:
+    tokenizer = families.tokenizer(family)
+    encoder = Encoder(tokenizer, RowFormat.messages, system="the quick brown fox")
+    own = {"messages": [{"role": "system", "content": "the quick brown fox"}, *CHAT["messages"]]}
+    other = {"messages": [{"role": "system", "content": "two"}, *CHAT["messages"]]}
+    plain = Encoder(tokenizer, RowFormat.messages)
+    added = encoded(encoder, CHAT)
+    assert (added.ids, added.supervised) == (encoded(plain, own).ids, encoded(plain, own).supervised)
+    assert added.ids != encoded(plain, CHAT).ids
+    assert encoded(encoder, other).ids == encoded(plain, other).ids, "a chat's own system message stays"
+    assert learned(added, tokenizer) == learned(encoded(plain, CHAT), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for m in messages %}{% if m.role != 'system' %}{{ m.content + '</s>' }}{% endif %}{% endfor %}",
+            "not write",
+        ),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x", "no system"),
+    ],
+    ids=["dropped", "refused"],
+)
+def test_system_that_the_template_does_not_write_is_refused(template: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(template)
+    tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
+    with pytest.raises(DataError, match=rf"data.system: .*{reason}.*data.chat_template"):
+        Encoder(tokenizer, RowFormat.messages, str(tmp_path / "chat.jinja"), system="two")
+    Encoder(tokenizer, RowFormat.messages, str(tmp_path / "chat.jinja"))
+
+
+def test_system_is_told_to_be_unused_for_text() -> None:
+    tokenizer = families.build_tokenizer("bytelevel", None, None)
+    assert "data.system" in Encoder(tokenizer, RowFormat.text, system="two").remarks()[0]

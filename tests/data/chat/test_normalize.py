@@ -86,8 +86,9 @@ def test_alpaca_without_input() -> None:
         ({"train": True}, True),
         ({"train": False}, False),
         ({"tool_calls": []}, True),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, False),
-        ({"function_call": {"name": "f", "arguments": "{}"}}, False),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, True),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}], "train": False}, False),
+        ({"function_call": {"name": "f", "arguments": "{}"}}, True),
     ],
 )
 def test_weight_and_train_select_learned_turns(turn: dict[str, Any], learned: bool) -> None:
@@ -119,10 +120,10 @@ def test_tool_calls_reach_the_template_as_objects() -> None:
     ):
         chat = read_conversation({"messages": [USER, turn]}, RowFormat.messages)
         assert chat.messages[1] == {"role": "assistant", "tool_calls": expected}
-        assert chat.supervised == [False, False]
+        assert chat.supervised == [False, True]
     unreadable = read_conversation({"conversations": [{"from": "function_call", "value": "f(1)"}]}, RowFormat.sharegpt)
     assert unreadable.messages == [{"role": "assistant", "content": "f(1)"}]
-    assert unreadable.supervised == [False]
+    assert unreadable.supervised == [True]
 
 
 def test_tools_and_tool_results() -> None:

@@ -36,10 +36,21 @@ def table_of(tokenizer, tmp_path):
     """Tokenize a path with the given settings, with a cache in tmp_path."""
 
     def call(
-        path, quarantine=None, progress=False, workers=1, on_bad_row=OnBadRow.error, chat_template=None, **source
+        path,
+        quarantine=None,
+        progress=False,
+        workers=1,
+        on_bad_row=OnBadRow.error,
+        chat_template=None,
+        sequence_length=2048,
+        **source,
     ):
         data = DataConfig(
-            cache_dir=str(tmp_path / "cache"), workers=workers, on_bad_row=on_bad_row, chat_template=chat_template
+            cache_dir=str(tmp_path / "cache"),
+            workers=workers,
+            on_bad_row=on_bad_row,
+            chat_template=chat_template,
+            sequence_length=sequence_length,
         )
         return tokenize(SourceConfig(path=str(path), **source), data, tokenizer, quarantine, progress)
 

@@ -112,13 +112,14 @@ def test_cache_is_used_only_for_same_content_and_settings(table_of, tokenizer, t
         table_of(path, chat_template=str(template)).fingerprint,
         table_of(path, limit=4).fingerprint,
         table_of(path, format=RowFormat.text).fingerprint,
-        table_of(path, columns={"text": "note"}).fingerprint,
+        table_of(path, columns={"text": "tag"}).fingerprint,
     }
     write_jsonl(path, [{**numbered_chat(i), "text": "plain"} for i in range(10)])
     seen.add(table_of(path).fingerprint)
     monkeypatch.setattr(tokenizer, "chat_template", TOKENIZE_TEMPLATE.replace("'\n'", "' '"))
     seen.add(table_of(path).fingerprint)
     monkeypatch.setattr(tokens, "ENCODING_VERSION", -1)
+    monkeypatch.setattr(tokens, "LAST_VERSION", -1)
     seen.add(table_of(path).fingerprint)
     assert len(seen) == len(token_folders(tmp_path)) == 8
 
@@ -265,3 +266,16 @@ def _alive(pid: int) -> bool:
         )
     except OSError:
         return False
+
+
+def test_system_of_the_config_makes_other_tokens(tokenizer, tmp_path):
+    rows = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(0)])
+    tables = [
+        tokenize(
+            SourceConfig(path=str(rows)), DataConfig(cache_dir=str(tmp_path / "cache"), system=system), tokenizer, None
+        )
+        for system in (None, "the colour", "the number", None)
+    ]
+    assert len({table.fingerprint for table in tables}) == 3
+    assert tables[0].fingerprint == tables[3].fingerprint
+    assert "the colour" in tokenizer.decode(tables[1].ids)

@@ -27,7 +27,7 @@ from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, S
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.rope import RopeType
-from fxtune.tracking.tracker import Display
+from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer
 
 PACKED = Facts(packing=True)
@@ -311,7 +311,7 @@ def test_run_prints_and_writes_the_compile_report(small, cwd, capsys, quick):
     small.data.sequence_length, small.train.micro_batch_size = 64, 2
     small.train.max_steps, small.train.eval_every, small.train.log_every = 4, 2, 1
     small.techniques.compile.enabled = True
-    small.tracking.display = Display.plain
+    small.tracking.display = DisplayKind.plain
     trainer.run(small)
     (folder,) = (cwd / "runs").iterdir()
     kept = json.loads((folder / "compile.json").read_text())

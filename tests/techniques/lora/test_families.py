@@ -14,8 +14,8 @@ from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import OPERATIONS
-from fxtune.techniques.lora import families
-from fxtune.techniques.lora.families import LLAMA, OTHER, family_of, mlp_activation
+from fxtune.techniques.lora import fuse
+from fxtune.techniques.lora.families import MLP, mlp_activation
 from fxtune.techniques.lora.fused_modules import _attention_class, _mlp_class
 
 ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3": "gelu_pytorch_tanh"}
@@ -33,9 +33,9 @@ def _classes_made_anew():
 def test_activation_is_found_without_weights(family):
     mlp = decoder_layers(skeleton(load_config(random_model(family)).to_dict()))[0].mlp
     if "mlp" in OPERATORS[family]:
-        assert mlp_activation(mlp, OTHER.mlp) == ACTIVATIONS.get(family, "silu")
+        assert mlp_activation(mlp) == ACTIVATIONS.get(family, "silu")
     else:
-        assert not set(OTHER.mlp) <= {name for name, _ in mlp.named_children()}
+        assert not set(MLP) <= {name for name, _ in mlp.named_children()}
 
 
 class Mlp(nn.Module):
@@ -69,7 +69,7 @@ class Mlp(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_mlp_of_other_code_and_the_same_numbers_is_recognized(device):
-    assert mlp_activation(Mlp().to(device).eval(), OTHER.mlp) == "silu"
+    assert mlp_activation(Mlp().to(device).eval()) == "silu"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_mlp_of_other_code_and_the_same_numbers_is_recognized(device):
 )
 def test_an_mlp_of_other_numbers_is_not_recognized(change):
     mlp, state = Mlp(change).eval(), torch.get_rng_state()
-    assert mlp_activation(mlp, OTHER.mlp) is None
+    assert mlp_activation(mlp) is None
     assert not mlp.training
     assert not mlp.dropout.training
     assert torch.equal(torch.get_rng_state(), state)
@@ -88,25 +88,22 @@ def silu_written_out(self, x):
     return self.down_proj(gate.sigmoid().mul(gate).mul(self.up_proj(x)))
 
 
-def test_an_unknown_family_with_the_same_numbers_runs_fused(monkeypatch, capsys):
+def test_an_mlp_with_the_same_numbers_runs_fused(monkeypatch, capsys):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    monkeypatch.delitem(families.FAMILIES, "llama")
     monkeypatch.setattr(LlamaMLP, "forward", silu_written_out)
     plain, fused = lora_pair(random_model("llama"))
-    assert family_of(fused) is OTHER
     assert dict(fused.fusion.operators) == EVERY
     assert "techniques.lora.fused" not in capsys.readouterr().out
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
 
 
-def test_an_unknown_family_with_other_numbers_keeps_its_own_forward_with_one_line(monkeypatch, capsys):
+def test_an_mlp_with_other_numbers_keeps_its_own_forward_with_one_line(monkeypatch, capsys):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     def clamped(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=7))
 
-    monkeypatch.delitem(families.FAMILIES, "llama")
     monkeypatch.setattr(LlamaMLP, "forward", clamped)
     plain, fused = lora_pair(random_model("llama"))
     assert dict(fused.fusion.operators) == {"attention": 2, "linear": 8}
@@ -173,7 +170,7 @@ def test_an_attention_is_fused_as_far_as_it_projects_its_own_input(forward, oper
 def test_a_wrong_entry_in_the_table_is_caught_by_numbers(family, monkeypatch):
     """Each family as if RoPE followed the projections; norms in between get weights that do not commute with it."""
     kind = FAMILIES[family]["model_type"]
-    monkeypatch.setitem(families.FAMILIES, kind, LLAMA)
+    monkeypatch.setattr(fuse, "ROPE_FOLLOWS", {kind})
     pipeline, model = lora(fused=Switch.on), random_model(family)
     pipeline.liger.enabled, pipeline.liger.rope = True, Switch.on
     for name in OPERATIONS:

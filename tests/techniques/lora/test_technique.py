@@ -75,14 +75,11 @@ def test_the_adapter_is_drawn_from_the_seed():
     [
         (
             {"target_modules": ["q_prj"]},
-            "target_modules: q_prj is no module of this model. Its linears are down_proj, gate_proj",
+            "target_modules: q_prj is no module of this model. Did you mean q_proj? Its linears are down_proj, gate_proj",
         ),
         ({"modules_to_save": ["head"]}, "modules_to_save: head is no module"),
         ({"target_modules": []}, "target_modules: empty"),
         ({"target_modules": ["all-linear", "q_proj"]}, "Use it alone"),
-        ({"r": 0}, "r: 0"),
-        ({"alpha": 0.0}, "alpha: 0.0"),
-        ({"dropout": 1.0}, "dropout: 1.0"),
         ({"dora": True, "init": AdapterInit.pissa}, "init: pissa"),
         ({"family": "gemma", "modules_to_save": ["lm_head"]}, "one tensor"),
     ],
@@ -142,6 +139,15 @@ def test_different_adapter_options_are_refused_key_by_key(base, adapter):
     pipeline.lora.enabled = False
     with pytest.raises(ConfigError, match=r"techniques\.lora\.enabled=false"):
         built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))
+
+
+def test_an_adapter_of_another_rank_is_refused_before_the_base_is_loaded(base, adapter, monkeypatch):
+    monkeypatch.setattr("fxtune.models.load.build", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError) as refused:
+        built(lora(r=8), ModelConfig(path=str(base), adapter=str(adapter)))
+    message = str(refused.value)
+    assert "techniques.lora.r: 8 in the recipe, 4 in the adapter" in message
+    assert "for rank 8, fxtune merge" in message
 
 
 def test_damaged_adapters_and_those_of_another_base_are_refused(base, adapter, tmp_path):

@@ -1,21 +1,29 @@
 """Checks whether a package works here. Each check compares a tiny forward and backward through it with plain torch.
 
-    python -P fxtune/diagnostics/package_checks.py NAME [gpu]
+    python -P fxtune/techniques/package_checks.py NAME [gpu]
+
+`fxtune doctor` checks all packages. A run checks those that it would use (`unusable`), before it decides an `auto`: a
+package may be installed by half, such as flash-attn-4 without its CUDA part.
 
 A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for
-the first time can hang, and neither may end `fxtune doctor`. The last line of output is one JSON object: `state`
-(works; imports: its kernels need a GPU; missing; broken), `seen`, and for torch the `facts` of this machine.
+the first time can hang. The last line of output is one JSON object: `state` (works; imports: its kernels need a GPU;
+missing; broken), `seen`, and for torch the `facts` of this machine.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
+import logging
 import os
+import re
+import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +31,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from fxtune.system.facts import MachineFacts
+
 PROGRAM = Path(__file__)
+TIMEOUT_GPU = 180.0
+"""Seconds for a check with a GPU: FlashAttention-4 compiles its kernels on first use."""
+SHARED = ("flash_attn", "apex")
+"""Folders of modules that several distributions share: flash-attn and flash-attn-4, NVIDIA's apex and PyPI's."""
+OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
+"""Errors that say nothing about the package: another process has the GPU."""
 TOLERANCE = 2e-2
 """Relative distance from float32 that bfloat16 operators may have: five times what rounding costs."""
 
@@ -46,18 +62,18 @@ def _torch(device: torch.device) -> str:
     import torch
 
     dtype = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
-    x, w = (torch.randn(64, 64, device=device, requires_grad=True) for _ in range(2))
-    (x.to(dtype) @ w.to(dtype)).float().sum().backward()
-    _require_close((x.grad, w.detach().sum(1).expand(64, 64)))
+    x, w = torch.randn(2, 64, 64, device=device)
+    _require_same(lambda x, w: x @ w, lambda x, w: x @ w, [x.to(dtype), w.to(dtype)])
     return f"a matmul in {str(dtype).removeprefix('torch.')}"
 
 
 def _compile(device: torch.device) -> str:
     import torch
 
-    x = torch.randn(64, device=device, requires_grad=True)
-    torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
-    _require_close((x.grad, x.detach().cos() * x.detach() + x.detach().sin()))
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * x
+
+    _require_same(torch.compile(function), function, [torch.randn(64, device=device)])
     return "compiled a function"
 
 
@@ -85,14 +101,11 @@ def _liger(device: torch.device) -> str:
     import torch
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    x, weight = (torch.randn(*shape, 256, device=device, requires_grad=True) for shape in ((4,), ()))
-    x2, weight2 = (tensor.detach().clone().requires_grad_() for tensor in (x, weight))
-    out = LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)
-    expected = torch.nn.functional.rms_norm(x2, (256,), weight2, 1e-6)
-    gradient = torch.randn_like(expected)
-    out.backward(gradient.clone())
-    expected.backward(gradient)
-    _require_close((out, expected), (x.grad, x2.grad), (weight.grad, weight2.grad))
+    _require_same(
+        lambda x, weight: LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False),
+        lambda x, weight: torch.nn.functional.rms_norm(x, (256,), weight, 1e-6),
+        [torch.randn(4, 256, device=device), torch.randn(256, device=device)],
+    )
     return "RMSNorm"
 
 
@@ -107,20 +120,17 @@ def _attention(device: torch.device, flash_attn: Callable[..., Any]) -> str:
     """
     import torch
 
-    inputs = [
-        torch.randn(1, 256, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
-    ]
-    plain = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    out = flash_attn(*inputs, causal=True)
-    out = out[0] if isinstance(out, tuple) else out
-    q, k, v = (tensor.transpose(1, 2) for tensor in plain)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    expected = sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    gradient = torch.randn_like(expected)
-    out.backward(gradient.to(out.dtype))
-    expected.backward(gradient)
-    gradients = ((mine.grad, theirs.grad) for mine, theirs in zip(inputs, plain, strict=True))
-    return f"attention within {_require_close((out, expected), *gradients):.1e} of float32"
+    def attention(*inputs: torch.Tensor) -> torch.Tensor:
+        out = flash_attn(*inputs, causal=True)
+        return out[0] if isinstance(out, tuple) else out
+
+    def plain(*inputs: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    inputs = [torch.randn(1, 256, heads, 128, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    return f"attention within {_require_same(attention, plain, inputs):.1e} of float32"
 
 
 def _quack(device: torch.device) -> str:
@@ -156,12 +166,8 @@ def _bitsandbytes(device: torch.device) -> str:
 
     layer: Any = bitsandbytes.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
     layer = layer.to(device)
-    x = torch.randn(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-    out = layer(x)
     dense = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
-    gradient = torch.randn_like(out)
-    out.backward(gradient)
-    _require_close((out, x.detach().float() @ dense.T), (x.grad, gradient.float() @ dense))
+    _require_same(layer, lambda x: x @ dense.T, [torch.randn(8, 128, device=device, dtype=torch.bfloat16)])
     if device.type == "cpu":
         return "a linear in 4 bits"
     _require_adamw_step(lambda weights: bitsandbytes.optim.AdamW8bit(weights, lr=0.1, weight_decay=0.0), device)
@@ -176,11 +182,7 @@ def _torchao(device: torch.device) -> str:
     weight = layer.weight.detach().clone()
     quantize_(layer, Int8WeightOnlyConfig())
     layer.requires_grad_(False)
-    x = torch.randn(8, 128, device=device, requires_grad=True)
-    out = layer(x)
-    gradient = torch.randn_like(out)
-    out.backward(gradient)
-    _require_close((out, x.detach() @ weight.T), (x.grad, gradient @ weight))
+    _require_same(layer, lambda x: x @ weight.T, [torch.randn(8, 128, device=device)])
     return "a linear in 8 bits"
 
 
@@ -189,13 +191,8 @@ def _apex(device: torch.device) -> str:
     from apex.normalization import FusedLayerNorm
     from apex.optimizers import FusedAdam
 
-    inputs = [torch.ones(4, 1, device=device) * torch.linspace(-1, 2, 256, device=device) for _ in range(2)]
-    norms = (FusedLayerNorm(256).to(device), torch.nn.LayerNorm(256).to(device))
-    outs = [norm(x.requires_grad_()) for norm, x in zip(norms, inputs, strict=True)]
-    gradient = torch.randn_like(outs[0])
-    for out in outs:
-        out.backward(gradient)
-    _require_close((outs[0], outs[1]), (inputs[0].grad, inputs[1].grad))
+    x = torch.ones(4, 1, device=device) * torch.linspace(-1, 2, 256, device=device)
+    _require_same(FusedLayerNorm(256).to(device), torch.nn.LayerNorm(256).to(device), [x])
     _require_adamw_step(lambda weights: FusedAdam(weights, lr=0.1), device)
     return "FusedLayerNorm and FusedAdam"
 
@@ -228,12 +225,16 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
     try:
         if not _installed(check.module):
             return {"state": "missing", "seen": ""}
+        if (
+            name == "flash-attn-4" and gpu
+        ):  # with a private cache for what it compiles, which it reads when it is imported
+            importlib.import_module("fxtune.kernels.flash4").package()
         importlib.import_module(check.module)
         if check.gpu and not gpu:
             return {"state": "imports", "seen": "imports; its kernels run on a GPU only"}
         import torch
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if gpu and torch.cuda.is_available() else "cpu")
         if name == "torch":
             facts = {"facts": _facts()}
         if check.gpu and device.type == "cpu":
@@ -247,13 +248,86 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
         return {"state": "broken", "seen": f"{type(error).__name__}: {lines[0]}", **facts}
 
 
+def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
+    """The result of main() in a process of its own. Without `gpu`, a package that needs one is only imported."""
+    from fxtune.system.process_group import run_process
+    from fxtune.system.redact import redact
+
+    code, output, _ = run_process([sys.executable, "-P", str(PROGRAM), name, *(["gpu"] if gpu else [])], timeout)
+    lines = output.strip().splitlines() or ["no message"]
+    if code is None:
+        return {"state": "broken", "seen": f"no answer within {timeout:g} s"}
+    if code == 0 and (answers := [line for line in lines if line.startswith("{")]):
+        answer: dict[str, Any] = json.loads(answers[-1])
+        return {**answer, "seen": redact(answer["seen"])}
+    if code < 0:
+        return {"state": "broken", "seen": f"its process was killed by {signal.Signals(-code).name}"}
+    return {"state": "broken", "seen": redact(f"its process ended with {code}: {lines[-1]}")}
+
+
+def unusable(facts: MachineFacts, packages: Iterable[str]) -> dict[str, str]:
+    """Why packages cannot be used, for those of `packages` that are installed and do not work on this device. From
+    then on all facts of this process count them as missing.
+    """
+    from fxtune.system.facts import APEX, BROKEN
+
+    names = {name: "apex" if name == APEX else name for name in packages if name in facts.packages}
+    checks = list(names.values())
+    answers = _check_on_gpu(checks, facts) if facts.device == "cuda" else {name: _check_here(name) for name in checks}
+    found = {name: answers[check]["seen"] for name, check in names.items() if answers[check]["state"] == "broken"}
+    found = {name: seen for name, seen in found.items() if not OCCUPIED.search(seen)}
+    BROKEN.update(found)
+    for name in found:  # other libraries import what is installed, as peft does with bitsandbytes: hide it from them
+        module = CHECKS[names[name]].module
+        top = module.partition(".")[0]
+        sys.modules[module if top in SHARED else top] = None  # type: ignore[assignment]
+    return found
+
+
+@functools.cache
+def _check_here(name: str) -> dict[str, Any]:
+    """The result of a check on a CPU, in this process, which will import the package anyway."""
+    import torch
+
+    for logger in (CHECKS[name].module.partition(".")[0], "torch.utils._pytree"):  # torchao registers enums there
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return main(name, gpu=False)
+
+
+def _check_on_gpu(names: list[str], facts: MachineFacts) -> dict[str, dict[str, Any]]:
+    """The results of checks, each in a process of its own: a fault of a kernel would end all work on the GPU. What
+    works is not checked again until the GPU or any installed package changes.
+    """
+    from hashlib import blake2b
+    from importlib import metadata
+
+    from fxtune.system.host import cache_home
+    from fxtune.system.json_cache import add_cached, read_cached
+
+    installed = sorted({(one.name, one.version) for one in metadata.distributions()}, key=str)
+    environment = blake2b(repr([sys.prefix, facts.device_name, installed]).encode(), digest_size=8).hexdigest()
+    file = cache_home() / "package_checks.json"
+    known = read_cached(file)
+    keys = {name: f"{name} {environment}" for name in names}
+    answers = {name: {"state": "works", "seen": known[key]} for name, key in keys.items() if key in known}
+    if missing := [name for name in names if name not in answers]:
+        print(f"Checking once that {', '.join(missing)} works on this GPU ...", flush=True)
+        with ThreadPoolExecutor(len(missing)) as pool:
+            answers.update(
+                zip(missing, pool.map(lambda name: run_check(name, True, TIMEOUT_GPU), missing), strict=True)
+            )
+        add_cached(file, {keys[name]: answers[name]["seen"] for name in missing if answers[name]["state"] == "works"})
+    return answers
+
+
 def _installed(module: str) -> bool:
     """Whether the package is installed. One that lacks modules of its own counts as installed, but broken."""
     top, *inner = module.split(".")
     if (spec := importlib.util.find_spec(top)) is None:
         return False
-    # flash-attn and flash-attn-4 share a folder, and PyPI's apex is not NVIDIA's.
-    if top in ("flash_attn", "apex"):
+    if top in SHARED:
         places = [Path(place, inner[0]) for place in spec.submodule_search_locations or ()]
         return any(path.exists() or path.with_suffix(".py").exists() for path in places)
     return True
@@ -284,6 +358,18 @@ def _require_adamw_step(optimizer: Callable[[list[Any]], Any], device: torch.dev
     weight.grad = torch.ones_like(weight)
     optimizer([weight]).step()
     _require_close((weight.detach(), torch.full_like(weight, 0.9)))
+
+
+def _require_same(ours: Callable[..., Any], plain: Callable[..., Any], inputs: list[Any]) -> float:
+    """Compare outputs and gradients of all inputs of a function with those of plain torch in float32."""
+    import torch
+
+    copies = [tensor.clone().float().requires_grad_() for tensor in inputs]
+    out, expected = ours(*(tensor.requires_grad_() for tensor in inputs)), plain(*copies)
+    gradient = torch.randn_like(expected)
+    out.backward(gradient.to(out.dtype))
+    expected.backward(gradient)
+    return _require_close((out, expected), *((a.grad, b.grad) for a, b in zip(inputs, copies, strict=True)))
 
 
 def _require_close(*pairs: tuple[Any, Any]) -> float:

@@ -1,0 +1,200 @@
+"""`fxtune help KEY`: what a key of a recipe means, what it may be, its default, and the files where it acts.
+
+    fxtune help optimizer.lr            # a key
+    fxtune help data.sources.path       # a key of each entry of a list
+    fxtune help techniques.lora         # a section: its keys, a line each
+    fxtune help bench                   # a command: the same as fxtune bench --help
+
+Everything is read from the dataclasses that hold the config, and from the code that reads them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.padding import Padding
+
+import fxtune
+from fxtune.config import discovery
+from fxtune.config.introspection import Slot
+from fxtune.config.root import Config
+from fxtune.config.validate import OTHER_NAMES, Validator, command_line_only, expected
+from fxtune.errors import ConfigError
+from fxtune.system.console import plain, say, table
+
+PACKAGE = Path(fxtune.__file__).parent
+SHOWN_FILES = 4
+
+
+def run(key: str) -> None:
+    """Print the page of `key`. Raises ConfigError if there is no such key, with the one that may be meant."""
+    keys = _entries(key)
+    validator = Validator(Config, lambda _: "", from_file=False)
+    slot = validator.find(keys)
+    if slot is None:
+        raise ConfigError(validator.problems[0].removeprefix(": "))
+    name = ".".join(keys)
+    section = slot.below("0") if slot.container is list else slot
+    owner = _owner(keys)
+    say(name)
+    if text := _doc(owner, keys[-1]) or (_class_doc(section.kind) if section and section.fields else None):
+        say(Padding(plain(" ".join(text.split())), (0, 0, 0, 2)))
+    say(table("", ["", ""], list(_facts(name, slot, owner))))
+    if section is not None and section.fields:
+        prefix = f"{name}.0" if section is not slot else name
+        say(table("", ["key", "", "default", ""], list(_listed(prefix, section))))
+
+
+def _entries(key: str) -> tuple[str, ...]:
+    """The key as it is typed: `data.sources.path` names the path of each entry, `data.sources.0.path`."""
+    slot: Slot | None = Slot(Config)
+    keys: list[str] = []
+    for part in re.sub(r"\.?\[(\d+)\]", r".\1", key).split("."):
+        if slot is not None and slot.container is list and not part.isdigit():
+            keys.append("0")
+            slot = slot.below("0")
+        keys.append(part)
+        slot = slot.below(part) if slot is not None else None
+    return tuple(keys)
+
+
+def _owner(keys: tuple[str, ...]) -> Any:
+    """The dataclass that has the field `keys[-1]`; that of the section above for a key of any name."""
+    slot, owner = Slot(Config), Config
+    for key in keys:
+        owner = slot.kind if slot.fields else owner
+        below = slot.below(key)
+        assert below is not None, "the key was found"
+        slot = below
+    return owner
+
+
+def _facts(name: str, slot: Slot, owner: Any) -> Iterator[tuple[str, str]]:
+    yield "type", _type(slot)
+    if slot.choices:
+        yield "values", ", ".join(slot.choices)
+    if slot.range:
+        yield "range", slot.range
+    if not slot.fields:
+        yield "default", _default(owner, name.rpartition(".")[2])
+    if group := discovery.groups().get(name):
+        yield "config group", ", ".join(f"{name}={option}" for option in group)
+    if others := [other for other, key in OTHER_NAMES.items() if key == name]:
+        yield "also called", f"{', '.join(others)} (by other trainers)"
+    if command_line_only(name):
+        yield "set it", f"{name}=VALUE, on the command line only: a recipe may come from a stranger"
+    elif not slot.fields:
+        yield "set it", f"{name}=VALUE on the command line, or in a recipe"
+    if slot.fields:
+        yield "its file", f"fxtune/{Path(inspect.getfile(slot.kind)).relative_to(PACKAGE).as_posix()}"
+    else:
+        yield "acts in", ", ".join(acts_in(name.split("."), owner))
+
+
+def _listed(prefix: str, section: Slot) -> Iterator[list[str]]:
+    for name, slot in section.fields.items():
+        first = " ".join((_doc(section.kind, name) or "").split()).split(". ")[0].removesuffix(".")
+        limits = f", {slot.range}" if slot.range else ""
+        default = "" if slot.fields else _default(section.kind, name)
+        yield [f"{prefix}.{name}", f"{_type(slot)}{limits}", default, first]
+
+
+def _type(slot: Slot) -> str:
+    if slot.fields:
+        return "a section of keys"
+    if slot.kind is Any:
+        return "anything"
+    if slot.container is list:
+        entry = slot.below("0")
+        return f"a list, each entry {_type(entry) if entry else 'anything'}"
+    return ("one of the values" if slot.choices else expected(slot)) + (" or null" if slot.nullable else "")
+
+
+def _default(owner: Any, name: str) -> str:
+    found = next((item for item in dataclasses.fields(owner) if item.name == name), None)
+    if found is None:
+        return "none: a key of any name"
+    value = found.default if found.default_factory is dataclasses.MISSING else found.default_factory()
+    if value == "???" or value is dataclasses.MISSING:
+        return "none: it must be set"
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, list):
+        value = [one.value if isinstance(one, Enum) else one for one in value]
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def acts_in(keys: list[str], owner: Any) -> list[str]:
+    """The files whose code reads a key: `config.train.log_every`, or `.log_every` of a name that holds the section."""
+    section, name = next((key for key in reversed(keys[:-1]) if not key.isdigit()), ""), keys[-1]
+    classes = {base.__name__ for base in _classes(owner)}
+    defined = Path(inspect.getfile(owner))
+    found = [file for file in sorted(PACKAGE.rglob("*.py")) if _reads(file, section, name, classes, file == defined)]
+    found = [file for file in found if file.relative_to(PACKAGE).parts[0] not in ("config", "cli")] or found
+    found.sort(key=lambda file: (file.parent != defined.parent, file == defined, file))
+    return [f"fxtune/{file.relative_to(PACKAGE).as_posix()}" for file in (found or [defined])[:SHOWN_FILES]]
+
+
+def _reads(file: Path, section: str, name: str, classes: set[str], own: bool) -> bool:
+    """Whether the code of `file` reads `name` of something that holds the section. `own`: it defines the section."""
+    text = file.read_text(encoding="utf-8")
+    if not re.search(rf"\.{name}\b", text):
+        return False
+    nodes = list(ast.walk(ast.parse(text)))
+    holders = {section, *(["self"] if own else [])}
+    for node in nodes:
+        if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
+            if classes & set(re.findall(r"\w+", ast.unparse(node.annotation))):
+                holders.add(node.arg if isinstance(node, ast.arg) else _last(node.target))
+        elif isinstance(node, ast.Assign):
+            holders |= _aliases(node.targets[0], node.value, section)
+        elif isinstance(node, (ast.For, ast.comprehension)) and _last(node.iter) == section:
+            holders.add(_last(node.target))
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and _last(node.value) in holders for node in nodes
+    )
+
+
+def _aliases(target: ast.expr, value: ast.expr, section: str) -> set[str]:
+    """The names that `data, options = config.data, config.optimizer` gives to the section."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        pairs = zip(target.elts, value.elts, strict=False)
+        return set().union(*(_aliases(left, right, section) for left, right in pairs))
+    return {_last(target)} if isinstance(value, ast.Attribute) and value.attr == section else set()
+
+
+def _last(node: ast.expr) -> str:
+    """The last name of `a.b.c`; empty for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _classes(owner: Any) -> list[Any]:
+    return [base for base in owner.__mro__ if dataclasses.is_dataclass(base)]
+
+
+def _doc(owner: Any, name: str) -> str | None:
+    """The string under a field, which documents it."""
+    for base in _classes(owner):
+        (parsed,) = ast.parse(inspect.getsource(base)).body
+        body = parsed.body if isinstance(parsed, ast.ClassDef) else []
+        for entry, after in pairwise(body):
+            is_field = isinstance(entry, ast.AnnAssign) and ast.unparse(entry.target) == name
+            if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                return str(after.value.value)
+    return None
+
+
+def _class_doc(kind: type) -> str | None:
+    """The docstring of a section's class, or else the first paragraph of its file's."""
+    text = kind.__doc__ or ""
+    if text and not text.startswith(f"{kind.__name__}("):  # dataclasses writes one of its own
+        return text
+    module = inspect.getmodule(kind)
+    return ((module.__doc__ if module else None) or "").split("\n\n")[0] or None

@@ -1,0 +1,56 @@
+"""The results of a sweep (`fxtune -m`): a table of its runs, lowest held-out loss first, also as sweep.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxtune.checkpoint.run_folder import write_json
+from fxtune.system import console
+
+FILE = "sweep.json"
+COLUMNS = {
+    "held-out loss": ("eval/best_loss", "eval/loss"),
+    "at step": ("eval/best_step", "train/step"),
+    "exact match": ("questions/exact_match",),
+    "training loss": ("train/loss",),
+}
+"""Column -> the figures of a run that it shows: the first one that the run has."""
+
+
+@dataclass
+class SweepRun:
+    changes: str
+    """What it changes, as its folder is named: `optimizer.lr=0.001`."""
+    folder: str
+    error: str | None = None
+    """Why it failed."""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def value(self, column: str) -> float | None:
+        found = (self.figures.get(name) for name in COLUMNS[column])
+        return next((value for value in found if isinstance(value, (int, float))), None)
+
+    def order(self) -> tuple[float, ...]:
+        values = (self.value(column) for column in ("held-out loss", "training loss"))
+        return tuple(math.inf if value is None or math.isnan(value) else value for value in values)
+
+
+def show_results(runs: list[SweepRun], folder: Path) -> None:
+    """Print the table and write it to `folder`. Runs without held-out loss come last, by training loss; then failed
+    ones. Raises StorageError."""
+    runs = sorted(runs, key=lambda run: (run.error is not None, *run.order()))
+    shown = [column for column in COLUMNS if any(run.value(column) is not None for run in runs)]
+    failed = ["failed", *[""] * (len(shown) - 1)]
+    rows = [
+        [run.changes, *([_text(run.value(column)) for column in shown] if run.error is None else failed), run.folder]
+        for run in runs
+    ]
+    console.say(console.table(f"Sweep of {len(runs)} runs", ["run", *shown, "folder"], rows))
+    write_json(folder / FILE, {"runs": [asdict(run) for run in runs]})
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"

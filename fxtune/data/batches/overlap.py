@@ -1,0 +1,131 @@
+"""Rows that are both trained on and held out, found by their tokens.
+
+Such a row makes an evaluation tell how well the model remembers. It is found by the digest of its token ids, which the
+tables store, so it may be in another file, under another name or in another format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fxtune.data.batches.segments import Side, is_on_side
+from fxtune.data.chat.encode import Encoder
+from fxtune.data.config import DataConfig, OnOverlap, QuestionsConfig, SourceConfig
+from fxtune.data.read.sources import open_source
+from fxtune.data.tokenized import cache
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.data.tokenized.tokenize import encode_shard
+from fxtune.errors import DataError
+
+SHOWN = 3
+"""Pairs of rows that a message names."""
+
+
+@dataclass
+class _HeldOut:
+    """The rows of a held-out source, or of the questions."""
+
+    key: str
+    source: SourceConfig
+    digests: np.ndarray
+    table: TokenTable | None = None
+
+
+def require_no_overlap(
+    data: DataConfig, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], tokenizer: Any
+) -> np.ndarray:
+    """Digests of documents to leave out of training, sorted uint64. `tables`: of data.sources; `held_out`: of
+    data.eval_sources, where there are any.
+
+    Raises DataError if there are such documents and data.on_overlap=error.
+    """
+    if data.on_overlap is OnOverlap.keep:
+        return np.zeros(0, np.uint64)
+    tables, held_out = ([table.whole or table for table in side] for side in (tables, held_out))
+    sides = [
+        _HeldOut("data.eval_sources", source, table.digests, table)
+        for source, table in zip(data.eval_sources, held_out, strict=False)
+    ]
+    if (questions := data.own_questions()).path is not None:
+        sides.append(_questions(questions, data, tokenizer))
+    side, share = Side.train if data.held_out_share else Side.all, data.held_out_share
+    trained = [table.digests[is_on_side(side, table.digests, share)] for table in tables]
+    found = [np.intersect1d(digests, one.digests) for digests in trained for one in sides]
+    common = np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
+    if len(common) and data.on_overlap is OnOverlap.error:
+        raise _overlap_error(data, tables, sides, common)
+    return common
+
+
+def _questions(questions: QuestionsConfig, data: DataConfig, tokenizer: Any) -> _HeldOut:
+    assert questions.path is not None
+    source = SourceConfig(path=questions.path, limit=questions.limit)
+    opened = open_source(source)
+    encoder = Encoder(tokenizer, opened.format(), data.chat_template, data.system)
+    digests = [encode_shard(shard, encoder).digests for shard in opened.shards()]
+    return _HeldOut("data.questions", source, np.concatenate([np.zeros(0, np.uint64), *digests]))
+
+
+def _overlap_error(
+    data: DataConfig, tables: Sequence[TokenTable], held_out: Sequence[_HeldOut], common: np.ndarray
+) -> DataError:
+    """The error for rows on both sides: how many, the first pairs by file and line, and the keys that settle it."""
+    root = cache.cache_root(data) / "datasets" if data.cache_dir else None
+    trained = sum(int(np.isin(table.digests, common).sum()) for table in tables)
+    lines = []
+    for one in held_out:
+        shared = np.isin(one.digests, common)
+        if not shared.any():
+            continue
+        pairs = []
+        for index in np.flatnonzero(shared)[:SHOWN]:
+            number, table = next((n, table) for n, table in enumerate(tables) if one.digests[index] in table.digests)
+            other = int(np.argmax(table.digests == one.digests[index]))
+            places = _place(one.source, one.table, int(index), root), _place(data.sources[number], table, other, root)
+            pairs.append(" is ".join(places))
+        more = f", and {shared.sum() - SHOWN:,} more" if shared.sum() > SHOWN else ""
+        lines.append(
+            f"  {shared.sum():,} of {len(shared):,} rows of {one.key} ({one.source.path}): {', '.join(pairs)}{more}"
+        )
+    rows = "1 row" if trained == 1 else f"{trained:,} rows"
+    return DataError(
+        f"{rows} of data.sources {'is' if trained == 1 else 'are'} held out as well, so an evaluation would tell what "
+        "the model remembers:\n" + "\n".join(lines) + "\nSet data.on_overlap=drop to leave them out of training (keep "
+        "trains on them all the same); or hold out other rows: data.eval_sources=[] data.eval_fraction=0.05, or two "
+        "slices such as `split: train[:95%]` and `split: train[95%:]`."
+    )
+
+
+def _place(source: SourceConfig, table: TokenTable | None, document: int, root: Path | None) -> str:
+    """File and line of a document. Rows that could not be used have none, so they are not counted."""
+    opened = open_source(source, root)
+    bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
+    rows = (row for row in opened.rows() if row.value is not None and row.where not in bad)
+    return next(islice(rows, document, None)).where
+
+
+def copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator[str]:
+    """A sentence for each table with documents that repeat another one, and one for documents in several tables.
+
+    `used`: for each table, which of its documents are used, bool.
+    """
+    uniques = []
+    for table, chosen in zip(tables, used, strict=True):
+        digests = table.digests[chosen]
+        if table.whole is not None:  # the pieces of a chat are no copies
+            digests = table.whole.digests[np.isin(table.whole.digests, digests)]
+        unique, times = np.unique(digests, return_counts=True)
+        uniques.append(unique)
+        if repeated := int(times.sum()) - len(unique):
+            yield (
+                f"{table.name}: {repeated:,} of {times.sum():,} documents repeat another one; the most frequent is "
+                f"there {times.max():,} times."
+            )
+    if shared := sum(map(len, uniques)) - len(np.unique(np.concatenate(uniques))):
+        yield f"{shared:,} documents are in several of data.sources, and are learned from each."

@@ -1,0 +1,269 @@
+"""Checks that each part of a row reaches the text, so that nothing which a user wrote is lost in silence.
+
+Every field of a row that is not empty must be found in the rendered text, or be named: in the table of known fields
+that carry no training text (KNOWN), or in the source's `unused`. Anything else is a bad row, with the field's name.
+Where the chat template leaves a part out by design, the document is used and counted under a remark.
+
+Two checks complete each other. What a template writes depends on the shape of a conversation (roles, and which fields
+there are), so each new shape is rendered once with sentinels in all fields; this finds a system prompt that is dropped
+although its words stand elsewhere. And each row's own strings are searched in its text, which costs little.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, Conversation, RowError
+from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
+from fxtune.data.read.formats import RowFormat, preference_columns
+
+KNOWN = frozenset(
+    """
+    __index_level_0__ annotations annotator annotator_id audio author authors avatar categories category
+    char_count chat_id config conversation_id country created created_at creator data_id data_source dataset
+    dataset_name dataset_source date detoxify_moderation difficulty doc_id domain domains dump engine example_id
+    extra extra_info file file_name file_path filename finish_reason generator guid hash hashed_ip header id ids
+    idx index info instance_id key kind label_names lang language language_score languages len length lengths
+    level licence license link links locale message_id meta metadata model model_name models moderation n_tokens
+    n_turns name_id num_messages num_tokens num_turns openai_moderation origin parent_id path perplexity
+    problem_id prompt_id quality quality_score question_id rank rating ratings redacted refusal repo repo_name
+    reward role_id row_id sample_id score scores session_id sha size source sources split src subdomain subject
+    subjects subset tag tags task task_id task_name task_type teacher thread_id time timestamp token_count
+    token_counts tokens_count topic topics toxic toxicity turn_count turn_id turns type updated_at url usage
+    user_id uuid version word_count year
+    """.split()  # noqa: SIM905 - a table to read
+)
+"""Columns and fields of turns that describe a row and hold no training text."""
+KNOWN_ENDINGS = tuple(
+    f"_{ending}" for ending in ("id", "ids", "url", "date", "time", "count", "score", "hash", "type")
+)
+"""So do names that end like this."""
+
+READ: dict[RowFormat, frozenset[str]] = {
+    RowFormat.messages: frozenset((*LIST_KEYS, "tools", "prompt", "text")),
+    RowFormat.sharegpt: frozenset((*LIST_KEYS, "tools", "prompt", "text")),
+    RowFormat.alpaca: frozenset(("instruction", "input", "output", "history", "tools", "text")),
+    RowFormat.prompt_completion: frozenset(("prompt", "completion", "text")),
+    RowFormat.tokens: frozenset(
+        ("input_ids", "labels", "assistant_masks", "token_type_ids", "position_ids", "special_tokens_mask", "text")
+    ),
+    RowFormat.text: frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion")),
+}
+"""The columns of each format, and those that often hold the same once more: the rendered text, the first question, or
+the chats beside the text that a user has chosen."""
+
+TURN_KEYS = frozenset(
+    ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")
+) | frozenset(REASONING_KEYS)
+
+REASONING_REMARK = "the chat template writes reasoning only in the last turns, so that of earlier ones is left out"
+CONTENT_REMARK = "the chat template writes no text beside a tool call, so that text is left out"
+
+
+class Coverage:
+    """Checks the rows of a source. `unused`: names that are left out on purpose. Not `enabled`: nothing is checked."""
+
+    def __init__(self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.unused = frozenset(unused)
+        self._columns = KNOWN | READ[format] | self.unused
+        self._turn_keys = KNOWN | TURN_KEYS | self.unused
+        self._unknown: dict[tuple[Any, ...], list[str]] = {}
+        self._shapes: dict[Any, frozenset[tuple[int, str]]] = {}
+
+    def check_columns(self, row: Mapping[str, Any], text: str) -> None:
+        """Raise RowError if a column is neither known nor in the text."""
+        for column in self._unknown_keys(row, self._columns) if self.enabled else ():
+            if _is_lost(row[column], text):
+                raise RowError(
+                    preference_columns(row, self.unused) or self._message(f"column {column!r} is not read", column)
+                )
+
+    def check_conversation(
+        self, row: Mapping[str, Any], chat: Conversation, messages: Messages, text: str, template: ChatTemplate
+    ) -> list[str]:
+        """Remarks about what the template leaves out by design. Raises RowError if anything else is left out.
+
+        `messages`: those of `chat` as the template takes them.
+        """
+        if not self.enabled:
+            return []
+        remarks = dict.fromkeys(self._check_messages(messages, chat.tools, text, template))
+        self.check_columns(row, text)
+        for key in [key for key in LIST_KEYS if row.get(key)][1:]:  # only the first one is read
+            if key not in self.unused and _is_lost(row[key], text):
+                raise RowError(self._message(f"column {key!r} is not read, as the row has another", key))
+        for key in (*LIST_KEYS, "prompt", "completion"):
+            turns = row.get(key)
+            for index, turn in enumerate(turns if isinstance(turns, (list, tuple)) else ()):
+                for name in self._unknown_keys(turn, self._turn_keys) if isinstance(turn, Mapping) else ():
+                    if _is_lost(turn[name], text):
+                        raise RowError(self._message(f"{key}[{index}].{name} is not read", name))
+        return list(remarks)
+
+    def _unknown_keys(self, value: Mapping[str, Any], known: frozenset[str]) -> list[str]:
+        keys = (known is self._columns, *value)
+        if keys not in self._unknown:
+            if len(self._unknown) > 10_000:
+                self._unknown.clear()
+            self._unknown[keys] = [
+                key for key in value if key not in known and not (isinstance(key, str) and key.endswith(KNOWN_ENDINGS))
+            ]
+        return self._unknown[keys]
+
+    def _message(self, fault: str, name: str) -> str:
+        return (
+            f"{fault}, so what it holds is not in the text that the model reads. Move it to a part that is written; "
+            f"if it is not needed, set the source's `unused: [{name}]`"
+        )
+
+    def _check_messages(self, messages: Messages, tools: Tools, text: str, template: ChatTemplate) -> Iterator[str]:
+        lost = self._lost_in_shape(messages, tools, template)
+        position = 0
+        for index, message in enumerate(messages):
+            where = f"messages[{index}]"
+            reasoning, content = _parts(message)
+            if content and "content" not in self.unused:
+                at = text.find(content, position)
+                position = at + len(content) if at >= 0 else position
+                if (index, "content") in lost or (at < 0 and _is_lost(content, text)):
+                    if message.get("tool_calls"):
+                        yield CONTENT_REMARK
+                    elif message["role"] != "system" or "system" not in self.unused:
+                        name = "system" if message["role"] == "system" else "content"
+                        raise RowError(
+                            self._message(f"the chat template drops {where}, of role {message['role']}", name)
+                        )
+            if reasoning and self.unused.isdisjoint(REASONING_KEYS) and _is_lost(reasoning, text):
+                if not self._keeps_reasoning(template, "reasoning_content" in message):
+                    raise RowError(
+                        self._message(f"the chat template drops the reasoning of {where}", "reasoning_content")
+                    )
+                yield REASONING_REMARK
+            speaker = message.get("name", "") if message["role"] != "tool" and "name" not in self.unused else ""
+            if speaker.strip() not in text:
+                raise RowError(self._message(f"the chat template drops {where}.name", "name"))
+            for number, call in enumerate(message.get("tool_calls", ())):
+                arguments = call["function"].get("arguments")
+                if (index, f"call {number}") in lost or _is_lost([call["function"]["name"], arguments], text):
+                    raise RowError(
+                        f"the chat template drops {where}.tool_calls[{number}] or its arguments; name one that writes "
+                        "them in data.chat_template=FILE"
+                    )
+        if tools and "tools" not in self.unused:
+            names = [_function(tool).get(key) for tool in tools for key in ("name", "description")]
+            if (-1, "tools") in lost or _is_lost(names, text):
+                raise RowError(self._message("the chat template drops `tools`", "tools"))
+
+    def _lost_in_shape(self, messages: Messages, tools: Tools, template: ChatTemplate) -> frozenset[tuple[int, str]]:
+        """(message, part) of all parts that the template never writes in a conversation of this shape."""
+        shape = (
+            id(template),
+            bool(tools),
+            *(
+                (one["role"], bool(content), bool(reasoning), "thinking" in one, len(one.get("tool_calls", ())))
+                for one in messages
+                for reasoning, content in [_parts(one)]
+            ),
+        )
+        if shape not in self._shapes:
+            if len(self._shapes) > 10_000:
+                self._shapes.clear()
+            self._shapes[shape] = _render_sentinels(messages, tools, template)
+        return self._shapes[shape]
+
+    def _keeps_reasoning(self, template: ChatTemplate, as_field: bool) -> bool:
+        """Whether a final answer keeps its reasoning, given as a field of its own or in the content."""
+        shape = (id(template), as_field)
+        if shape not in self._shapes:
+            answer = {"role": "assistant", "content": "a"}
+            reasoning = (
+                {"reasoning_content": "r", "thinking": "r"} if as_field else {"content": "<think>\nr\n</think>\n\na"}
+            )
+            self._shapes[shape] = _render_sentinels(
+                [{"role": "user", "content": "q"}, answer | reasoning], None, template
+            )
+        return (1, "reasoning") not in self._shapes[shape]
+
+
+def _render_sentinels(messages: Messages, tools: Tools, template: ChatTemplate) -> frozenset[tuple[int, str]]:
+    opening, closing = unused_characters(template.source)
+    places: dict[tuple[int, str], str] = {}
+
+    def sentinel(index: int, part: str) -> str:
+        return places.setdefault((index, part), f"{opening}{len(places)}{closing}")
+
+    probe = []
+    for index, message in enumerate(messages):
+        marked = dict(message)
+        reasoning, content = _parts(message)
+        if content:
+            marked["content"] = sentinel(index, "content")
+        if "reasoning_content" in message:
+            marked["reasoning_content"] = marked["thinking"] = sentinel(index, "reasoning") if reasoning else ""
+        elif reasoning:
+            marked["content"] = (
+                f"<think>\n{sentinel(index, 'reasoning')}\n</think>\n\n{marked['content'] if content else ''}"
+            )
+        if "tool_calls" in message:
+            marked["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": sentinel(index, f"call {number}")}}
+                for number, call in enumerate(message["tool_calls"])
+            ]
+        probe.append(marked)
+    schemas = None
+    if tools:
+        parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
+        function = {"name": sentinel(-1, "tools"), "description": "a", "parameters": parameters}
+        schemas = [{"type": "function", "function": function}]
+    try:
+        text, _ = template.render(probe, schemas)
+    except RowError:  # the template looks at what a part holds: only the row's own strings can be searched
+        return frozenset()
+    return frozenset(place for place, mark in places.items() if mark not in text)
+
+
+def _parts(message: Mapping[str, Any]) -> tuple[str, str]:
+    """(reasoning, the rest of the content), without outer whitespace."""
+    content = message.get("content") or ""
+    reasoning = message.get("reasoning_content") or ""
+    if message["role"] == "assistant" and "</think>" in content:
+        before, _, content = content.rpartition("</think>")
+        reasoning = reasoning or before.partition("<think>")[2]
+    return reasoning.strip(), content.strip()
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
+
+
+def _is_lost(value: Any, text: str) -> bool:
+    """Whether a part of `value` is not in the text: a string at any depth (as it is, or escaped as in JSON), a number
+    or a boolean that is no part of a list or an object."""
+    if value is None:
+        return False
+    if isinstance(value, str):
+        return not _is_written(value.strip(), text)
+    if isinstance(value, Mapping):
+        return any(_is_lost(item, text) for item in value.values() if not isinstance(item, (bool, int, float)))
+    if isinstance(value, (list, tuple)):
+        return any(_is_lost(item, text) for item in value if not isinstance(item, (bool, int, float)))
+    return True
+
+
+def _is_written(part: str, text: str) -> bool:
+    if part in text:
+        return True
+    for ascii_only in (False, True):
+        if json.dumps(part, ensure_ascii=ascii_only)[1:-1] in text:
+            return True
+    try:  # a JSON string of an object
+        value = json.loads(part) if part[:1] in ("{", "[") else None
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, (dict, list)):
+        return not _is_lost(value, text)
+    return "".join(part.split()) in "".join(text.split())  # a template may write whitespace differently

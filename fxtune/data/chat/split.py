@@ -1,0 +1,144 @@
+"""Splits a chat longer than a row into shorter ones, so that no answer is cut and each keeps its system prompt.
+
+Each piece is a conversation of its own, rendered by the chat template: the leading system messages and the tools, then
+as many whole exchanges as fit. An exchange is a question and all that follows it up to the next one. One that does not
+fit alone is an agent's work, as a rule: it is split into its steps (an assistant turn with the results of its calls),
+and each piece repeats the question. A step that does not fit alone is cut at the end of the row. What is cut off is
+counted, as is a chat whose template refuses to begin in its middle, which is cut as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fxtune.data.chat.normalize import Conversation
+
+Encode = Callable[[Conversation], Any]
+"""A conversation to its tokens (a dataclass with `ids` and `supervised`); None if the template refuses it."""
+
+
+@dataclass
+class SplitCounts:
+    """What became of the long chats of a source."""
+
+    chats: int = 0
+    pieces: int = 0
+    truncated: int = 0
+    """Pieces that end before their last turn does."""
+    lost_tokens: int = 0
+    lost_supervised: int = 0
+
+    def __add__(self, other: SplitCounts) -> SplitCounts:
+        return SplitCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass
+class SplitChat:
+    pieces: list[Any] = field(default_factory=list)
+    """Each with a supervised token; the class is the one that `encode` returns."""
+    counts: SplitCounts = field(default_factory=lambda: SplitCounts(chats=1))
+
+
+def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> SplitChat:
+    """The pieces of a chat, of at most `longest` tokens each. `whole`: its own tokens, which are more."""
+    splitter = _Splitter(chat, encode, longest)
+    first = next((at for at, message in enumerate(chat.messages) if message["role"] != "system"), len(chat.messages))
+    try:
+        splitter.split(list(range(first)), _units(chat, range(first, len(chat.messages)), "user"))
+    except _RefusedError:
+        return truncate_chat(whole, longest)
+    splitter.found.counts.pieces = len(splitter.found.pieces)
+    return splitter.found
+
+
+def truncate_chat(whole: Any, longest: int) -> SplitChat:
+    """The first `longest` tokens of a chat, or nothing if none of these is supervised."""
+    found = SplitChat()
+    if not any(whole.supervised[1:]):
+        return found
+    kept = longest if any(whole.supervised[1:longest]) else 0
+    found.counts.truncated = 1
+    found.counts.lost_tokens = len(whole.ids) - kept
+    found.counts.lost_supervised = sum(whole.supervised[kept:])
+    if kept:
+        found.pieces.append(replace(whole, ids=whole.ids[:kept], supervised=whole.supervised[:kept]))
+    found.counts.pieces = len(found.pieces)
+    return found
+
+
+class _RefusedError(Exception):
+    """The template refuses a part of the conversation."""
+
+
+class _Splitter:
+    def __init__(self, chat: Conversation, encode: Encode, longest: int) -> None:
+        self.chat, self.encode, self.longest = chat, encode, longest
+        self.found = SplitChat()
+
+    def split(self, head: list[int], units: list[list[int]]) -> None:
+        """Add the pieces of `units`, lists of messages that stay together. `head`: messages that begin each piece."""
+        at = 0
+        while at < len(units):
+            count, piece = self._most(head, units[at:])
+            if piece is not None:
+                self._add(piece)
+            else:
+                count = 1
+                self._split_unit(head, units[at])
+            at += count
+
+    def _split_unit(self, head: list[int], unit: list[int]) -> None:
+        """Add the pieces of a unit that is too long."""
+        steps = _units(self.chat, unit, "assistant")
+        question = steps[0] if self.chat.messages[steps[0][0]]["role"] != "assistant" else []
+        if len(steps) > 1 + bool(question):
+            self.split(head + question, steps[bool(question) :])
+        else:
+            cut = truncate_chat(self._encode(head + unit), self.longest)
+            self.found.pieces += cut.pieces
+            self.found.counts += replace(cut.counts, chats=0)
+
+    def _add(self, document: Any) -> None:
+        if any(document.supervised[1:]):
+            self.found.pieces.append(document)
+
+    def _most(self, head: list[int], units: list[list[int]]) -> tuple[int, Any]:
+        """(how many of `units` fit behind `head`, their tokens); (0, None) if not even one does.
+
+        Tries 1, 2, 4, ... and then halves the interval: encoding is the cost.
+        """
+        best: tuple[int, Any] = (0, None)
+        too_many, count = len(units) + 1, 1
+        while best[0] + 1 < too_many:
+            document = self._encode([*head, *(message for unit in units[:count] for message in unit)])
+            if len(document.ids) <= self.longest:
+                best = count, document
+            else:
+                too_many = count
+            count = min(2 * count, len(units)) if too_many > len(units) else (best[0] + too_many) // 2
+        return best
+
+    def _encode(self, indices: list[int]) -> Any:
+        messages, supervised = self.chat.messages, self.chat.supervised
+        part = replace(
+            self.chat, messages=[messages[at] for at in indices], supervised=[supervised[at] for at in indices]
+        )
+        document = self.encode(part)
+        if document is None:
+            raise _RefusedError
+        return document
+
+
+def _units(chat: Conversation, indices: range | list[int], role: str) -> list[list[int]]:
+    """Messages in groups, each from a message of `role` to the next one that follows another role."""
+    units: list[list[int]] = []
+    before = None
+    for at in indices:
+        now = chat.messages[at]["role"]
+        if not units or (now == role and before != role):
+            units.append([])
+        units[-1].append(at)
+        before = now
+    return units

@@ -1,0 +1,11 @@
+"""The dtype that an operation computes in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Autocast's dtype, or x's where autocast is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,0 +1,27 @@
+"""A matrix as an argument of a Triton kernel: a tuple of its pointer and the distance between its rows. Import this
+module only on a GPU, like all that import triton: torch's CPU builds come without it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def matrix(x: Tensor) -> tuple[Tensor, int]:
+    """`x` [rows, columns] with contiguous rows, which may have gaps between them."""
+    assert x.stride(1) == 1, x.stride()
+    return x, x.stride(0)
+
+
+@triton.jit
+def load(matrix, row, column, mask):
+    """A tile of the matrix, with zeros where `mask` is false."""
+    return tl.load(matrix[0] + row * matrix[1] + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def store(matrix, row, column, value, mask):
+    """Write a tile of the matrix, rounded to its dtype."""
+    tl.store(matrix[0] + row * matrix[1] + column, value.to(matrix[0].dtype.element_ty), mask=mask)

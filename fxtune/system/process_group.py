@@ -1,0 +1,83 @@
+"""Runs a command with its children as one process group, which never outlives the caller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+GRACE = 5.0
+"""Seconds between asking a process to end and killing it."""
+TAIL = 4000
+"""Bytes of output that are kept."""
+PACKAGES = str(Path(__file__).parents[2])
+_PRELUDE = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() != int(sys.argv[1]):  # the parent died before the line above
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def run_process(command: Sequence[str], limit: float | None = None) -> tuple[int | None, str, float]:
+    """Run a process that can import this fxtune, for at most `limit` seconds, and kill its process group in any case.
+
+    Returns the exit code (None: it reached the limit), the end of its output, and its run time in seconds.
+    """
+    with tempfile.TemporaryFile() as output:
+        # An installed fxtune is found as here. Named first, its site-packages would hide what PYTHONPATH names.
+        own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
+        path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [*_die_with_parent(), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None, _tail(output), time.monotonic() - start  # read before it reports its own interrupt
+        finally:
+            _end(process)
+        return code, _tail(output), time.monotonic() - start
+
+
+def _tail(output: IO[bytes]) -> str:
+    """The end of a file that another process may still write to; pread leaves the shared file position alone."""
+    size = os.fstat(output.fileno()).st_size
+    return os.pread(output.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process by SIGINT, so that it removes its temporary files, then kill its group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # start_new_session made it the leader of a group
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+
+
+def _die_with_parent() -> list[str]:
+    """The words before a command that let Linux kill it when this process dies; none on other systems.
+
+    A small program sets the signal and becomes the command. Python code between fork and exec (`preexec_fn`) would do
+    the same without it, but may hang forever where other threads run.
+    """
+    if not sys.platform.startswith("linux"):
+        return []
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid())]

@@ -1,0 +1,95 @@
+"""Whether a model keeps packed documents apart, tried before a weight is loaded.
+
+Some models of transformers make their mask without `position_ids` (gpt-oss, Falcon, OPT, BLOOM in 5.17), so the
+documents of a packed row see each other. Nothing in a config says so. A model of the same kind with few layers and
+random weights tells: changing one document must not move the logits of the others. PROVEN are the kinds for which our
+tests do the same, so nobody waits for it. The proof on the real model (technique.py) stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.models.structure import observed
+
+_PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
+olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
+PROVEN = frozenset(_PROVEN.split())
+"""Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
+LEAK = 1e-3
+"""The most that other documents' logits may move, relative to the changed one's."""
+MOST_DOCUMENTS = 4
+"""Documents that are changed, one at a time."""
+_SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64, "pad_token_id": 0}
+
+
+def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, float]:
+    """Change the tokens of one document at a time: how many there are, the least by which a document's own logits
+    moved, and the most by which those of others did.
+
+    All forward passes have the same shape, so logits that depend on nothing else stay equal bit for bit.
+    """
+    ids, positions = inputs["input_ids"], inputs["position_ids"]
+    document = (positions == 0).long().cumsum(-1) - 1
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    before = model(**inputs).logits.float()
+    leaked, moved = 0.0, float("inf")
+    count = int(document.max()) + 1
+    for index in range(min(count, MOST_DOCUMENTS)):
+        inside = document == index
+        changed = torch.where(inside, (ids + 1) % vocabulary, ids)
+        shift = (model(**{**inputs, "input_ids": changed}).logits.float() - before).abs().amax(-1)
+        leaked = max(leaked, shift[~inside].max().item())
+        moved = min(moved, shift[inside].max().item())
+    return count, moved, leaked
+
+
+def is_isolated(moved: float, leaked: float) -> bool:
+    return moved > 0 and leaked <= LEAK * moved
+
+
+def why_not_isolated(hf_config: Any) -> str | None:
+    """Why documents in one row may see each other in a model of this config, or None if they do not. A mask that
+    transformers makes separates them; kernels that read `cu_seqlens` are not tried."""
+    text = hf_config.get_text_config()
+    if text.model_type in PROVEN:
+        return None
+    return try_small_model(text)
+
+
+def try_small_model(text: Any) -> str | None:
+    """why_not_isolated() of a decoder's config, by trying a small model of its kind."""
+    from transformers import AutoModelForCausalLM
+
+    name = text.model_type
+    try:
+        config = _small(text)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            ids = torch.arange(2, 26).unsqueeze(0)
+            positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)
+            with observed(model), torch.no_grad():
+                _, moved, leaked = movement(model, {"input_ids": ids, "position_ids": positions, "use_cache": False})
+    except Exception as error:  # noqa: BLE001  a key that depends on a changed one: anything may happen here
+        return f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
+    return None if is_isolated(moved, leaked) else f"in {name} of transformers, documents in one row see each other"
+
+
+def _small(config: Any) -> Any:
+    """`config` with as many layers as show each kind of layer once, and narrow parts where the rest does not depend on
+    their width."""
+    config = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None) or []
+    layers = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
+    config.num_hidden_layers = min(max(layers, 2), config.num_hidden_layers)
+    if kinds:
+        config.layer_types = kinds[: config.num_hidden_layers]
+    for name, value in _SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, value)
+    return config

@@ -1,0 +1,285 @@
+"""Which modules of a model get adapters, which do not, and why.
+
+`all-linear` means every linear of the decoder. Routers are left out by name, because an adapter would change which
+experts a token gets; so are the head, and modules that text does not reach (a vision tower).
+
+transformers keeps the experts of a layer as one tensor. For the families that peft knows, peft reads `gate_proj`,
+`up_proj` and `down_proj` as names of these tensors, and the dense linears of the same names would get no adapter. So
+peft gets the selected modules from here as they are (`add_adapters`).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError, nearest
+from fxtune.models.structure import backbone, decoder_layers, is_named
+
+if TYPE_CHECKING:
+    from fxtune.techniques.lora.technique import Lora
+
+ALL_LINEAR = "all-linear"
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Linears of one expert, as checkpoints name them."""
+MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Model types whose kernels read the weight of out_proj past its module."""
+NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass
+class Selection:
+    """The result of select(), by names in the model without adapters."""
+
+    modules: list[str] = field(default_factory=list)
+    """Modules that get an adapter."""
+    experts: list[str] = field(default_factory=list)
+    """Tensors of experts that get an adapter."""
+    left: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Linears and tensors of experts without an adapter, by reason."""
+    taken: frozenset[str] = frozenset()
+    """Names that peft reads as those of experts."""
+
+    def describe(self) -> str:
+        """The number of each kind of module with an adapter, and of those left out, by reason."""
+        left = "".join(f"; left out ({why}): {_kinds(paths)}" for why, paths in self.left.items())
+        return f"{_kinds([*self.modules, *self.experts])}{left}"
+
+
+def matches(path: str, entry: str) -> bool:
+    """Whether `entry` names the module `path`: by its full name or the end of it, or as a regular expression for the
+    full name, if it has other characters than letters, digits, `_`, `-` and dots."""
+    return is_named(path, entry) if NAME.fullmatch(entry) else re.fullmatch(entry, path) is not None
+
+
+def select(model: Any, lora: Lora) -> Selection:
+    """What `lora` adapts of `model`, which has no adapters yet and may be on the meta device.
+
+    Raises ConfigError for target_modules that name a part of what one tensor of experts holds.
+    """
+    named, every = dict(model.named_modules()), ALL_LINEAR in lora.target_modules
+    weights = [path for path, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in path]
+    chosen, adaptable = Selection(), list[str]()
+    if weights:
+        config, names = _read_as_experts(model, lora)
+        chosen.taken = frozenset(names - config.target_modules)
+        targets = config.target_parameters or ()
+        adaptable = [path for path, _ in model.named_parameters() if any(matches(path, one) for one in targets)]
+    decoder, head = _path(model, backbone(model)), model.get_output_embeddings()
+    layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
+
+    def reason(path: str) -> str:
+        """Why a target gets no adapter; empty: it gets one."""
+        if _inside(path, lora.exclude_modules):
+            return "exclude_modules"
+        layer = next((index for prefix, index in layers.items() if path.startswith(prefix)), None)
+        if lora.layers_to_transform and layer not in lora.layers_to_transform:
+            return "layers_to_transform"
+        return ""
+
+    def untargeted(path: str) -> str:
+        if _inside(path, lora.modules_to_save):
+            return "trained in full"
+        if not every:
+            return "" if any(matches(path, entry) for entry in lora.target_modules) else "target_modules"
+        if named[path] is head:
+            return "the head"
+        if not path.startswith(f"{decoder}."):
+            return "not in the decoder"
+        if path.endswith(".out_proj") and model.config.model_type in MAMBA:
+            return "peft adapts no out_proj of Mamba"
+        return "routers" if _is_router(path, named) else ""
+
+    for path, module in named.items():
+        is_linear = _is_linear(module) or (_is_router(path, named) and hasattr(module, "weight"))
+        if not path or (every and not is_linear):
+            continue
+        if not (why := untargeted(path) or reason(path)):
+            chosen.modules.append(path)
+        elif is_linear:
+            chosen.left[why].append(path)
+    for path in dict.fromkeys([*adaptable, *weights]):
+        unknown = "experts in a tensor that peft does not know" if every else "target_modules"
+        if why := reason(path) if path in adaptable else unknown:
+            chosen.left[why].append(path)
+        else:
+            chosen.experts.append(path)
+    return chosen
+
+
+def problems(model: Any, lora: Lora) -> list[str]:
+    """A reason for each entry of the options that matches nothing in `model`, and for modules that cannot learn."""
+    if found := list(_mismatches(model, lora)):
+        return found
+    chosen = select(model, lora)
+    nothing = f"target_modules: nothing is adapted{chosen.describe()}. Name other modules."
+    return [] if chosen.modules or chosen.experts else [nothing]
+
+
+def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
+    for option in ("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        for entry in getattr(lora, option):
+            try:
+                re.compile(entry)
+            except re.error as error:
+                yield f"{option}: {entry} is no regular expression: {error}. Mend it."
+                return
+    try:
+        chosen = select(model, lora)
+    except ConfigError as error:
+        yield str(error).removeprefix("techniques.lora.")
+        return
+    named, adapted = dict(model.named_modules()), [*chosen.modules, *chosen.experts]
+    kinds = sorted({_leaf(path) for path, module in named.items() if _is_linear(module)})
+    for option in ("target_modules", "modules_to_save", "exclude_modules"):
+        for entry in getattr(lora, option):
+            if entry not in (ALL_LINEAR, *chosen.taken) and not any(matches(path, entry) for path in named if path):
+                yield f"{option}: {entry} is no module of this model. {_near(entry, kinds)}"
+    for option in ("rank_pattern", "alpha_pattern"):
+        for entry in getattr(lora, option):
+            if not any(re.match(rf"(.*\.)?({entry})$", path) for path in adapted):  # as peft matches them
+                yield f"{option}: {entry} matches no module with an adapter. {_near(entry, kinds)}"
+    depth = len(decoder_layers(model))
+    if beyond := [index for index in lora.layers_to_transform if index >= depth]:
+        yield f"layers_to_transform: {beyond[0]} is no layer of this model. It has layers 0 to {depth - 1}."
+    unable = {"dropout": lora.dropout, "dora": lora.dora, "init": lora.factored and lora.init.value}
+    for option, value in unable.items() if chosen.experts else ():
+        if value:
+            yield (
+                f"{option}: {value}, which peft does not offer for experts in one tensor. Leave it out, or set "
+                "techniques.lora.exclude_modules=[experts]."
+            )
+    decoder, ends = _path(model, backbone(model)), (model.get_output_embeddings(), model.get_input_embeddings())
+    saved = [path for path in named if any(matches(path, entry) for entry in lora.modules_to_save)]
+    for option, paths in (("target_modules", chosen.modules), ("modules_to_save", saved)):
+        lost = [
+            path for path in paths if not path.startswith(f"{decoder}.") and not any(named[path] is e for e in ends)
+        ]
+        if lost:
+            beside = _beside(lost[0], decoder)
+            cure = f"Set techniques.lora.exclude_modules=[{beside}]" if option == "target_modules" else "Take it out"
+            yield (
+                f"{option}: {len(lost)} modules in {beside}, such as {lost[0]}, would get no gradient, because text "
+                f"does not reach {beside}. {cure}."
+            )
+    for path in chosen.modules:
+        if _is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:
+            yield f"target_modules: {path} is a {type(named[path]).__name__}, which is no plain linear. Take it out."
+
+
+def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device) -> Any:
+    """The PeftModel with an adapter on each module of `chosen`. Raises ValueError as peft does."""
+    import peft
+
+    def named_by(entries: Iterable[str], every: Iterable[tuple[str, Any]]) -> list[str]:
+        return [path for path, _ in every if path and any(matches(path, entry) for entry in entries)]
+
+    config = _read_as_experts(model, lora)[0] if chosen.experts else lora.peft_config([])
+    plain = all(NAME.fullmatch(entry) for entry in lora.target_modules)
+    as_written = plain and named_by(lora.target_modules, model.named_modules()) == chosen.modules
+    config.target_modules = set(lora.target_modules if as_written else chosen.modules)
+    names = sorted(config.target_parameters or ())
+    as_named = named_by(names, model.named_parameters()) == chosen.experts
+    config.target_parameters = names if as_named else chosen.experts
+    # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, whatever training uses.
+    with warnings.catch_warnings(), torch.autocast(device.type, enabled=False), _targets_as_they_are():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
+    # In the saved config linears with names of experts are given by their weights: so peft finds them again.
+    moved = [f"{path}.weight" for path in chosen.modules if _leaf(path) in chosen.taken]
+    config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
+    config.target_parameters = [*config.target_parameters, *moved] or None
+    return adapted
+
+
+@contextmanager
+def _targets_as_they_are() -> Iterator[None]:
+    """Keep peft from reading names of linears as those of experts."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    own = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = own
+
+
+def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:
+    """peft's config with the tensors of experts as its `target_parameters`, and the names that peft was given."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+
+    names = set(EXPERTS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
+    config = lora.peft_config(sorted(names))
+    try:
+        convert(config, model, None)
+    except ValueError as error:
+        raise ConfigError(f"techniques.lora.target_modules: {error}") from error
+    return config, names
+
+
+@contextmanager
+def calls_observed(model: nn.Module, chosen: Selection) -> Iterator[None]:
+    """Move modules of `chosen` that are not called in this context to those left out: their adapters would do nothing.
+
+    Not those of experts: no token may have been routed to them.
+    """
+    called = {path for path in chosen.modules if ".experts." in path}
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
+        for path in chosen.modules
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path in [path for path in chosen.modules if path not in called]:
+        chosen.modules.remove(path)
+        chosen.left["their module is never called"].append(path)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear
+
+
+def _is_router(path: str, named: dict[str, nn.Module]) -> bool:
+    parent, _, leaf = path.rpartition(".")
+    return "router" in path.split(".") or (leaf == "gate" and f"{parent}.experts" in named)
+
+
+def _inside(path: str, entries: Iterable[str]) -> bool:
+    """Whether one of `entries` names this module or one around it."""
+    ends = [match.start() for match in re.finditer(r"\.|$", path)]
+    return any(matches(path[:end], entry) for entry in entries for end in ends)
+
+
+def _path(model: nn.Module, part: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is part)
+
+
+def _beside(path: str, decoder: str) -> str:
+    """The module beside the decoder, or beside one around it, that holds `path`."""
+    pairs = zip(path.split("."), [*decoder.split("."), *[""] * path.count(".")], strict=False)
+    return next(part for part, own in pairs if part != own)
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _kinds(paths: Iterable[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(map(_leaf, paths)).items())
+
+
+def _near(entry: str, known: list[str]) -> str:
+    near = nearest(entry, known)
+    return f"Did you mean {near}? " * bool(near) + f"Its linears are {', '.join(known)}."

@@ -1,0 +1,39 @@
+"""Decisions that one rank meets and all must follow: memory that ran out, and a signal."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TypeVar
+
+from fxtune.distributed.world import World
+from fxtune.errors import MemoryShortError, Stopped
+from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
+from fxtune.system.signals import SIGNALS
+
+Result = TypeVar("Result")
+
+OUT_OF_MEMORY = 1000
+"""Above every signal number: a step that ran out of memory is repeated, and the signal is handled after it."""
+
+
+def together(world: World, work: Callable[[], Result]) -> Result:
+    """work(), which must take part in no collective, on every rank.
+
+    Raises MemoryShortError on all ranks if one of them ran out of memory, and Stopped if one of them was signalled.
+    With one rank it is only work(): the signal handler raises Stopped by itself.
+    """
+    if world.size == 1:
+        return work()
+    with SIGNALS.held():
+        result = catch_out_of_memory(work)
+    exhausted = isinstance(result, MemoryExhausted)
+    verdict = world.agree(OUT_OF_MEMORY if exhausted else SIGNALS.received or 0)
+    if verdict == OUT_OF_MEMORY:
+        reasons = world.gather(result.reason if isinstance(result, MemoryExhausted) else "")
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        raise MemoryShortError(f"rank {rank}: {reasons[rank]}")
+    if verdict:
+        raise Stopped(signal.Signals(verdict))
+    assert not isinstance(result, MemoryExhausted)
+    return result

@@ -1,0 +1,96 @@
+"""The model of any checkpoint of a run, built from the run's own config: `fxtune merge` and `fxtune eval` take it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.checkpoint import folder as stored
+from fxtune.checkpoint.manager import TrainState, read
+from fxtune.checkpoint.run_folder import CHECKPOINTS, read_config
+from fxtune.config import compose
+from fxtune.config.root import Config
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, StorageError
+from fxtune.models import load as models
+from fxtune.models.load import DType
+from fxtune.system.atomic_files import read_json
+from fxtune.techniques.base import Switch
+from fxtune.techniques.pipeline import Pipeline
+from fxtune.training.resume_check import FILE
+from fxtune.training.run_state import copy_weights, trained_weights, weights_note
+
+
+def find_checkpoint(name: str) -> Path | None:
+    """The checkpoint that `name` means: RUN/checkpoints/step-70, with or without leading zeros. None if it means none.
+
+    Raises ConfigError for a step that the run does not have.
+    """
+    path = Path(os.path.expanduser(name))
+    step = re.fullmatch(r"step-(\d+)", path.name)
+    if step is None or not path.parent.is_dir():
+        return None
+    found = {stored.step_of(one): one for one in stored.paths(path.parent)}
+    if int(step[1]) not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise ConfigError(f"{name}: there is no such checkpoint. The steps in {path.parent}: {there}.")
+    return found[int(step[1])]
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The run that the checkpoint belongs to. Raises ConfigError if it lies in no run folder."""
+    run = checkpoint.parent.parent
+    if checkpoint.parent.name != CHECKPOINTS or not (run / "config.yaml").exists():
+        raise ConfigError(f"{checkpoint} lies in no run folder, whose config.yaml says what its weights belong to.")
+    return run
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module) -> TrainState:
+    """Load the trained weights of a checkpoint into `model`. Raises StorageError if it is damaged or does not fit."""
+    try:
+        found = read(checkpoint, trained_weights(model), with_moments=False)
+    except ValueError as reason:
+        raise StorageError(f"{checkpoint}: {reason}. Use another checkpoint of the run.") from reason
+    copy_weights(found.weights, trained_weights(model))
+    return found.state
+
+
+def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, tokenizer, facts for its model card) of a checkpoint, on the CPU, for save_model().
+
+    Only what decides the exported files is built: adapters and RoPE scaling, in the dtype of the run. Kernels,
+    quantization and compilation are left out, so a machine without a GPU can export. Errors as in of_run().
+    """
+    run = run_folder(checkpoint)
+    config = compose.of_run(run, trust_remote_code)
+    techniques = config.techniques
+    lora = replace(techniques.lora, fused=Switch.off)
+    pipeline = Pipeline(rope=techniques.rope, lora=lora)
+    pipeline.attention.enabled = pipeline.precision.enabled = False
+    source = replace(config.model, dtype=_dtype(run, config))
+    hf_config = models.load_config(source)
+    hf_config._attn_implementation = "eager"  # the kernels that it names may not be installed here
+    tokenizer = models.load_tokenizer(source)
+    model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
+    state = load_checkpoint(checkpoint, model)
+    card = {
+        "data": state.data_fingerprint,
+        "weights": weights_note(state.step, state) or f"weights of step {state.step}",
+        "figures": state.figures,
+        "config": read_config(run),
+    }
+    return model, tokenizer, card
+
+
+def _dtype(run: Path, config: Config) -> DType:
+    """The dtype that the weights had in the run, which `auto` chose for its machine."""
+    try:
+        return DType(read_json(run / FILE)["model"]["dtype"])
+    except (ValueError, KeyError, TypeError):  # a run that was started by an early version
+        return config.model.dtype

@@ -1,0 +1,175 @@
+"""`fxtune chat RUN`: answers of the base and of the tuned model, from a pipe and in a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from support.architectures import built, lora, trained
+
+from fxtune.cli import chat
+from fxtune.cli.main import main
+from fxtune.data.config import QuestionsConfig
+from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.models.save import save_model
+from fxtune.training.answers import answer, load_questions
+
+TINY = ModelConfig(path="builtin:tiny", dtype=DType.float32)
+PROMPTS = ["What colour is the lamp?", "Order seven chairs."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """runs/mine with an adapter and runs/full with a whole model, whose answers differ from the base's."""
+    root = tmp_path_factory.mktemp("chat")
+    model = trained(built(lora(), TINY, dtype="float32"))
+    save_model(model, load_tokenizer(TINY), root / "runs" / "mine" / "adapter")
+    merged = model.merge_and_unload()
+    merged.name_or_path, merged.base_revision, merged.config_edited = "", None, False
+    save_model(merged, load_tokenizer(TINY), root / "runs" / "full" / "model")
+    for name in ("mine", "full"):
+        (root / "runs" / name / "config.yaml").write_text("model: {path: 'builtin:tiny', init: pretrained}\n")
+    return root
+
+
+@pytest.fixture
+def runs(folder, monkeypatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, list[str]]:
+    """The first 8 tokens of the answers, as training asks its questions."""
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]} for text in PROMPTS
+    ]
+    (folder / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = load_tokenizer(TINY)
+    questions = load_questions(QuestionsConfig(path=str(folder / "q.jsonl")), tokenizer)
+    adapter = str(folder / "runs" / "mine" / "adapter")
+    tuned = built(lora(), ModelConfig(path="builtin:tiny", dtype=DType.bfloat16, adapter=adapter), dtype="bfloat16")
+    found = {"tuned": answer(tuned, tokenizer, questions, 1, 8)}
+    with tuned.disable_adapter():
+        found["base"] = answer(tuned, tokenizer, questions, 1, 8)
+    assert found["tuned"] != found["base"]
+    return found
+
+
+def ask(monkeypatch, *words: str, lines: str = "\n\n".join(PROMPTS) + "\n") -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return main(["chat", *words, "--max-new-tokens", "8"])
+
+
+@pytest.mark.parametrize("run", ["mine", "runs/mine", "runs/mine/adapter", "full"])
+def test_each_line_of_a_pipe_is_answered_as_in_training(runs, expected, monkeypatch, capsys, run):
+    assert ask(monkeypatch, run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines] == expected["tuned"]
+
+
+@pytest.mark.parametrize("run", ["mine", "full"])
+def test_base_and_tuned_model_answer_beside_each_other(runs, expected, monkeypatch, capsys, run):
+    assert ask(monkeypatch, run, "--show", "base") == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == expected["base"]
+    assert ask(monkeypatch, run, "--show", "both") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["base", "tuned"] * 2
+    assert [line.partition(": ")[2].strip() for line in lines[0::2]] == expected["base"]
+    assert [line.partition(": ")[2].strip() for line in lines[1::2]] == expected["tuned"]
+
+
+def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypatch):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(chat, "console", lambda: screen)
+    speakers, tokenizer = chat._load(chat.find_output("mine"), "both", False)
+    talk = chat._Chat(speakers, tokenizer, {}, 8, 0.0)
+    typed = iter([PROMPTS[0], PROMPTS[1], "/new", PROMPTS[1]])
+
+    def read(_: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    seen = []
+    reply = talk.reply
+    monkeypatch.setattr(talk, "reply", lambda text: (reply(text), seen.append(len(speakers[0].messages))))
+    talk.talk()
+    assert seen == [2, 4, 2], "the second prompt continues the conversation, /new starts another"
+    assert "base" in screen.file.getvalue()
+    assert "tuned" in screen.file.getvalue()
+
+
+def test_answers_appear_as_they_are_written(runs, monkeypatch):
+    pieces: list[str] = []
+    speakers, tokenizer = chat._load(chat.find_output("mine"), "tuned", False)
+    chat._Chat(speakers, tokenizer, {}, 40, 0.0)._answer(speakers[0], PROMPTS[0], pieces.append)
+    assert len(pieces) > 1
+    assert "".join(pieces).strip() == speakers[0].messages[-1]["content"]
+
+
+def test_temperature_draws_tokens(runs, monkeypatch, capsys):
+    answers = set()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        assert ask(monkeypatch, "mine", "--temperature", "3") == 0
+        answers.add(capsys.readouterr().out)
+    assert len(answers) > 1
+
+
+def test_a_longer_conversation_than_the_model_reads_is_told(runs, monkeypatch, capsys):
+    assert ask(monkeypatch, "mine", lines="word " * 600 + "\n" + PROMPTS[0] + "\n") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "longer than the model can read" in out[0]
+    assert len(out) == 2
+
+
+def test_a_prompt_that_no_template_can_write_is_told_and_the_next_is_answered(runs, expected, monkeypatch, capsys):
+    assert ask(monkeypatch, "mine", lines=f"caf\udce9\n{PROMPTS[0]}\n") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "lone surrogate" in first
+    assert second.strip() == expected["tuned"][0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "message"),
+    [
+        (lambda run: None, 2, "there is no run `nobody` (looked for ./nobody and runs/nobody). There are: full, mine"),
+        (lambda run: shutil.rmtree(run / "adapter"), 2, "has no adapter and no model yet"),
+        (lambda run: (run / "adapter" / "adapter_model.safetensors").unlink(), 6, "adapter_model.safetensors"),
+        (lambda run: (run / "adapter" / "adapter_model.safetensors").write_bytes(b"x"), 6, "is broken"),
+        (lambda run: (run / "adapter" / "adapter_config.json").write_text("{"), 6, "adapter_config.json"),
+        (lambda run: (run / "config.yaml").write_text("a: [1"), 6, "config.yaml"),
+    ],
+    ids=["missing", "unfinished", "no weights", "broken weights", "broken adapter config", "broken config"],
+)
+def test_a_missing_or_broken_run_is_one_message(runs, tmp_path, monkeypatch, capsys, spoil, code, message):
+    shutil.copytree(runs, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    spoil(tmp_path / "runs" / "mine")
+    name = "nobody" if "nobody" in message else "mine"
+    assert ask(monkeypatch, name) == code
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.count("fxtune: ") == 1
+    assert "Traceback" not in err + out
+
+
+def test_a_checkpoint_is_told_to_be_merged_first(cwd, monkeypatch, capsys):
+    (cwd / "runs" / "mine" / "checkpoints" / "step-7").mkdir(parents=True)
+    assert ask(monkeypatch, "runs/mine/checkpoints/step-7") == 2
+    assert "fxtune merge runs/mine/checkpoints/step-7 FOLDER" in capsys.readouterr().err
+
+
+def test_bad_words_are_told_the_usage(cwd, monkeypatch, capsys):
+    assert ask(monkeypatch) == 2
+    assert "usage: fxtune chat RUN" in capsys.readouterr().err
+    assert ask(monkeypatch, "mine", "--show", "all") == 2
+    assert "--show invalid choice: 'all'" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Rows that are trained on and held out are an error with their places; copies and uneven weights are said."""
+
+import json
+import pickle
+
+import pytest
+from support.tables import natural, table, training
+
+from fxtune.data.batches.build import prepare_data
+from fxtune.data.config import DataConfig, OnBadRow, OnOverlap, QuestionsConfig, SourceConfig
+from fxtune.errors import DataError
+from fxtune.models.load import ModelConfig, load_tokenizer
+
+
+def chat(number: int) -> dict:
+    turns = [("user", f"What is {number}?"), ("assistant", f"It is {number}.")]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def write(path, rows) -> SourceConfig:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return SourceConfig(path=str(path))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ModelConfig())
+
+
+@pytest.fixture
+def prepare(tmp_path, tokenizer):
+    def call(**data):
+        config = DataConfig(sequence_length=64, cache_dir=str(tmp_path / "cache"), **data)
+        return prepare_data(config, tokenizer, micro_batch_size=4, global_batch_size=4, progress=False)
+
+    return call
+
+
+def test_a_split_that_both_sides_have_is_an_error_with_the_first_pairs(prepare, tmp_path):
+    """The second source is Alpaca: the format of a row does not matter, only what the model sees."""
+    alpaca = {"instruction": "What is 7?", "output": "It is 7."}
+    one = write(tmp_path / "one.jsonl", ["", *map(chat, range(5))])
+    two = write(tmp_path / "two.jsonl", ["broken", {"instruction": "Why?", "output": "So."}, alpaca])
+    held = write(tmp_path / "held.jsonl", [chat(99), chat(3), "", chat(7)])
+    with pytest.raises(DataError) as caught:
+        prepare(sources=[one, two], eval_sources=[held], on_bad_row=OnBadRow.quarantine)
+    said = str(caught.value)
+    assert "2 rows of data.sources are held out as well" in said
+    assert f"2 of 3 rows of data.eval_sources ({held.path})" in said
+    assert f"held.jsonl:2 is {tmp_path}/one.jsonl:5" in said
+    assert f"held.jsonl:4 is {tmp_path}/two.jsonl:3" in said
+    assert "data.on_overlap=drop" in said
+
+
+def test_the_same_file_on_both_sides_is_an_error_and_two_slices_are_none(prepare, tmp_path):
+    path = write(tmp_path / "all.jsonl", map(chat, range(20))).path
+    with pytest.raises(DataError, match=r"20 of 20 rows of data\.eval_sources .*, and 17 more"):
+        prepare(sources=[SourceConfig(path)], eval_sources=[SourceConfig(path)])
+    sides = prepare(
+        sources=[SourceConfig(path, split="train[:80%]")], eval_sources=[SourceConfig(path, split="train[80%:]")]
+    )
+    assert (sides.training.summary()["documents"], sides.evaluation.summary()["documents"]) == (16, 4)
+
+
+def test_questions_are_held_out_rows(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", map(chat, range(10)))
+    asked = write(tmp_path / "asked.jsonl", [chat(4), chat(50)])
+    with pytest.raises(DataError, match=r"1 of 2 rows of data\.questions .*asked\.jsonl:1 is \S+one\.jsonl:5"):
+        prepare(sources=[one], questions=QuestionsConfig(path=asked.path))
+    made = prepare(sources=[one], questions=QuestionsConfig(path=asked.path), on_overlap=OnOverlap.drop)
+    assert made.training.summary()["documents"] == 9
+
+
+def test_drop_trains_on_the_others_and_keep_on_all(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", map(chat, range(10)))
+    held = write(tmp_path / "held.jsonl", map(chat, range(7, 13)))
+    kept = prepare(sources=[one], eval_sources=[held], on_overlap=OnOverlap.keep).training
+    made = prepare(sources=[one], eval_sources=[held], on_overlap=OnOverlap.drop).training
+    assert kept.summary()["documents"] == 10
+    assert made.summary()["documents"] == 7
+    assert made.summary()["overlapping"] == 3
+    assert any("3 documents are held out as well" in note for note in made.notes())
+    learned = {document for step in range(made.steps) for _, document in made.documents(step, 0)}
+    assert learned == set(range(7))
+    assert made.fingerprint != kept.fingerprint
+    assert pickle.loads(pickle.dumps(made)).fingerprint == made.fingerprint
+    assert kept.fingerprint == prepare(sources=[one]).training.fingerprint, "a run without overlap resumes as before"
+
+
+def test_a_held_out_share_never_overlaps(prepare, tmp_path):
+    """Copies of a row are on one side."""
+    one = write(tmp_path / "one.jsonl", [chat(number % 20) for number in range(60)])
+    made = prepare(sources=[one], eval_fraction=0.4)
+    assert made.evaluation.summary()["documents"] > 0
+    [note] = [note for note in made.training.notes() if "repeat" in note]
+    count = made.training.summary()["documents"]
+    assert f"{count * 2 // 3} of {count} documents repeat another one; the most frequent is there 3 times." in note
+
+
+def test_the_held_out_share_keeps_its_documents_when_rows_are_added(prepare, tmp_path):
+    """And eval_limit takes some of them, without giving the others to training."""
+
+    def sides(rows, limit=None):
+        made = prepare(sources=[write(tmp_path / "one.jsonl", map(chat, rows))], eval_fraction=0.3, eval_limit=limit)
+        table = made.training.tables[0]
+        found = [
+            {int(table.digests[document]) for document in plan.stream.segments.document}
+            for plan in (made.training, made.evaluation)
+        ]
+        return found
+
+    trained, held_out = sides(range(40))
+    more_trained, more_held_out = sides(range(60))
+    assert trained < more_trained
+    assert held_out < more_held_out
+    limited, few = sides(range(60), limit=5)
+    assert limited == more_trained
+    assert len(few) == 5
+    assert few < more_held_out
+
+
+def test_a_share_that_holds_out_nothing_names_one_that_would(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", map(chat, range(8)))
+    with pytest.raises(DataError, match=r"holds out none of 8 documents.* Raise it to ([\d.]+) or more") as caught:
+        prepare(sources=[one], eval_fraction=1e-6)
+    fraction = float(str(caught.value).split("Raise it to ")[1].split()[0])
+    assert prepare(sources=[one], eval_fraction=fraction).evaluation.summary()["documents"] == 1
+
+
+def test_copies_within_and_across_sources_are_counted():
+    a = table([([1, 2, 3], [True] * 3)] * 4 + [([4, 5], [True] * 2)], "a")
+    b = table([([4, 5], [True] * 2), ([6, 7], [True] * 2)], "b")
+    assert training([a, b]).notes() == [
+        "a: 3 of 5 documents repeat another one; the most frequent is there 4 times.",
+        "1 documents are in several of data.sources, and are learned from each.",
+    ]
+    assert training([natural(20, 10, 0, "a"), natural(20, 10, 1, "b")]).notes() == []
+
+
+def test_weights_that_repeat_one_source_and_cut_another_are_said():
+    small, large = natural(20, 30, 0, "small"), natural(800, 30, 1, "large")
+    [note] = training([small, large], weights=[1.0, 1.0]).notes()
+    assert note.startswith("By the weights of data.sources, one epoch sees small ")
+    times, share = float(note.split("small ")[1].split(" times")[0]), note.split("and ")[1].split("%")[0]
+    summary = training([small, large], weights=[1.0, 1.0]).summary()["sources"]
+    assert times == pytest.approx(summary[0]["repeats"], rel=0.01)
+    assert times > 10
+    assert int(share) == round(100 * summary[1]["repeats"])
+    even = [float(one.supervised.sum()) for one in (small, large)]
+    assert training([small, large], weights=even).notes() == []

@@ -1,0 +1,157 @@
+"""What a row holds reaches the text, or is named as unused, or is an error with the field's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import families
+from support.rows import write_jsonl
+
+from fxtune.data.chat.coverage import CONTENT_REMARK, REASONING_REMARK
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
+from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.sources import open_source
+from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.errors import DataError
+
+USER = {"role": "user", "content": "what is two and two?"}
+ANSWER = {"role": "assistant", "content": "four."}
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": "two"}}}]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
+
+
+def encode(family: str, row: dict[str, Any], format: str = "messages", unused: tuple[str, ...] = ()) -> Document | str:
+    (found,) = Encoder(families.tokenizer(family), RowFormat(format), unused=unused).encode([row])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "row", "field", "name"),
+    [
+        ("chatml", "messages", {"messages": [USER, ANSWER], "tools": TOOLS}, "`tools`", "tools"),
+        ("chatml", "messages", {"messages": [USER, {**ANSWER, "reasoning_content": "I add"}]}, "reasoning of messages[1]", "reasoning_content"),
+        ("deepseek", "messages", {"messages": [USER, {**ANSWER, "content": "<think>\nI add\n</think>\n\nfour."}]}, "reasoning of messages[1]", "reasoning_content"),
+        ("mistral_v3", "messages", {"messages": [{"role": "system", "content": "two"}, USER, ANSWER]}, "messages[0], of role system", "system"),
+        ("mistral_v3", "alpaca", {"instruction": "u", "output": "a", "system": "Be kind."}, "messages[0], of role system", "system"),
+        ("chatml", "messages", {"messages": [{**USER, "name": "Zoe"}, ANSWER]}, "messages[0].name", "name"),
+        ("chatml", "messages", {"messages": [USER, {**ANSWER, "thought": "I add"}]}, "messages[1].thought", "thought"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "documents": ["a b"]}, "column 'documents'", "documents"),
+        ("chatml", "alpaca", {"instruction": "u", "output": "a", "context": "c d"}, "column 'context'", "context"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "conversations": [{"from": "human", "value": "other"}]}, "column 'conversations'", "conversations"),
+        ("chatml", "prompt_completion", {"prompt": "p", "completion": "c", "system": "Be kind."}, "column 'system'", "system"),
+        ("chatml", "text", {"text": "two", "summary": "it is"}, "column 'summary'", "summary"),
+        ("chatml", "tokens", {"input_ids": [5, 6], "reward_model": {"a": "b"}}, "column 'reward_model'", "reward_model"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_written_is_a_bad_row(family: str, format: str, row: Any, field: str, name: str) -> None:
+    reason = encode(family, row, format)
+    assert isinstance(reason, str)
+    assert field in reason
+    assert f"`unused: [{name}]`" in reason
+    found = encode(family, row, format, unused=(name,))
+    assert isinstance(found, Document), found
+
+
+def test_calls_need_a_template_that_writes_them() -> None:
+    reason = encode("chatml", {"messages": [USER, CALLING]})
+    assert reason == (
+        "the chat template writes no tool calls, as messages[1] has; name one that does in data.chat_template=FILE"
+    )
+
+
+def test_empty_and_known_fields_are_no_error() -> None:
+    row = {
+        "messages": [{**USER, "id": 7, "timestamp": "2024"}, {**ANSWER, "refusal": None, "notes": "", "links_to": []}],
+        "tools": [], "id": "x1", "source": "web", "score": 0.5, "summary": None, "facts": {"a": [""]}, "documents": [],
+        "first": "what is two and two?", "chat": [{"said": "four."}],
+    }  # fmt: skip
+    assert isinstance(encode("chatml", row), Document)
+
+
+def test_books_of_the_long_context_recipes_are_read() -> None:
+    """emozilla/pg19, which two recipes name."""
+    row = {"short_book_title": "A Book", "publication_date": 1900, "url": "http://a.b/c", "text": "two and two"}
+    assert isinstance(encode("chatml", row, "text"), Document)
+
+
+def test_history_of_alpaca_becomes_turns() -> None:
+    row = {"instruction": "and three?", "output": "six.", "history": [["what is two and two?", "four."]]}
+    found = encode("chatml", row, "alpaca")
+    assert isinstance(found, Document)
+    text = families.tokenizer("chatml").decode([t for t, s in zip(found.ids, found.supervised, strict=True) if s])
+    assert text == "four.<|im_end|>six.<|im_end|>"
+    reason = encode("chatml", {**row, "history": ["four."]}, "alpaca")
+    assert reason == "history is not a list of [question, answer] pairs"
+
+
+def test_what_a_template_leaves_out_by_design_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    early = {"messages": [USER, {**ANSWER, "reasoning_content": "I add"}, USER, ANSWER]}
+    assert encode("qwen3", early).remarks == (REASONING_REMARK,)
+    thought = {"messages": [USER, {**ANSWER, "content": "<think>\nI add\n</think>\n\nfour."}, USER, ANSWER]}
+    assert encode("qwen3", thought).remarks == (REASONING_REMARK,)
+    beside = {"messages": [USER, {**CALLING, "content": "let me see"}]}
+    for family in ("llama31", "mistral_v3", "hermes"):
+        assert encode(family, beside).remarks == (CONTENT_REMARK,)
+    assert encode("qwen3", beside).remarks == ()
+    last = {"messages": [USER, {**ANSWER, "reasoning_content": "I add"}]}
+    path = write_jsonl(tmp_path / "a.jsonl", [early, thought, last])
+    data = DataConfig(cache_dir=str(tmp_path), workers=1)
+    for _ in range(2):  # tokenized, and from the cache
+        assert tokenize(SourceConfig(path=str(path)), data, families.tokenizer("qwen3")).remarks == {
+            REASONING_REMARK: 2
+        }
+        assert f"{REASONING_REMARK} (2 of 3 documents)." in capsys.readouterr().out
+
+
+def test_errors_name_file_line_and_field(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], "facts": "two is even"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = DataConfig(cache_dir=str(tmp_path), workers=1)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: column 'facts' is not read.*`unused: \[facts\]`"):
+        tokenize(SourceConfig(path=str(path)), data, families.tokenizer("chatml"), progress=False)
+    table = tokenize(
+        SourceConfig(path=str(path), unused=["facts"]), data, families.tokenizer("chatml"), progress=False
+    )
+    assert len(table) == 2
+
+
+CHOSEN = [USER, ANSWER]
+REJECTED = [USER, {"role": "assistant", "content": "five."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"prompt": "two?", "chosen": "four", "rejected": "five"}, "chosen, rejected"),
+        ({"chosen": CHOSEN, "rejected": REJECTED}, "chosen, rejected"),
+        ({"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED}, "chosen, rejected"),
+        ({"question": "two?", "response_chosen": "four", "response_rejected": "five"}, "response_chosen, response_rejected"),
+        ({"prompt": "two?", "completion": "five", "label": False}, "label"),
+        ({"messages": REJECTED, "kto_tag": False}, "kto_tag"),
+        ({"prompt": [USER], "completion": [ANSWER], "label": True}, "label"),
+    ],
+)  # fmt: skip
+def test_preferences_are_refused_as_such(row: Any, columns: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [row] * 3)
+    for on_bad_row in OnBadRow:
+        data = DataConfig(cache_dir=str(tmp_path), workers=1, on_bad_row=on_bad_row)
+        with pytest.raises(DataError, match=rf"a row of preferences \({columns}\)") as raised:
+            tokenize(SourceConfig(path=str(path)), data, families.tokenizer("chatml"), progress=False)
+        assert "Perhaps" not in str(raised.value)
+        assert "unused" not in str(raised.value)
+
+
+def test_preferences_after_the_first_rows_are_bad_rows() -> None:
+    reason = encode("chatml", {"prompt": "two?", "completion": "five", "label": False}, "prompt_completion")
+    assert "a row of preferences (label)" in reason
+
+
+def test_classes_are_no_preferences(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "two", "label": 1}])
+    assert open_source(SourceConfig(path=str(path))).format() is RowFormat.text
+    reason = encode("chatml", json.loads(path.read_text()), "text")
+    assert "column 'label' is not read" in reason

@@ -1,0 +1,254 @@
+"""Tool calls are learned wherever a published template writes them, exactly their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import families
+
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.config import ChatRole, LearnConfig
+from fxtune.data.read.formats import RowFormat
+
+USER = {"role": "user", "content": "what is two and two?"}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": "two", "b": [2, {"c": null}]}'},
+}
+WRITTEN = '{"a": "two", "b": [2, {"c": null}]}'
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "it is 4"}
+ANSWER = {"role": "assistant", "content": "four."}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": SCHEMA}}]
+
+CALL_TEXT = {
+    "qwen3": f'<tool_call>\n{{"name": "add", "arguments": {WRITTEN}}}\n</tool_call><|im_end|>',
+    "llama31": f'{{"name": "add", "parameters": {WRITTEN}}}<|eot_id|>',
+    "mistral_v3": f'[TOOL_CALLS] [{{"name": "add", "arguments": {WRITTEN}, "id": "ID"}}]</s>',
+    "hermes": f'<tool_call>\n{{"name": "add", "arguments": {WRITTEN}}}\n</tool_call><|im_end|>',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    + WRITTEN
+    + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+    "harmony": f" to=functions.add<|channel|>commentary json<|message|>{WRITTEN}<|call|>",
+}
+ANSWER_TEXT = {
+    "qwen3": "<think>\n\n</think>\n\nfour.<|im_end|>",
+    "llama31": "four.<|eot_id|>",
+    "mistral_v3": "four.</s>",
+    "hermes": "four.<|im_end|>",
+    "deepseek": "four.<｜end▁of▁sentence｜>",
+    "harmony": "<|channel|>final<|message|>four.<|return|>",
+}
+
+
+def with_tools(family: str, row: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek's published template writes no tools, so a row with tools is refused."""
+    return row if family == "deepseek" else {**row, "tools": TOOLS}
+
+
+def learned(family: str, row: dict[str, Any], format: str = "messages", learn: LearnConfig | None = None) -> list[str]:
+    """The supervised stretches of a row under a published template, decoded from their tokens."""
+    tokenizer = families.tokenizer(family)
+    (document,) = Encoder(tokenizer, RowFormat(format), learn=learn).encode([row])
+    assert isinstance(document, Document), document
+    stretches: list[list[int]] = []
+    for index, (token, is_learned) in enumerate(zip(document.ids, document.supervised, strict=True)):
+        if is_learned and (index == 0 or not document.supervised[index - 1]):
+            stretches.append([])
+        if is_learned:
+            stretches[-1].append(token)
+    texts = map(tokenizer.decode, stretches)
+    # Mistral's tokenizer puts a space before the text behind a special token.
+    return [one.lstrip().replace("]  [", "] [") for one in texts] if family == "mistral_v3" else list(texts)
+
+
+def without_id(stretch: str) -> str:
+    """The text of a Mistral call with its id of nine characters replaced."""
+    before, key, after = stretch.partition('"id": "')
+    return f"{before}{key}ID{after[9:]}" if key else stretch
+
+
+@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+def test_calls_and_answers_are_learned_and_results_are_not(family: str) -> None:
+    for row in (
+        with_tools(family, {"messages": [USER, CALLING, RESULT, ANSWER]}),
+        {"messages": [USER, CALLING, RESULT, ANSWER]},
+    ):
+        call, answer = learned(family, row)
+        assert without_id(call) == CALL_TEXT[family]
+        assert answer == ANSWER_TEXT[family]
+
+
+@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+def test_a_dataset_of_calls_alone(family: str) -> None:
+    (call,) = learned(family, with_tools(family, {"messages": [USER, CALLING]}))
+    # Qwen3 writes an empty block of reasoning in the last turn, and the model must learn that.
+    assert without_id(call) == ("<think>\n\n</think>\n\n" if family == "qwen3" else "") + CALL_TEXT[family]
+
+
+@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+def test_calls_in_several_rounds(family: str) -> None:
+    again = [USER, CALLING, RESULT]
+    found = learned(
+        family, with_tools(family, {"messages": [USER, CALLING, RESULT, ANSWER, *again, CALLING, RESULT, ANSWER]})
+    )
+    assert [without_id(one) for one in found if "add" in one] == [CALL_TEXT[family]] * 3
+    assert len(found) == 5
+    assert found[-1] == ANSWER_TEXT[family]
+
+
+@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+def test_sharegpt_calls_and_observations(family: str) -> None:
+    turns = [
+        {"from": "human", "value": "what is two and two?"},
+        {"from": "function_call", "value": f'{{"name": "add", "arguments": {WRITTEN}}}'},
+        {"from": "observation", "value": "it is 4"},
+        {"from": "gpt", "value": "four."},
+    ]
+    call, answer = learned(family, with_tools(family, {"conversations": turns}), "sharegpt")
+    assert without_id(call) == CALL_TEXT[family]
+    assert answer == ANSWER_TEXT[family]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral_v3", "hermes", "deepseek"])
+def test_parallel_calls_are_one_turn(family: str) -> None:
+    other = {"id": "call_2", "type": "function", "function": {"name": "sub", "arguments": {}}}
+    row = {
+        "messages": [
+            USER,
+            {**CALLING, "tool_calls": [CALL, other]},
+            RESULT,
+            {**RESULT, "tool_call_id": "call_2"},
+            ANSWER,
+        ]
+    }
+    call, answer = learned(family, row)
+    assert call.index("add") < call.index("sub")
+    assert call.endswith(CALL_TEXT[family][-6:])
+    assert answer == ANSWER_TEXT[family]
+
+
+@pytest.mark.parametrize("family", ["llama31", "harmony"])
+def test_a_template_that_takes_one_call_a_turn_refuses_two(family: str) -> None:
+    (reason,) = Encoder(families.tokenizer(family), RowFormat.messages).encode(
+        [
+            {
+                "messages": [
+                    USER,
+                    {**CALLING, "tool_calls": [CALL, CALL | {"function": {"name": "sub", "arguments": {}}}]},
+                ]
+            }
+        ]
+    )
+    assert isinstance(reason, str)
+    assert "single tool-calls" in reason or "does not write tool_calls[1] of messages[1]" in reason
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek"])
+def test_text_beside_a_call_is_learned_with_it(family: str) -> None:
+    call, _ = learned(family, {"messages": [USER, {**CALLING, "content": "let me see"}, RESULT, ANSWER]})
+    assert call.startswith("let me see")
+    assert call.endswith(CALL_TEXT[family])
+
+
+def test_reasoning_before_a_call() -> None:
+    calling = {**CALLING, "reasoning_content": "I must add."}
+    found = learned("qwen3", {"messages": [USER, calling, RESULT, ANSWER]})
+    assert found[0] == "<think>\nI must add.\n</think>\n\n" + CALL_TEXT["qwen3"]
+    (found,) = learned("harmony", {"messages": [USER, calling]})
+    assert found == "<|channel|>analysis<|message|>I must add.<|end|><|start|>assistant" + CALL_TEXT["harmony"]
+
+
+@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+@pytest.mark.parametrize(
+    ("learn", "switch", "expected"),
+    [
+        (LearnConfig(), {}, [True, True]),
+        (LearnConfig(), {"train": False}, [False, True]),
+        (LearnConfig(), {"weight": 0}, [False, True]),
+        (LearnConfig(tool_calls=False), {}, [False, True]),
+        (LearnConfig(tool_calls=False), {"train": True}, [True, True]),
+        (LearnConfig(last_turn_only=True), {}, [False, True]),
+        (LearnConfig(roles=[]), {"weight": 1}, [True, False]),
+    ],
+)
+def test_what_is_learned_can_be_chosen(family: str, learn: LearnConfig, switch: dict, expected: list[bool]) -> None:
+    found = learned(family, {"messages": [USER, {**CALLING, **switch}, RESULT, ANSWER]}, learn=learn)
+    texts = [CALL_TEXT[family], ANSWER_TEXT[family]]
+    assert [without_id(one) for one in found] == [text for text, wanted in zip(texts, expected, strict=True) if wanted]
+
+
+def test_other_roles_can_be_learned() -> None:
+    row = {"messages": [USER, ANSWER, {"role": "user", "content": "thanks"}]}
+    learn = LearnConfig(roles=[ChatRole.user, ChatRole.assistant])
+    expected = ["what is two and two?<|eot_id|>", "four.<|eot_id|>", "thanks<|eot_id|>"]
+    assert learned("llama31", row, learn=learn) == expected
+    assert learned("llama31", row, learn=LearnConfig(roles=[ChatRole.user])) == expected[::2]
+
+
+WORDS = st.sampled_from(
+    [
+        "two",
+        " four\n",
+        '"',
+        "{}",
+        "\\",
+        "é😀",
+        "</tool_call>",
+        "<|im_end|>",
+        "[TOOL_CALLS] [",
+        "<｜Assistant｜>",
+        "</s>",
+        "```",
+    ]
+)
+TEXT = st.lists(WORDS, min_size=1, max_size=4).map("".join)
+ARGUMENTS = st.dictionaries(TEXT, st.none() | st.integers() | TEXT | st.lists(TEXT, max_size=2), max_size=3)
+
+
+@st.composite
+def agents(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """A conversation with calls of any arguments, results and answers; some turns are switched off."""
+
+    def call() -> dict[str, Any]:
+        function = {"name": draw(st.sampled_from(["add", "user", "name", "a.b"])), "arguments": draw(ARGUMENTS)}
+        return {"id": draw(st.sampled_from(["call_1", "abcdefghi", "2"])), "type": "function", "function": function}
+
+    messages: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        for _ in range(draw(st.integers(0, 2))):
+            calls = [call() for _ in range(1 if family in ("llama31", "harmony") else draw(st.integers(1, 2)))]
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            if family in ("qwen3", "deepseek"):
+                messages[-1]["content"] = draw(st.none() | TEXT)
+            if draw(st.integers(0, 3)) == 0:
+                messages[-1]["train"] = False
+            messages += [{"role": "tool", "content": draw(TEXT), "tool_call_id": one["id"]} for one in calls]
+        messages.append({"role": "assistant", "content": draw(TEXT)})
+    if messages[0]["role"] == "user" and draw(st.booleans()):
+        messages.pop()
+    if not any(message["role"] == "assistant" for message in messages):
+        messages.append({"role": "assistant", "content": "four"})
+    return with_tools(family, {"messages": messages}) if draw(st.booleans()) else {"messages": messages}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+def test_spans_with_calls_equal_those_of_marks(family: str) -> None:
+    marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)
+    stock = Encoder(families.tokenizer(family), RowFormat.messages)
+
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(agents(family))
+    def check(row: dict[str, Any]) -> None:
+        expected, found = marked.encode([row])[0], stock.encode([row])[0]
+        assert isinstance(expected, Document), expected
+        assert found == expected
+
+    check()

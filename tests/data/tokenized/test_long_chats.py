@@ -1,0 +1,73 @@
+"""Chats longer than a row become a table of pieces; other tables do not depend on the row's length."""
+
+import itertools
+
+import numpy as np
+import pytest
+from support.rows import write_jsonl
+
+from fxtune.data.batches.build import plan_training
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.errors import DataError
+
+
+def long_chat(number: int, exchanges: int) -> dict:
+    turns = [{"role": "system", "content": f"Count by {number}."}]
+    for at in range(exchanges):
+        turns += [{"role": "user", "content": f"{number}, {at} and?"}, {"role": "assistant", "content": f"{at + 1}."}]
+    return {"messages": turns}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_long_chats_are_tokenized_as_pieces_and_others_as_before(workers, table_of, tmp_path, tokenizer, many_shards):
+    """The table without long chats does not depend on the row's length, so that its tokens stay cached."""
+    rows = [long_chat(0, 1), long_chat(1, 12), long_chat(2, 2)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    whole = table_of(path)
+    longest = int(np.diff(whole.offsets)[2])
+    table = table_of(path, sequence_length=longest, workers=workers)
+    texts = [tokenizer.decode(table.ids[a:b].tolist()) for a, b in itertools.pairwise(table.offsets)]
+    assert texts[0] == tokenizer.decode(whole.ids[: whole.offsets[1]].tolist())
+    assert len(texts) == table.split.pieces + 2
+    assert all("Count by 1." in piece for piece in texts[1:-1])
+    assert table.supervised.sum() == whole.supervised.sum()
+    assert len(np.unique(table.digests)) == 3
+    assert (table.split.chats, table.split.truncated) == (1, 0)
+    assert table.whole.fingerprint == whole.fingerprint != table.fingerprint
+    assert table_of(path, sequence_length=len(whole.ids)).fingerprint == whole.fingerprint
+
+
+def test_a_run_says_what_was_split_and_cut_and_its_batches_hold_whole_turns(table_of, tmp_path):
+    rows = [long_chat(number, 10) for number in range(4)]
+    rows[0]["messages"][2]["content"] = "1, 2, 3, " * 200
+    table = table_of(write_jsonl(tmp_path / "a.jsonl", rows), sequence_length=200)
+    data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=200)
+    notes = plan_training([table], data, micro_batch_size=1, global_batch_size=2).notes()
+    counts = table.split
+    assert (counts.chats, counts.truncated) == (4, 1)
+    assert f"4 documents longer than 200 tokens were split into {counts.pieces} pieces at their turns" in notes[0]
+    assert "1 of these were cut, because an answer with its question is longer than 200 tokens" in notes[1]
+    assert f"{counts.lost_tokens:,} tokens left out ({counts.lost_supervised:,} supervised)" in notes[1]
+    assert len(notes) == 2, "pieces of a chat are no copies"
+
+
+def test_copies_of_a_long_chat_are_copies(table_of, tmp_path):
+    table = table_of(write_jsonl(tmp_path / "a.jsonl", [long_chat(1, 10)] * 3), sequence_length=200)
+    data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=200)
+    notes = plan_training([table], data, micro_batch_size=1, global_batch_size=2).notes()
+    assert any("2 of 3 documents repeat another one; the most frequent is there 3 times." in note for note in notes)
+
+
+def test_the_pieces_of_a_chat_are_on_one_side(table_of, tmp_path):
+    table = table_of(write_jsonl(tmp_path / "a.jsonl", [long_chat(n, 12) for n in range(12)]), sequence_length=150)
+    data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=150, eval_fraction=0.4)
+    plan = plan_training([table], data, micro_batch_size=1, global_batch_size=2)
+    trained = set(table.digests[plan.stream.segments.document].tolist())
+    assert 0 < len(trained) < 12
+    assert len(plan.stream.segments) == sum(digest in trained for digest in table.digests.tolist())
+
+
+def test_chats_whose_questions_fill_a_row_are_an_error(table_of, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [long_chat(1, 1)])
+    with pytest.raises(DataError, match=r"none of its 1 chats has an answer in the first 8 tokens\. Raise"):
+        table_of(path, sequence_length=8)

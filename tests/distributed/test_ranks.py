@@ -1,0 +1,134 @@
+"""Runs of two ranks: what they learn, and what one of them alone meets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.harness import command
+from support.killing import Reference, tail
+from support.ranks import Ranks
+from support.runs import losses
+
+pytestmark = pytest.mark.slow
+UNDROPPED = ("data.eval_fraction=0.1", "train.eval_every=6")
+PACKED = (*UNDROPPED, "data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as made:
+        yield made
+
+
+def made(folder: Path, *words: str) -> list[str]:
+    folder.mkdir(parents=True)
+    return command(folder, *UNDROPPED, *words)
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run" / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        ((), 0.0),
+        (("data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2"), 0.0),
+        (("data.buckets=[32,64,128]", "optimizer.name=muon"), 0.0),
+        (("train.micro_batch_size=1", "train.global_batch_size=6"), 1e-5),
+    ],
+    ids=("padded", "packed", "bucketed", "three micro-batches a rank"),
+)
+def test_two_ranks_learn_what_one_process_learns(ranks, forks, tmp_path, words, tolerance):
+    """Bit for bit with one micro-batch a rank, where the order of the sums is the same."""
+    alone = made(tmp_path / "alone", *words)
+    Reference.of(forks, alone, tmp_path / "alone")
+    assert ranks.run(made(tmp_path / "two", *words), tmp_path / "two") == [0, 0], tail(tmp_path / "two")
+    one, two = (losses(tmp_path / name / "run") for name in ("alone", "two"))
+    assert len(one) == len(two) > 5
+    assert one == pytest.approx(two, abs=tolerance, rel=0)
+    ours, theirs = adapter(tmp_path / "two"), adapter(tmp_path / "alone")
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, rtol=0, atol=tolerance), name
+
+
+def test_last_step_that_ranks_do_not_divide_counts_each_row_once(ranks, forks, tmp_path):
+    """48 chats in steps of 20 rows: the last step of an epoch and a half has 12 rows, in three micro-batches."""
+    words = ("train.micro_batch_size=4", "train.global_batch_size=20", "train.epochs=1.5", "data.eval_fraction=0")
+    words = (*words, "train.eval_every=0")
+    Reference.of(forks, made(tmp_path / "alone", *words), tmp_path / "alone")
+    words = (*words, "train.micro_batch_size=2", "train.global_batch_size=20")
+    assert ranks.run(made(tmp_path / "two", *words), tmp_path / "two") == [0, 0], tail(tmp_path / "two")
+    one, two = (losses(tmp_path / name / "run") for name in ("alone", "two"))
+    assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_killed_rank_ends_the_other_and_the_same_command_resumes_bit_for_bit(ranks, tmp_path):
+    words = made(tmp_path / "whole")
+    assert ranks.run(words, tmp_path / "whole") == [0, 0]
+    words = made(tmp_path / "killed")
+    first, second = ranks.start(words, tmp_path / "killed", "before")
+    assert first.until("training", 9), tail(tmp_path / "killed")
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
+    assert first.wait() == 7, tail(tmp_path / "killed")
+    said = [line for line in tail(tmp_path / "killed", 10**6).splitlines() if line.startswith("fxtune:")]
+    assert len(said) == 1
+    assert "lost another rank while" in said[0]
+    assert ranks.run(words, tmp_path / "killed") == [0, 0], tail(tmp_path / "killed")
+    assert "Resuming" in tail(tmp_path / "killed", 10**6)
+    assert adapter(tmp_path / "killed").keys() == adapter(tmp_path / "whole").keys()
+    for name, weight in adapter(tmp_path / "whole").items():
+        assert torch.equal(adapter(tmp_path / "killed")[name], weight), name
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_signal_at_one_rank_saves_and_ends_both(ranks, forks, tmp_path, which):
+    """The run goes on in one process: the same documents, losses within rounding."""
+    whole = made(tmp_path / "whole")
+    assert ranks.run(whole, tmp_path / "whole") == [0, 0]
+    folder = tmp_path / "stopped"
+    words = made(folder)
+    both = ranks.start(words, folder, "before")
+    assert both[0].until("training", 7), tail(folder)
+    os.kill(both[which].pid, signal.SIGTERM)
+    assert [forked.wait() for forked in both] == [75, 75], tail(folder)
+    said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    assert len(said) == 1
+    assert "SIGTERM: saved after step" in said[0]
+    newest = max(folder.glob("run/checkpoints/step-*"))
+    logged = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
+    assert int(newest.name.removeprefix("step-")) == logged
+    assert forks.start(words, folder, "after.jsonl").wait() == 0, tail(folder)
+    assert losses(folder / "run") == pytest.approx(losses(tmp_path / "whole" / "run"), abs=1e-5)
+
+
+def test_mistake_is_told_once(ranks, tmp_path):
+    words = made(tmp_path / "run", "model.path=/nowhere", "model.init=pretrained")
+    first, second = ranks.run(words, tmp_path / "run")
+    assert first == second > 0
+    said = [line for line in tail(tmp_path / "run", 10**6).splitlines() if line.startswith("fxtune:")]
+    assert len(said) == 1, said
+
+
+def test_run_in_use_is_refused_by_all_ranks(ranks, forks, tmp_path):
+    folder = tmp_path / "busy"
+    words = made(folder, "train.epochs=400")
+    holder = forks.start(words, folder, "holder.jsonl")
+    try:
+        assert holder.until("training", 2)
+        codes = ranks.run(words, folder)
+    finally:
+        holder.kill()
+        holder.wait()
+    said = [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+    assert codes == [6, 6], said
+    assert len(said) == 1, said
+    assert "is in use by a run that is alive" in said[0]

@@ -1,0 +1,55 @@
+"""A command and its children end together, whatever ends them. How a search ends its trials: tests/tuning."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fxtune.system.process_group import TAIL, run_process
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_exit_code_end_of_output_and_time_are_returned():
+    code, output, seconds = run_process(
+        [sys.executable, "-c", f"import sys; print('a' * {TAIL}); print('last', file=sys.stderr); sys.exit(3)"]
+    )
+    assert code == 3
+    assert output.endswith("last\n")
+    assert len(output) == TAIL
+    assert seconds > 0
+
+
+def test_a_process_imports_this_fxtune():
+    code, output, _ = run_process(
+        [sys.executable, "-c", "import os; os.chdir('/'); import fxtune; print(fxtune.__file__)"]
+    )
+    assert code == 0
+    assert Path(output.strip()).parents[1] == Path(__file__).resolve().parents[2]
+
+
+def test_a_signal_is_a_negative_code():
+    code, _, _ = run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert code == -signal.SIGKILL
+
+
+def test_at_its_limit_the_process_and_its_children_end(cwd):
+    script = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "pathlib.Path('pid').write_text(str(child.pid)); print('waits', flush=True); time.sleep(60)"
+    )
+    code, output, _ = run_process([sys.executable, "-c", script], limit=5.0)
+    assert (code, output) == (None, "waits\n")
+    pid = int(Path("pid").read_text())
+    end = time.monotonic() + 60
+    while alive(pid):
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,50 @@
+"""Which model types keep the documents of a packed row apart, tried with a small model."""
+
+from __future__ import annotations
+
+import pytest
+from support.architectures import ARCHITECTURES, FAMILIES, architecture
+
+from fxtune.models.load import Init, ModelConfig, load_config
+from fxtune.techniques.attention import isolation
+
+KNOWN = {kind: architecture(kind) for kind in ARCHITECTURES} | {kind: FAMILIES[kind] for kind in ("gemma", "phi")}
+
+
+def decoder(kind: str):
+    return load_config(ModelConfig(path=None, init=Init.random, architecture=KNOWN[kind])).get_text_config()
+
+
+@pytest.mark.parametrize("kind", sorted(isolation.PROVEN))
+def test_every_kind_that_is_called_proven_keeps_documents_apart(kind):
+    assert isolation.try_small_model(decoder(kind)) is None
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "gpt_oss", "opt", "qwen3_next"])
+def test_kinds_whose_mask_ignores_documents_are_found_by_trying(kind):
+    assert (
+        isolation.why_not_isolated(decoder(kind)) == f"in {kind} of transformers, documents in one row see each other"
+    )
+
+
+def test_a_kind_that_cannot_be_tried_counts_as_not_isolated():
+    assert "could not be tried" in isolation.why_not_isolated(decoder("mamba2"))
+
+
+def test_a_wide_model_is_tried_small():
+    wide = load_config(
+        ModelConfig(
+            path=None,
+            init=Init.random,
+            architecture={
+                "model_type": "stablelm",
+                "hidden_size": 128,
+                "intermediate_size": 100_000,
+                "num_hidden_layers": 200,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "vocab_size": 1_000_000,
+            },
+        )
+    )
+    assert isolation.why_not_isolated(wide) is None

@@ -1,0 +1,206 @@
+"""Which modules get adapters: all linears of the decoder but routers, or those that the options name, and no silent loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.architectures import CPU, built, facts_of, logits, lora, on_disk, tiny_model, trained
+from support.lora_models import lora_pair, loss_and_gradients, require_close
+from torch import nn
+
+from fxtune.cli.merge import merge
+from fxtune.errors import ConfigError
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
+from fxtune.models.structure import backbone, skeleton
+from fxtune.techniques.base import Switch
+from fxtune.techniques.lora.technique import AdapterInit
+from fxtune.techniques.pipeline import make_probe
+
+MIXTURES = ("deepseek_v3", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe", "qwen3_next")
+EXPERTS = {"deepseek_v3": 2, "mixtral": 4, "qwen3_moe": 4, "qwen3_next": 8}
+"""Tensors of experts with an adapter, two in each layer with experts."""
+
+
+def adapted(model) -> list[str]:
+    """The modules with adapters, by their names in the base."""
+    from peft.tuners.lora import LoraLayer
+
+    found = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    return [name.removeprefix("base_model.model.") for name in found]
+
+
+def evidence(pipeline, model) -> str:
+    return next(iter(pipeline.lora.verify(model, make_probe(model)))).observed
+
+
+def refused(family: str = "llama", **options) -> str:
+    return "\n".join(lora(**options).lora.check(facts_of(tiny_model(family), packing=False)))
+
+
+@pytest.mark.parametrize("kind", [*MIXTURES, "gemma3", "cohere2", "gpt_neox"])
+def test_all_linear_means_every_linear_of_the_decoder_but_routers(kind):
+    pipeline = lora()
+    base = skeleton(load_config(tiny_model(kind)).to_dict())
+    decoder = {id(module) for module in backbone(base).modules()}
+    wanted = {
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in decoder and not name.endswith((".router", ".mlp.gate"))
+    }
+    model = built(pipeline, tiny_model(kind), packing=False)
+    found = adapted(model)
+    experts = [name for name in found if ".experts" in name]
+    assert {*found} - {*experts} == wanted
+    assert len(experts) == EXPERTS.get(kind, 0)
+    assert not [name for name in found if "vision_tower" in name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        ("deepseek_v3", ["2 gate_proj, 2 up_proj, 3 down_proj, 1 gate_up_proj", "(routers): 1 gate", "(the head): 1 lm_head"]),
+        ("llama4_text", ["(routers): 1 router", "(experts in a tensor that peft does not know): 1 gate_up_proj, 1 down_proj"]),
+        ("gemma3", ["(not in the decoder): 2 k_proj, 2 v_proj, 2 q_proj, 3 out_proj, 3 fc1, 3 fc2"]),
+        ("mamba", ["2 in_proj, 2 x_proj;", "(peft adapts no out_proj of Mamba): 2", "(their module is never called): 2 dt_proj"]),
+    ],
+)  # fmt: skip
+def test_the_evidence_counts_adapters_and_what_was_left_out_by_kind(kind, texts):
+    pipeline = lora()
+    model = pipeline.build(tiny_model(kind), load_config(tiny_model(kind)), CPU, 0)
+    first = next(iter(pipeline.lora.verify(model, make_probe(model, packing=False))))
+    assert first.acted
+    for text in texts:
+        assert text in first.observed
+
+
+def test_a_target_that_lost_its_adapter_is_an_error():
+    pipeline = lora()
+    model = built(pipeline, tiny_model("llama"))
+    layer = backbone(model).layers[0].mlp
+    layer.up_proj = layer.up_proj.base_layer
+    with pytest.raises(ConfigError, match="13 modules"):
+        pipeline.prove(model, make_probe(model))
+
+
+@pytest.mark.parametrize("fused", ["off", "on"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_the_adapter_of_a_mixture_is_loaded_by_plain_peft_merged_and_trained_on(kind, fused, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = on_disk(tmp_path / "base", model=tiny_model(kind))
+    pipeline, config = lora(fused=Switch(fused)), ModelConfig(path=str(base))
+    mine = built(pipeline, config, packing=False)
+    start = logits(mine)
+    expected = logits(trained(mine))
+    assert (expected - start).abs().max() > 0.01
+    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    assert any(".shared_expert" in name for name in load_file(folder / "adapter_model.safetensors"))
+    theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+    torch.testing.assert_close(theirs, expected, atol=2e-4, rtol=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(merge(folder, tmp_path / "merged"))
+    torch.testing.assert_close(logits(merged), expected, atol=2e-4, rtol=1e-4)
+    config.adapter = str(folder)
+    torch.testing.assert_close(logits(built(pipeline, config, packing=False)), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "llama4_text"])
+def test_dense_linears_of_a_mixture_run_fused(kind):
+    plain, fused = lora_pair(tiny_model(kind))
+    assert fused.fusion.operators["mlp"] == 2
+    require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-4)
+
+
+OPTIONS = {
+    "names": {"target_modules": ["q_proj", "self_attn.o_proj"]},
+    "expression": {"target_modules": [r".*\.1\.(self_attn\.[qk]_proj|mlp\.up_proj)"]},
+    "excluded name": {"exclude_modules": ["o_proj"]},
+    "excluded expression": {"exclude_modules": [r".*\.0\.mlp\..*"]},
+    "layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "ranks": {"rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\..*": 7}},
+    "alphas": {"target_modules": ["k_proj"], "alpha_pattern": {"layers.0.self_attn.k_proj": 3.0}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_targets_and_patterns_mean_what_they_mean_in_peft(options):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    theirs = {"r": 4, "lora_alpha": 32.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    for option in ("target_modules", "exclude_modules"):  # peft's regular expressions are strings, its names are lists
+        if isinstance(theirs.get(option), list) and "*" in theirs[option][0]:
+            theirs[option] = theirs[option][0]
+    base = AutoModelForCausalLM.from_config(load_config(tiny_model("llama")))
+    reference = peft.get_peft_model(base, peft.LoraConfig(**theirs))
+    mine = built(lora(**options), tiny_model("llama"))
+    assert adapted(mine) == adapted(reference)
+    for name in adapted(mine):
+        one, other = (model.get_submodule(f"base_model.model.{name}") for model in (mine, reference))
+        assert (one.r, one.scaling) == (other.r, other.scaling), name
+
+
+def test_an_adapter_of_peft_with_other_words_for_the_same_modules_is_trained_on(tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = on_disk(tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    options = {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1], "rank_pattern": {"o_proj": 2}}
+    made = peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=32, **options))
+    made.save_pretrained(tmp_path / "adapter")
+    config = ModelConfig(path=str(base), adapter=str(tmp_path / "adapter"))
+    built(lora(**options), config)
+    with pytest.raises(ConfigError, match=r"rank_pattern: \{\} in the recipe, \{'o_proj': 2\} in the adapter"):
+        built(lora(**{**options, "rank_pattern": {}}), config)
+    with pytest.raises(ConfigError, match=r"layers_to_transform: \[\] in the recipe, \[1\] in the adapter"):
+        built(lora(**{**options, "layers_to_transform": []}), config)
+
+
+def test_an_excluded_module_excludes_what_is_inside():
+    assert not [name for name in adapted(built(lora(exclude_modules=["mlp"]), tiny_model("llama"))) if "mlp" in name]
+    model = built(lora(exclude_modules=["experts"]), tiny_model("qwen3_moe"), packing=False)
+    assert not [name for name in adapted(model) if "experts" in name]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"target_modules": ["q_prj"]}, "target_modules: q_prj is no module of this model. Did you mean q_proj? Its linears are"),
+        ({"target_modules": [".*quer.*"]}, "target_modules: .*quer.* is no module"),
+        ({"target_modules": ["(q_proj"]}, "target_modules: (q_proj is no regular expression"),
+        ({"exclude_modules": ["up_prj"]}, "exclude_modules: up_prj is no module of this model. Did you mean up_proj?"),
+        ({"layers_to_transform": [0, 2]}, "layers_to_transform: 2 is no layer of this model. It has layers 0 to 1."),
+        ({"rank_pattern": {"q_prj": 8}}, "rank_pattern: q_prj matches no module with an adapter. Did you mean q_proj?"),
+        ({"target_modules": ["q_proj"], "alpha_pattern": {"k_proj": 8.0}}, "alpha_pattern: k_proj matches no module"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn"]}, "target_modules: nothing is adapted"),
+        ({"family": "mixtral", "target_modules": ["w1", "q_proj"]}, "without also targeting w3"),
+        ({"family": "mixtral", "dropout": 0.1}, "dropout: 0.1, which peft does not offer for experts in one tensor"),
+        ({"family": "mixtral", "init": AdapterInit.pissa}, "init: pissa, which peft does not offer"),
+        ({"family": "llama4_text", "target_modules": ["router"]}, "router is a Llama4Router, which is no plain linear"),
+    ],
+)  # fmt: skip
+def test_what_matches_no_module_is_refused_before_weights_load(options, reason):
+    assert reason in refused(**options)
+
+
+def test_adapters_in_a_vision_tower_are_refused_with_the_key_that_cures_it():
+    names = {"target_modules": ["q_proj", "v_proj"]}
+    message = refused("gemma3", **names)
+    assert "4 modules in vision_tower, such as model.vision_tower.encoder.layers.0.self_attn.v_proj" in message
+    assert "Set techniques.lora.exclude_modules=[vision_tower]." in message
+    assert refused("gemma3", **names, exclude_modules=["vision_tower"]) == ""
+    assert refused("gemma3") == ""
+    assert "modules_to_save: 1 modules in multi_modal_projector" in refused(
+        "gemma3", modules_to_save=["multi_modal_projector"]
+    )
+    pipeline = lora(**names)
+    with pytest.raises(ConfigError, match=r"exclude_modules=\[vision_tower\]"):
+        pipeline.build(tiny_model("gemma3"), load_config(tiny_model("gemma3")), CPU, 0)
+
+
+def test_names_of_experts_adapt_their_tensors():
+    model = built(lora(target_modules=["q_proj", "w1", "w3", "w2"]), tiny_model("mixtral"), packing=False)
+    assert len([name for name in adapted(model) if "experts" in name]) == 4

@@ -1,0 +1,210 @@
+"""Package checks compare with plain torch, and tell a broken package from one that is not for this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from fxtune.kernels import matmul
+from fxtune.techniques import package_checks
+from fxtune.techniques.attention.technique import Attention
+from fxtune.techniques.base import Switch
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.liger.technique import Liger
+from fxtune.techniques.package_checks import CHECKS, Check, NotTriedError
+from fxtune.techniques.pipeline import Pipeline
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "torchao"])
+def test_the_installed_packages_work(name):
+    pytest.importorskip(name)
+    answer = package_checks.main(name, gpu=False)
+    assert answer["state"] == "works", answer
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "seen"),
+    [
+        (None, "works", "it ran, forward and backward"),
+        (NotTriedError("imports; for another GPU"), "imports", "imports; for another GPU"),
+        (RuntimeError("\nno kernel image\nmore"), "broken", "RuntimeError: no kernel image"),
+        (ValueError(), "broken", "ValueError: (no message)"),
+    ],
+)
+def test_what_a_check_raises_decides_the_state(monkeypatch, error, state, seen):
+    def run(device):
+        if error is not None:
+            raise error
+        return "it ran"
+
+    monkeypatch.setitem(CHECKS, "kernels", Check("torch", run, gpu=False))
+    assert package_checks.main("kernels", gpu=False) == {"state": state, "seen": seen}
+
+
+def test_a_wrong_result_is_broken(monkeypatch):
+    x = torch.ones(4)
+    monkeypatch.setitem(
+        CHECKS, "kernels", Check("torch", lambda _: str(package_checks._require_close((x, 1.1 * x))), False)
+    )
+    answer = package_checks.main("kernels", gpu=False)
+    assert answer["state"] == "broken"
+    assert "off by 9.1e-02 from plain torch's" in answer["seen"]
+
+
+def test_attention_is_compared_with_float32():
+    def kernel(q, k, v, causal):
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2), "log-sum-exp"
+
+    assert "within" in package_checks._attention(CPU, kernel)
+    with pytest.raises(ArithmeticError, match="off by"):
+        package_checks._attention(CPU, lambda q, k, v, causal: kernel(q, k, v, causal=False))
+
+
+def test_quack_is_compared_with_plain_torch_on_the_gpu_that_it_is_for(monkeypatch):
+    calls = []
+
+    def by_quack(left, right, out):
+        calls.append((left.shape, right.is_contiguous()))
+        out.copy_(left.float() @ right.float() * factor)
+
+    known = {"version": matmul.VERSION, "card": matmul.CAPABILITY}
+    monkeypatch.setattr(metadata, "version", lambda name: known["version"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: known["card"])
+    monkeypatch.setattr(matmul, "prepare", lambda *_: None)
+    monkeypatch.setattr(matmul, "by_quack", by_quack)
+    factor = 1.0
+    seen = package_checks._quack(CPU)
+    assert re.fullmatch(r"a linear within \d\.\de-03 of float32", seen), seen
+    assert [contiguous for _, contiguous in calls] == [False, True], "forward by W^T, backward by W"
+    factor = 1.1
+    with pytest.raises(ArithmeticError, match="off by"):
+        package_checks._quack(CPU)
+    known["card"] = (10, 0)
+    with pytest.raises(NotTriedError, match=r"compute capability 9\.0, and this GPU has 10\.0"):
+        package_checks._quack(CPU)
+    known["version"] = "0.7.0"
+    with pytest.raises(NotTriedError, match=f"internal functions of {matmul.VERSION}"):
+        package_checks._quack(CPU)
+
+
+PROGRAM = """
+import sys
+from fxtune.config.compose import load
+from fxtune.errors import ConfigError
+from fxtune.training.builder import RunBuilder
+
+common = ["+recipe=quickstart", "techniques.quantize.enabled=true", "techniques.quantize.type=int8"]
+for asked in sys.argv[1:]:
+    try:
+        builder = RunBuilder(load([*common, *asked.split()]))
+    except ConfigError as error:
+        print("refused:", error)
+        continue
+    print("chosen:", builder.techniques.quantize.library.value)
+    print(*builder.decided, sep="\\n")
+    builder.build()
+    print("built")
+"""
+
+
+def half_installed(folder: Path, name: str, code: str) -> None:
+    """A package whose version is known and whose code fails."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(code)
+    (folder / f"{name}-0.49.0.dist-info").mkdir()
+    (folder / f"{name}-0.49.0.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.49.0\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code", ["raise RuntimeError('No CTK flavor installed')", "def __getattr__(name): raise OSError('No CTK flavor')"]
+)
+def test_auto_passes_over_a_package_installed_by_half_and_a_demand_is_refused(tmp_path, code):
+    """Of a package that fails when it is imported or when it is used, neither fxtune nor peft makes a traceback."""
+    pytest.importorskip("torchao")
+    half_installed(tmp_path, "bitsandbytes", code)
+    paths = [str(tmp_path), str(Path(package_checks.__file__).parents[2])]
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "techniques.quantize.library=auto",
+            "techniques.quantize.library=bitsandbytes",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    auto, demanded = run.stdout.split("refused:")
+    assert "chosen: torchao" in auto
+    assert "built" in auto
+    (line,) = [line for line in auto.splitlines() if "No CTK flavor" in line]
+    assert "bitsandbytes" in line
+    assert "passed over" in line
+    assert re.search(r"library: bitsandbytes is installed and does not work here \(\w+Error: No CTK flavor", demanded)
+
+
+def test_a_broken_package_is_passed_over_by_auto_and_refused_as_a_demand():
+    facts = Facts(
+        device="cuda",
+        device_name="H100",
+        capability=(9, 0),
+        memory=80 * 10**9,
+        model={"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "vocab_size": 64},
+        dtype="bfloat16",
+        packing=True,
+        sequence_length=64,
+        packages={"torch": "2.11"},
+        broken=dict.fromkeys(("flash-attn-4", "liger-kernel"), "RuntimeError: No CTK flavor installed"),
+    )
+    attention, liger = Attention(), Liger(enabled=True)
+    facts = replace(facts, techniques=Pipeline(attention=attention, liger=liger))
+    assert not list(attention.check(facts))
+    assert not list(liger.check(facts))
+    assert "flash4 needs flash-attn-4, which is installed and does not work here" in attention.resolve(facts)
+    assert attention.backend == "sdpa"
+    assert "No CTK flavor installed" in liger.resolve(facts)
+    assert (liger.rms_norm.value, liger.rope.value) == ("off", "on")
+    for demanded in (Attention(backend="flash4"), Liger(enabled=True, rms_norm=Switch.on)):
+        (reason,) = demanded.check(facts)
+        assert "No CTK flavor installed" in reason
+
+
+def test_a_gpu_in_use_says_nothing_about_the_package(monkeypatch, tmp_path):
+    """A package that works is checked once for an environment; one that fails, each time."""
+    answers = {"torchao": "broken", "bitsandbytes": "works", "quack-kernels": "broken"}
+    seen = {"torchao": "RuntimeError: no kernel image", "quack-kernels": "OutOfMemoryError: CUDA out of memory"}
+    asked = []
+
+    def check(name, gpu, timeout):
+        asked.append(name)
+        return {"state": answers[name], "seen": seen.get(name, "ran")}
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(package_checks, "run_check", check)
+    for module in ("torchao", "torchao.quantization"):
+        monkeypatch.setitem(sys.modules, module, sys.modules.get(module))
+    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    facts = Facts(device="cuda", device_name="H100", packages=dict.fromkeys(answers, "1"))
+    for _ in range(2):
+        assert package_checks.unusable(facts, answers) == {"torchao": "RuntimeError: no kernel image"}
+    assert sorted(asked) == ["bitsandbytes", *["quack-kernels"] * 2, *["torchao"] * 2]

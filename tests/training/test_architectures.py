@@ -1,0 +1,164 @@
+"""Tiny models of many architectures train with the defaults and pass `fxtune verify --loss`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.architectures import architecture
+
+from fxtune.cli import verify
+from fxtune.config.compose import load
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError
+from fxtune.models.load import Init
+from fxtune.training import trainer
+from fxtune.training.builder import RunBuilder
+
+VOCABULARY = 1024
+"""Tokens of the built-in tokenizer."""
+PACKED = [
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama4_text",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+]
+PADDED = {
+    "bloom": "documents in one row see each other",
+    "falcon": "documents in one row see each other",
+    "gpt_oss": "documents in one row see each other",
+    "mamba2": "carry state from one packed document into the next",
+    "opt": "documents in one row see each other",
+    "qwen3_next": "carry state from one packed document into the next",
+}
+
+
+@pytest.fixture
+def config(chats, cwd):
+    """The config of a tiny model of this kind with everything else as it comes."""
+
+    def made(kind: str, *overrides: str, **changes: Any) -> Config:
+        made = load(
+            [
+                f"data.sources=[{{path: {chats}}}]",
+                "data.sequence_length=64",
+                "data.cache_dir=cache",
+                "train.max_steps=5",
+                "train.micro_batch_size=2",
+                "train.global_batch_size=4",
+                "tracking.display=none",
+                "run.dir=run",
+                *overrides,
+            ]
+        )
+        values = architecture(kind, **changes)
+        values.get("text_config", values)["vocab_size"] = VOCABULARY
+        made.model.init, made.model.architecture = Init.random, values
+        return made
+
+    return made
+
+
+def notes(said: list[str], topic: str) -> list[str]:
+    return [line for line in said if line.startswith(f"{topic}: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", ["false", "true"])
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+def test_architecture_trains_with_defaults_and_verifies(config, said, kind, adapters):
+    made = config(kind, f"techniques.lora.enabled={adapters}")
+    result = trainer.run(made)
+    assert result["train/step"] == 5
+    told = notes(said, "packing")
+    assert len(told) == (kind in PADDED)
+    assert all(PADDED[kind] in line for line in told)
+    verify.run(made, loss=True)
+
+
+def test_a_model_that_does_not_keep_documents_apart_is_padded_with_one_line(config, said):
+    trainer.run(config("opt"))
+    (told,) = notes(said, "packing")
+    assert told.startswith("packing: off, because in opt of transformers, documents in one row see each other")
+    asked = [one["asked"] for one in json.loads(Path("run/evidence.json").read_text())]
+    assert "packed documents do not see each other" not in asked
+
+
+def test_packing_that_is_demanded_is_refused_with_its_key(config):
+    with pytest.raises(ConfigError, match=r"packed documents do not see each other.*\nSet data\.packing=false"):
+        trainer.run(config("opt", "data.packing=true"))
+    with pytest.raises(ConfigError, match=r"linear_attention layers of qwen3_next .* Set data\.packing=false"):
+        trainer.run(config("qwen3_next", "data.packing=true"))
+
+
+def test_a_model_without_attention_trains_and_the_technique_steps_aside(config, said):
+    trainer.run(config("mamba2"))
+    assert notes(said, "attention") == ["attention: off, because mamba2 has no attention"]
+    with pytest.raises(ConfigError, match=r"attention\.backend: mamba2 has no attention that eager could run"):
+        trainer.run(config("mamba2", "techniques.attention.backend=eager", "run.dir=other"))
+
+
+def test_a_hybrid_is_observed_where_it_has_attention(config):
+    trainer.run(config("qwen3_next", "train.max_steps=1"))
+    seen = [one for one in json.loads(Path("run/evidence.json").read_text()) if one["technique"] == "attention"]
+    assert [one["observed"] for one in seen] == ["1 calls of scaled_dot_product_attention of torch in 1 layers"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_rows_beyond_learned_positions_are_refused_before_weights(config, monkeypatch, kind):
+    monkeypatch.setattr("fxtune.models.load.build", lambda *_, **__: pytest.fail("a weight was drawn"))
+    with pytest.raises(ConfigError) as refused:
+        trainer.run(config(kind, "data.sequence_length=128"))
+    (reason,) = str(refused.value).splitlines()[1:]
+    assert reason == (
+        f"  data.sequence_length: 128 is beyond the 64 positions that {kind} has embeddings for. Set it to 64 or less."
+    )
+
+
+def test_padded_rows_of_a_compiled_model_have_few_lengths(config, said):
+    made = config("opt", "techniques.compile.enabled=true")
+    builder = RunBuilder(made)
+    assert builder.facts.rows == (8, 16, 32, 64)
+    assert any("with padding to 8, 16, 32, 64 tokens" in line for line in builder.decided)
+
+
+def test_buckets_ask_for_padding(config):
+    builder = RunBuilder(config("llama", "data.buckets=[16,64]"))
+    assert builder.facts.rows == (16, 64)
+    assert not builder.facts.packing
+    assert builder.decided[0].startswith("packing: off, because data.buckets has lengths to pad to")
+    assert RunBuilder(config("llama")).facts.packing
+
+
+def test_a_model_that_takes_images_only_says_so_in_one_line(config):
+    made = config("llama")
+    made.model.architecture = {"model_type": "qwen2_5_vl"}
+    with pytest.raises(
+        ConfigError, match=r"^[^\n]*qwen2_5_vl model, which transformers trains with images only[^\n]*$"
+    ):
+        trainer.run(made)
+
+
+@pytest.mark.slow
+def test_a_model_with_vision_trains_its_text_part(config):
+    made = config("gemma3")
+    made.model.architecture |= {
+        "image_token_index": VOCABULARY - 3,
+        "boi_token_index": VOCABULARY - 2,
+        "eoi_token_index": VOCABULARY - 1,
+    }
+    assert trainer.run(made)["train/step"] == 5
+    verify.run(made, loss=True)

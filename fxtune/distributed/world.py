@@ -192,13 +192,14 @@ class World:
             name, capability = card.name, (card.major, card.minor)
             total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
             free = total - CONTEXT if deterministic else min(torch.cuda.mem_get_info(self.device)[0], total)
+        ranks = self.gather((free, socket.gethostname()), "comparing free memory")
         return MachineFacts(
             device=self.device.type,
             device_name=name,
             capability=capability,
             memory=total,
-            free_memory=min(self.gather(free, "comparing free memory")) if self.size > 1 else free,
-            host_memory=memory()[0],
+            free_memory=min(each for each, _ in ranks),
+            host_memory=memory()[0] // [host for _, host in ranks].count(socket.gethostname()),
             cores=cores(),
             platform=platform.system(),
             packages=installed_packages(),

@@ -53,6 +53,7 @@ class MachineFacts:
     free_memory: int = 0
     """The part of `memory` that no process uses."""
     host_memory: int = 0
+    """This rank's share of the host's memory: the ranks of a host share it equally."""
     cores: int = 1
     platform: str = "Linux"
     packages: dict[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxtune.distributed.degrees import Degrees
 from fxtune.distributed.world import World
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.pipeline import Pipeline
@@ -30,6 +31,8 @@ class Facts(MachineFacts):
     """Whether the optimizer rounds weights stochastically, and so keeps its moments in float32."""
     deterministic: bool = False
     """Whether two runs must give the same bits."""
+    degrees: Degrees = field(default_factory=Degrees)
+    """How the ranks of the run share its work."""
     techniques: Pipeline = field(default_factory=Pipeline)
 
     @classmethod
@@ -54,8 +57,8 @@ class Facts(MachineFacts):
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro-batch of the longest rows."""
-        return self.micro_batch_size * self.row_length
+        """Tokens of one rank in a micro-batch of the longest rows."""
+        return -(-self.micro_batch_size * self.row_length // self.degrees.context)
 
     @property
     def compute_dtype(self) -> str:

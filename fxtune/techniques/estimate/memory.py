@@ -14,6 +14,12 @@ those of two layers. Outside the layers there are weights, for each trained para
 moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the layers' backward
 pass begins.
 
+The forecast is that of one rank. Replicas add up their gradients in a float32 buffer as large as all of them. Ranks
+that share a copy of the weights hold their part of weights, gradients and moments, and beside it, whole and in the
+dtype of matmuls: the embedding, the head, two layers (one is fetched while the other computes), and of one layer its
+gradients, which are added up in float32. Ranks that share rows hold their part of the activations. What several ranks
+need has not been measured yet.
+
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.
 """
@@ -75,11 +81,14 @@ class Need:
     loss: int
     host: int = 0
     """Pinned host memory."""
+    exchange: int = 0
+    """What is held to exchange weights and gradients with other ranks."""
 
     @property
     def device(self) -> int:
         """The peak, with fragmentation and workspaces."""
-        return int((self.weights + self.trained + self.kept + max(self.layer, self.loss)) * (1 + SPARE)) + CONTEXT
+        held = self.weights + self.trained + self.exchange + self.kept
+        return int((held + max(self.layer, self.loss)) * (1 + SPARE)) + CONTEXT
 
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
@@ -101,8 +110,10 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         host += pinned_bytes(int(away))
     if layer.fused and quantized_type(facts) in ("nf4", "int8"):
         most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
-    weights, trained = _parameter_bytes(facts, shape)
-    return Need(weights, trained, int(held), int(max(most - held, 0)), _loss_bytes(facts, shape), host)
+    parts = facts.degrees.shard
+    weights, trained = (-(-whole // parts) for whole in _parameter_bytes(facts, shape))
+    exchange = exchange_bytes(facts)
+    return Need(weights, trained, int(held), int(max(most - held, 0)), _loss_bytes(facts, shape), host, exchange)
 
 
 class LayerBytes:
@@ -216,12 +227,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
         rest = shape.other_parameters + int(experts) if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * each
         return number * total + copies, int(total * (number + moments * each) + extra)
-    adapted = [
-        sizes
-        for name, sizes in shape.linears.items()
-        if name in lora.target_modules or "all-linear" in lora.target_modules
-    ]
-    adapters = shape.layers * lora.r * sum(inward + outward for inward, outward in adapted)
+    adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
         linear = bytes_per_weight(quantize.type.value, quantize.double)
@@ -231,6 +237,37 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
     packed = number * adapters if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
     return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
+
+
+def exchange_bytes(facts: Facts) -> int:
+    """Bytes that a rank holds to exchange weights and gradients with the others; see the module's docstring."""
+    shape, degrees = Shape.of(facts.text), facts.degrees
+    if degrees.ranks == 1:
+        return 0
+    if degrees.shard == 1:
+        return 4 * trained_parameters(facts)
+    ends, layer = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden, shape.linear_parameters / shape.layers
+    gradients = trained_parameters(facts) / shape.layers * (number_bytes(facts) + 4)
+    return int(number_bytes(facts) * ends + 2 * layer * linear_bytes(facts) + gradients)
+
+
+def trained_parameters(facts: Facts) -> int:
+    """How many numbers the optimizer updates."""
+    shape, lora = Shape.of(facts.text), facts.techniques.lora
+    if not lora.enabled:
+        return shape.linear_parameters + shape.other_parameters
+    adapted = [
+        inward + outward
+        for name, (inward, outward) in shape.linears.items()
+        if name in lora.target_modules or "all-linear" in lora.target_modules
+    ]
+    return shape.layers * lora.r * sum(adapted)
+
+
+def linear_bytes(facts: Facts) -> float:
+    """Bytes of each weight of the layers' linears as they are multiplied and sent."""
+    quantize = facts.techniques.quantize
+    return bytes_per_weight(quantize.type.value, quantize.double) if quantize.enabled else number_bytes(facts)
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:

@@ -72,7 +72,7 @@ def layer_time(facts: Facts) -> LayerTime:
     shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
     product = tokens * 2 / (card.fp8 if quantized_type(facts) == "fp8" else card.matmul)
-    attended = tokens * 2 * (tokens // max(facts.micro_batch_size, 1)) * q / card.attention
+    attended = tokens * 2 * facts.row_length * q / card.attention
     moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if is_fused(facts) else 3 * i)) / card.memory
     return LayerTime(attended, product * h * (2 * q + 2 * k), product * 2 * h * i, product * h * i, moved)
 

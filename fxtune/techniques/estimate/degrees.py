@@ -1,0 +1,79 @@
+"""The forecast for several ranks: whether a run fits them, and what they send each other.
+
+Each sum below counts what one rank sends in a step, by the algorithms of NCCL: to add up B bytes over n ranks, a rank
+sends 2 (n - 1) / n B (a reduce-scatter and an all-gather, each half of it). Cut weights are gathered for the forward
+and for the backward pass of each micro-batch. Cut rows exchange queries, keys, values and attention's output between
+ranks before and after attention, in the forward and in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fxtune.distributed.degrees import Degrees
+from fxtune.models.dims import Shape
+from fxtune.techniques.estimate.memory import Need, linear_bytes, number_bytes, trained_parameters
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one rank sends in an optimizer step."""
+
+    gradients: int
+    weights: int
+    rows: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.weights + self.rows
+
+
+def need_with(facts: Facts, degrees: Degrees) -> Need:
+    """The bytes that each rank needs for a training step with `degrees`. Each `auto` of the techniques is decided for
+    them, and nothing is checked or measured. Reads no weight."""
+    facts = replace(facts, degrees=degrees)
+    techniques, _ = facts.techniques.decided(facts, measure=False)
+    return techniques.memory_need(facts)
+
+
+def fits(facts: Facts, degrees: Degrees) -> bool:
+    """Whether weights, optimizer and activations with `degrees` fit the free memory of each card by the forecast."""
+    return need_with(facts, degrees).device <= facts.free_memory
+
+
+def choose(facts: Facts, candidates: Iterable[Degrees]) -> tuple[Degrees, Need]:
+    """The first of `candidates` that fits, or else the one that needs the least, and what each rank then needs."""
+    tried: list[tuple[Degrees, Need]] = []
+    for degrees in candidates:
+        need = need_with(facts, degrees)
+        if need.device <= facts.free_memory:
+            return degrees, need
+        tried.append((degrees, need))
+    return min(tried, key=lambda one: one[1].device)
+
+
+def sent(facts: Facts, micro_batches: int = 1, reduced: int = 4) -> Sent:
+    """What a rank sends in a step of `micro_batches` micro-batches of its own; gradients are sent in numbers of
+    `reduced` bytes."""
+    shape, degrees = Shape.of(facts.text), facts.degrees
+    number = number_bytes(facts)
+    all_weights = shape.linear_parameters * linear_bytes(facts) + shape.other_parameters * number
+    # A replica adds up the part of the gradient that its rank has. Ranks that share rows add up the whole one.
+    copies, parts = degrees.replicate * degrees.context, degrees.shard
+    gradients = reduced * trained_parameters(facts)
+    between = _all_but_own(parts) * gradients + 2 * _all_but_own(copies) * gradients / parts
+    exchanged = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * shape.k)
+    return Sent(
+        int(between),
+        int(2 * _all_but_own(parts) * all_weights * micro_batches),
+        int(_all_but_own(degrees.context) * exchanged * micro_batches),
+    )
+
+
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks

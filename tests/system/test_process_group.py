@@ -19,7 +19,11 @@ def alive(pid: int) -> bool:
 
 def test_exit_code_end_of_output_and_time_are_returned():
     code, output, seconds = run_process(
-        [sys.executable, "-c", f"import sys; print('a' * {TAIL}); print('last', file=sys.stderr); sys.exit(3)"]
+        [
+            sys.executable,
+            "-c",
+            f"import sys; print('a' * {TAIL}, flush=True); print('last', file=sys.stderr); sys.exit(3)",
+        ]
     )
     assert code == 3
     assert output.endswith("last\n")

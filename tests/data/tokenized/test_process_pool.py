@@ -35,12 +35,18 @@ def dying(_):
     return lambda task: os.kill(os.getpid(), signal.SIGKILL) if task == 2 else task
 
 
+@pytest.fixture
 def children():
-    return multiprocessing.active_children()
+    """Return a function that lists the child processes that this test started and that live.
+
+    An earlier test of the same process may have left one running: the plain reference keeps its own.
+    """
+    earlier = set(multiprocessing.active_children())
+    return lambda: [child for child in multiprocessing.active_children() if child not in earlier]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_results_keep_task_order_and_few_tasks_are_drawn_ahead(processes):
+def test_results_keep_task_order_and_few_tasks_are_drawn_ahead(processes, children):
     drawn = []
     results = map_in_order(times, 2, (drawn.append(task) or task for task in range(12)), processes)
     assert next(results) == 0
@@ -53,7 +59,7 @@ def test_no_tasks_give_no_results():
     assert not list(map_in_order(times, 1, [], 2))
 
 
-def test_task_error_is_raised_in_its_place():
+def test_task_error_is_raised_in_its_place(children):
     results = map_in_order(times, 1, range(10, 16), 2)
     assert [next(results) for _ in range(3)] == [10, 11, 12]
     with pytest.raises(ValueError, match="thirteen") as raised:
@@ -62,7 +68,7 @@ def test_task_error_is_raised_in_its_place():
     assert not children()
 
 
-def test_worker_killed_while_sending_raises_worker_died():
+def test_worker_killed_while_sending_raises_worker_died(children):
     results = map_in_order(letters, None, [LARGE] * 9, 2)
     assert len(next(results)) == LARGE
     time.sleep(0.5)  # both workers are blocked in writing
@@ -77,7 +83,7 @@ def test_worker_that_dies_in_a_task_raises_worker_died():
         list(map_in_order(dying, None, range(4), 2))
 
 
-def test_closing_the_iterator_ends_its_processes():
+def test_closing_the_iterator_ends_its_processes(children):
     results = map_in_order(letters, None, [LARGE] * 9, 2)
     next(results)
     assert len(children()) == 2

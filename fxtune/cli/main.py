@@ -278,7 +278,8 @@ def _ranks(config: Config) -> int:
     from fxtune.distributed.launch import ranks_to_start
 
     run, train = config.run, config.train
-    return ranks_to_start(run.gpus, run.device.value == "cpu", train.global_batch_size // train.micro_batch_size)
+    micro_batches = train.global_batch_size // train.micro_batch_size
+    return ranks_to_start(run.gpus, run.device.value == "cpu", micro_batches, config.parallel)
 
 
 class _Ended(Exception):

@@ -11,6 +11,7 @@ from typing import Optional
 from fxtune.checkpoint.manager import CheckpointConfig
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import DataConfig
+from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
@@ -110,6 +111,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     techniques: Pipeline = field(default_factory=Pipeline)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -124,6 +126,7 @@ class Config:
             )
         if run.gpus != "auto" and not re.fullmatch(r"[1-9]\d{0,4}", run.gpus):
             yield f"`run.gpus={run.gpus}` must be `auto` or a whole number from 1 on"
+        yield from self.parallel.conflicts()
         if train.global_batch_size % train.micro_batch_size:
             yield (
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "

@@ -23,6 +23,7 @@ import torch
 
 from fxtune.distributed import heartbeat
 from fxtune.distributed.heartbeat import Beat
+from fxtune.distributed.parallel import ParallelConfig, decide
 from fxtune.distributed.ranks import HEARTBEATS, place
 from fxtune.errors import ConfigError, HardwareError, RankError, Stopped
 
@@ -32,29 +33,41 @@ GRACE_SECONDS = 600
 """How long ranks may take to save after a signal before they are killed."""
 
 
-def ranks_to_start(gpus: str, cpu: bool, micro_batches: int) -> int:
+def ranks_to_start(gpus: str, cpu: bool, micro_batches: int, parallel: ParallelConfig | None = None) -> int:
     """How many ranks `run.gpus` means here for steps of `micro_batches` micro-batches; 1 in a process that is a rank.
 
-    `cpu`: the ranks are to be processes on the CPU. Raises ConfigError and HardwareError.
+    `cpu`: the ranks are to be processes on the CPU. `parallel`: how they will be divided. Raises ConfigError and
+    HardwareError.
     """
+    parallel = parallel or ParallelConfig()
     if place()[1] > 1:
         return 1
     cuda = torch.cuda.is_available() and not cpu
     cards = torch.cuda.device_count() if cuda else 1
     if gpus == "auto":
-        return max(ranks for ranks in range(1, cards + 1) if micro_batches % ranks == 0)
+        fitting = [ranks for ranks in range(1, cards + 1) if _divides(parallel, ranks, micro_batches)]
+        return max(fitting, default=cards)  # if none fits, the ranks say why
     ranks = int(gpus)
     if cuda and ranks > cards:
         raise HardwareError(
             f"run.gpus={ranks}, but torch sees {cards} GPUs here. Use run.gpus=auto, or widen CUDA_VISIBLE_DEVICES."
         )
-    if micro_batches % ranks:
+    degrees = decide(parallel, ranks)
+    if micro_batches % degrees.data_ranks:
         parts = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+        shared = f" (parallel.context={degrees.context} of them share their rows)" * (degrees.context > 1)
         raise ConfigError(
-            f"run.gpus={ranks} does not divide a step into equal parts: it has {parts} (train.global_batch_size / "
-            "train.micro_batch_size). Change one of the three, or use run.gpus=auto."
+            f"run.gpus={ranks}{shared} does not divide a step into equal parts: it has {parts} "
+            "(train.global_batch_size / train.micro_batch_size). Change one of the three, or use run.gpus=auto."
         )
     return ranks
+
+
+def _divides(parallel: ParallelConfig, ranks: int, micro_batches: int) -> bool:
+    try:
+        return micro_batches % decide(parallel, ranks).data_ranks == 0
+    except ConfigError:
+        return False
 
 
 def launch(ranks: int, argv: list[str]) -> int:

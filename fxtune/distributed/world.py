@@ -15,20 +15,24 @@ import platform
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fxtune.distributed.heartbeat import Heartbeat
+from fxtune.distributed.parallel import DEGREES, Degrees
 from fxtune.distributed.ranks import place, tell_through
 from fxtune.errors import ConfigError, HardwareError, RankError, UserError, first_line
 from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
 from fxtune.system.host import cores, memory
 from fxtune.system.units import GIB
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Result = TypeVar("Result")
 
@@ -64,6 +68,8 @@ class World:
     size: int = 1
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     """Says what this rank is doing, for the message about a rank that died or hangs."""
+    chosen: Degrees | None = None
+    """How the ranks are divided; None: all replicate."""
 
     @staticmethod
     def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
@@ -105,6 +111,43 @@ class World:
     def main(self) -> bool:
         """Whether this is rank 0, which alone writes files and talks to the user and to trackers."""
         return self.rank == 0
+
+    @property
+    def degrees(self) -> Degrees:
+        """How many ranks replicate, shard and divide rows."""
+        return self.chosen or Degrees(replicate=self.size)
+
+    def divided(self, degrees: Degrees) -> World:
+        """This world with its ranks divided so."""
+        assert degrees.ranks == self.size, (degrees, self.size)
+        return replace(self, chosen=degrees)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `data_ranks` parts of a step this rank trains on. The ranks of one context group have the same."""
+        return self.rank // self.degrees.context
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the rows of a step are dealt out: replicate x shard."""
+        return self.degrees.data_ranks
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of each row this rank has."""
+        return self.rank % self.degrees.context
+
+    @property
+    def context_ranks(self) -> int:
+        """Into how many parts a row is divided."""
+        return self.degrees.context
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost: each slice
+        (`mesh["shard"]`) has a process group. Made on first use, by all ranks together. One rank has none."""
+        assert self.size > 1, "one rank has no mesh"
+        return _mesh(self.device.type, self.degrees)
 
     def sum(self, tensor: torch.Tensor, doing: str = "adding up") -> torch.Tensor:
         """`tensor` summed over the ranks, in place. Issued on the device; the host does not wait on a GPU."""
@@ -165,6 +208,7 @@ class World:
     def __exit__(self, *_: object) -> None:
         """Leave the process group: the run of this process is over."""
         if self.size > 1 and dist.is_initialized():
+            _mesh.cache_clear()
             dist.destroy_process_group()
 
     @contextmanager
@@ -205,6 +249,13 @@ class World:
             packages=installed_packages(),
             broken=dict(BROKEN),
         )
+
+
+@functools.cache
+def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(getattr(degrees, name) for name in DEGREES), mesh_dim_names=DEGREES)
 
 
 @functools.cache

@@ -25,8 +25,9 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
+from fxtune.distributed.parallel import decide
 from fxtune.distributed.world import World
-from fxtune.errors import HardwareError, HubError, UserError
+from fxtune.errors import ConfigError, HardwareError, HubError, UserError
 from fxtune.models import load as models
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -64,6 +65,11 @@ class RunBuilder:
         self.config = config
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib)
+        degrees = decide(config.parallel, self.world.size)
+        for name in ("shard", "context"):
+            if getattr(degrees, name) > 1:
+                raise ConfigError(f"parallel.{name}={getattr(degrees, name)}: not built yet. Set it to 1.")
+        self.world = self.world.divided(degrees)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
@@ -88,6 +94,8 @@ class RunBuilder:
                 )
         if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
+        if self.world.size > 1:
+            notes.append(f"parallel: {self.world.degrees}")
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)
 

@@ -250,7 +250,7 @@ class Trainer:
         index = self.first_step = self.state.step
         while index < self.plan.steps:
             exhausted = None
-            own = self.plan.for_rank(self.world.rank, self.world.size)
+            own = self.plan.for_rank(self.world.data_rank, self.world.data_ranks)
             self.loader = Loader(own, self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
@@ -273,7 +273,9 @@ class Trainer:
         self.world.heartbeat.doing("forward and backward", step.index + 1)
         name = f"Step {step.index + 1:,} of {self.plan.steps:,}"
         name += ", compiling" if first and self.techniques.compile.enabled else ""
-        counted = phase(name, self.plan.micro_batches(step.index) // self.world.size, MICRO_BATCHES, announce=first)
+        counted = phase(
+            name, self.plan.micro_batches(step.index) // self.world.data_ranks, MICRO_BATCHES, announce=first
+        )
         # Interruptible, because nothing has changed yet, and compiling can take minutes.
         with self._interruptible(), counted as work:
             batches = work.over(step.micro_batches)

@@ -72,7 +72,7 @@ def test_every_make_target_in_the_documents_exists():
 
 def test_every_config_key_in_the_readme_exists():
     keys = set(all_keys(compose.Config))
-    groups = "run|model|data|train|optimizer|schedule|techniques|loader|checkpoint|tracking"
+    groups = "run|model|data|train|optimizer|schedule|techniques|parallel|loader|checkpoint|tracking"
     found = re.findall(rf"`((?:{groups})\.[a-z_.0-9]+)[`=]", README)
     assert len(found) >= 5
     for key in found:

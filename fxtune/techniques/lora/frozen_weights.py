@@ -4,8 +4,8 @@ operator reads.
 A group is one adapted linear, or several that read the same input (q, k, v; gate, up). Its weights are one contiguous
 parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving
 and merging: their `weight` becomes a property that returns a view of the group's parameter, and state dicts have
-peft's names (`q_proj.base_layer.weight`). A view can be changed in place. Replacing its memory (`weight.data = other`)
-has no effect, and assigning a parameter (`linear.weight = ...`) raises an error.
+peft's names (`q_proj.base_layer.weight`). A view can be changed in place, and `weight.data = other` copies the values
+into it. Assigning a parameter (`linear.weight = ...`) raises an error.
 
 Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is four tensors, the
 codes and their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their
@@ -64,13 +64,12 @@ class FrozenWeights(nn.Module):
             self.aliased = tuple(bases)
             return
         start = 0
-        for linear, base in zip(linears, bases, strict=True):
+        for base in bases:
             for name in self.names:
                 delattr(base, name)
             base.__class__ = _view_class(base.__class__, self.names)
             # In __dict__, so that the owner is no submodule of its parts.
             base.__dict__.update(frozen_weights=self, rows=slice(start, start + base.out_features))
-            linear.__class__ = _merging_class(linear.__class__)
             start += base.out_features
 
     @property
@@ -108,6 +107,33 @@ class FrozenWeights(nn.Module):
         """The linears load their views."""
 
 
+class WeightView(torch.Tensor):
+    """The weight of one linear, a view [out, in] of its group's parameter.
+
+    Some code, such as peft's safe merge, replaces a weight by `weight.data = other`. Here that copies the values of
+    `other`, which must have the same shape, dtype and device; otherwise it raises ValueError.
+    """
+
+    # Results of operators are plain tensors, as with nn.Parameter.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        mine, other = ((tuple(one.shape), one.dtype, one.device) for one in (self, value))
+        if mine != other:
+            raise ValueError(
+                "weight.data of a linear with a fused adapter is part of a larger matrix, so it takes a tensor of "
+                f"shape {mine[0]}, {mine[1]}, on {mine[2]}; this one has shape {other[0]}, {other[1]}, on {other[2]}. "
+                "With techniques.lora.fused=off each linear has a matrix of its own."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
 @functools.cache
 def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
     """A subclass of a linear's class whose tensors `names` are views of its `frozen_weights`."""
@@ -115,7 +141,12 @@ def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
     def view_of(name: str) -> property:
         def view(self: Any) -> Any:
             parameter = self._parameters.get(name)  # own_weight() sets one for a while
-            return self.frozen_weights.view(name, self.rows) if parameter is None else parameter
+            if parameter is not None:
+                return parameter
+            view = self.frozen_weights.view(name, self.rows)
+            # Compiled code reads it as it is, and FSDP's DTensor stays one.
+            plain = torch.compiler.is_compiling() or type(view) is not torch.Tensor
+            return view if plain else view.as_subclass(WeightView)
 
         return property(view)
 
@@ -136,7 +167,7 @@ def own_weight(base: Any) -> Iterator[None]:
     """Give a linear its view as a parameter, for code that looks for one. If that code replaces the parameter, the new
     one is copied into the view.
     """
-    view = base.weight
+    view = base.frozen_weights.view("weight", base.rows)
     parameters = dict(base._parameters)
     base._parameters.clear()
     base._parameters.update({"weight": nn.Parameter(view, requires_grad=False), **parameters})  # before the bias
@@ -147,14 +178,3 @@ def own_weight(base: Any) -> Iterator[None]:
         if weight.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(weight)
-
-
-@functools.cache
-def _merging_class(kind: Any) -> Any:
-    """A subclass of peft's linear whose merge() may give the base another weight (safe_merge=True does)."""
-
-    def merge(self: Any, safe_merge: bool = False, adapter_names: Any = None) -> None:
-        with own_weight(self.get_base_layer()):
-            kind.merge(self, safe_merge, adapter_names)
-
-    return type(kind.__name__, (kind,), {"merge": merge, "__module__": kind.__module__})

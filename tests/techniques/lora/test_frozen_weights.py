@@ -127,6 +127,21 @@ def test_a_weight_can_be_changed_in_place_but_not_assigned(where):
         base.weight = torch.nn.Parameter(base.weight.clone())
 
 
+@pytest.mark.parametrize("where", ["self_attn.k_proj", "mlp.down_proj"])
+def test_data_assigned_to_a_weight_is_copied_into_it(where):
+    plain, fused = lora_pair(random_model("llama"))
+    for model in (plain, fused):
+        base = decoder_layers(model)[0].get_submodule(where).base_layer
+        base.weight.data = -base.weight
+        base.weight.data += 0.01
+    require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
+    require_one_owner(fused)
+    for other in (base.weight[:3], base.weight.double(), base.weight.to("meta")):
+        with pytest.raises(ValueError, match=r"takes a tensor of shape .* this one has shape"):
+            base.weight.data = other
+    assert type(base.weight + 0) is torch.Tensor
+
+
 def test_casting_a_quantized_base_is_refused():
     _, fused = lora_pair(random_model("llama"), prepare=quantized_in(Type.int8, Library.torchao))
     with pytest.raises(ConfigError, match=r"a base in int8/torchao cannot be cast"):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import fxtune  # noqa: F401  before torch: it chooses how OpenMP's threads wait
 
@@ -33,6 +34,9 @@ for name in (
     "COLUMNS",
 ):  # secrets, and the width of the terminal that started the tests
     os.environ.pop(name, None)
+# A busy machine must pass: hypothesis limits neither the time of an example nor the time to draw one.
+settings.register_profile("fxtune", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fxtune")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -129,7 +129,7 @@ def compare(mine: torch.Tensor, theirs: torch.Tensor, leaves: list[torch.Tensor]
 sizes = st.integers(1, 33)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 20),
     inner=sizes,
@@ -146,7 +146,7 @@ def test_any_group_matches_peft(rows, inner, outs, bias, data):
     compare(fused(x), model(x), [x, *trained], 1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(0, 20),
     hidden=sizes,

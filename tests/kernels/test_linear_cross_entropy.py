@@ -36,7 +36,7 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Te
     return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 40),
     vocabulary=st.integers(1, 150),
@@ -56,7 +56,7 @@ def test_loss_and_gradients_equal_plain_autograd_for_every_chunk_size(rows, voca
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 40),
     vocabulary=st.integers(1, 150),

@@ -62,7 +62,7 @@ def states(dtype=torch.float32, rows=ROWS, length=LENGTH, heads=HEADS, kv=KV, di
     return [torch.randn(rows, length, number, dim, generator=generator).to(dtype) for number in (heads, kv)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 3),
     length=st.integers(0, 9),

@@ -60,7 +60,7 @@ def test_fast_fills_gpu_memory_and_extra_keys_apply():
     assert base.forecast_gib - small.forecast_gib > 9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.floats(1, 40),
     st.integers(10_000, 400_000),

@@ -29,7 +29,7 @@ TENSORS = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TENSORS)
 def test_written_tensors_are_read_back_by_safetensors(tmp_path_factory, shapes):
     file = tmp_path_factory.mktemp("tensors") / "x.safetensors"

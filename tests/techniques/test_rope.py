@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.architectures import CPU, FAMILIES, built, facts_of, random_model
 
@@ -108,7 +108,6 @@ def test_llama3_and_linear_of_the_built_model_equal_their_formulas():
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     dim=st.sampled_from([16, 64, 128]),
     base=st.floats(1e3, 1e7),

@@ -43,7 +43,7 @@ def test_resume_drops_lines_of_repeated_steps_and_an_incomplete_line(tmp_path):
     assert history(tmp_path) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(0, 400), step=st.integers(1, 6), junk=st.binary(max_size=12))
 def test_after_any_kill_each_line_is_complete_and_each_step_is_there_once(cut, step, junk):
     with tempfile.TemporaryDirectory() as place:

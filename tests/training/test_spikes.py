@@ -36,7 +36,7 @@ def expected(before: list[float], size: int, threshold: float) -> float:
 
 
 @given(LOSSES, st.integers(1, 12), st.floats(0.5, 20))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_limit_is_median_plus_threshold_times_spread(losses, size, threshold):
     found = limits(SpikeWindow(CPU, Spikes.report, size, threshold), losses)
     for at, limit in enumerate(found):
@@ -45,7 +45,7 @@ def test_limit_is_median_plus_threshold_times_spread(losses, size, threshold):
 
 
 @given(LOSSES, st.integers(1, 8), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_window_from_saved_state_gives_the_same_limits(losses, size, data):
     cut = data.draw(st.integers(0, len(losses)))
     undisturbed, first, second = (SpikeWindow(CPU, Spikes.skip, size, 8.0) for _ in range(3))

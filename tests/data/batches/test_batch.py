@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxtune.data.batches.batch import MIN_TARGETS, TARGET_COUNTS, BatchSpec, build_batch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 4), length=st.integers(2, 700), share=st.floats(0, 1))
 def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share):
     draw = np.random.default_rng(rows * 1000 + length)

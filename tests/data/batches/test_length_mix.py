@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tables import Table, natural, table, training
 
@@ -20,7 +20,7 @@ from fxtune.data.config import DataConfig, MixConfig, SourceConfig
 from fxtune.errors import DataError
 
 LENGTH = 64
-law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+law = settings(max_examples=60)
 
 
 def documents(*lengths: int) -> Table:

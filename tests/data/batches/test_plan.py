@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tables import PAD, Table, natural, table, training
 
@@ -67,7 +67,7 @@ shapes = st.fixed_dictionaries(
         seed=st.integers(0, 2**40),
     )
 )
-law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+law = settings(max_examples=60)
 
 
 @law

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 
@@ -243,7 +243,7 @@ def test_text_of_other_roles_is_never_learned(style: str) -> None:
         min_size=1,
     )
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60)
     @given(turns)
     def check(turns: list[tuple[str, str]]) -> None:
         answers = [content for role, content in turns if role == "assistant"]
@@ -320,7 +320,7 @@ ROW = JSON | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}, opt
 def test_no_row_crashes_the_encoder(family: str) -> None:
     encoders = [Encoder(families.tokenizer(family), format) for format in RowFormat if format is not RowFormat.auto]
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150)
     @given(ROW)
     def check(row: Any) -> None:
         for encoder in encoders:

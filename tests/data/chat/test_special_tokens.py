@@ -7,7 +7,7 @@ import json
 import pickle
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -61,7 +61,7 @@ def test_quotes_do_not_change_the_chat_structure(family, marks):
         st.sampled_from([*quotes, "a", " ", "\n", "é", "<", "|", *[quote[:-1] for quote in quotes]]), max_size=6
     ).map(lambda parts: "x" + "".join(parts) + "x")
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40)
     @given(st.lists(content, min_size=2, max_size=6))
     def check(contents):
         roles = [("user", "assistant")[index % 2] for index in range(len(contents))]
@@ -83,7 +83,7 @@ def test_quotes_do_not_change_the_chat_structure(family, marks):
     check()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "two and two", " ", "\n\n", "é", "😀", "<|", "|>"]), max_size=8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 
@@ -82,7 +82,7 @@ def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)
     stock = Encoder(families.tokenizer(family), RowFormat.messages)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60)
     @given(conversations(family))
     def check(row: dict) -> None:
         expected, found = marked.encode([row])[0], stock.encode([row])[0]

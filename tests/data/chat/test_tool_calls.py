@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 
@@ -244,7 +244,7 @@ def test_spans_with_calls_equal_those_of_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)
     stock = Encoder(families.tokenizer(family), RowFormat.messages)
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80)
     @given(agents(family))
     def check(row: dict[str, Any]) -> None:
         expected, found = marked.encode([row])[0], stock.encode([row])[0]

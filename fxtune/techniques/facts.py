@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxtune.distributed.degrees import Degrees
+from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.pipeline import Pipeline
@@ -38,7 +38,8 @@ class Facts(MachineFacts):
     @classmethod
     def of(cls, world: World, **known: Any) -> Facts:
         """The facts of `world`'s machine, with the fields in `known` set."""
-        return cls(**{**vars(world.facts(known.get("deterministic", False))), **known})
+        machine = world.facts(known.get("deterministic", False))
+        return cls(**{**vars(machine), "degrees": world.degrees, **known})
 
     @property
     def text(self) -> dict[str, Any]:

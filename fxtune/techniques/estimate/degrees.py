@@ -8,11 +8,11 @@ ranks before and after attention, in the forward and in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fxtune.distributed.degrees import Degrees
+from fxtune.distributed.parallel import Degrees
 from fxtune.models.dims import Shape
 from fxtune.techniques.estimate.memory import Need, linear_bytes, number_bytes, trained_parameters
 
@@ -46,6 +46,14 @@ def fits(facts: Facts, degrees: Degrees) -> bool:
     return need_with(facts, degrees).device <= facts.free_memory
 
 
+def possible(ranks: int) -> Iterator[Degrees]:
+    """Each way to share the work of `ranks` ranks, the one that sends the least first: copies, then cut weights, then
+    cut rows."""
+    for context in _divisors(ranks):
+        for shard in _divisors(ranks // context):
+            yield Degrees(ranks // context // shard, shard, context)
+
+
 def choose(facts: Facts, candidates: Iterable[Degrees]) -> tuple[Degrees, Need]:
     """The first of `candidates` that fits, or else the one that needs the least, and what each rank then needs."""
     tried: list[tuple[Degrees, Need]] = []
@@ -77,3 +85,7 @@ def sent(facts: Facts, micro_batches: int = 1, reduced: int = 4) -> Sent:
 
 def _all_but_own(ranks: int) -> float:
     return (ranks - 1) / ranks
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batches.batch import Batch
+from fxtune.errors import ConfigError
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
@@ -50,11 +51,12 @@ class LanguageModel:
     """`model` with its head and loss. Call its methods under the autocast context of training.
 
     `evidence` holds the comparison with the model's own forward. Its `acted` is False if the fused loss was requested
-    and is not possible; the constructor does not raise for that.
+    and is not possible; the constructor does not raise for that. `context_group`: the process group of the ranks that
+    have the other pieces of rows (Batch.pieces).
     """
 
-    def __init__(self, model: nn.Module, liger: Liger | None = None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, liger: Liger | None = None, context_group: str = "") -> None:
+        self.model, self.context_group = model, context_group
         enabled = liger is not None and liger.enabled
         self.fused = enabled and liger.fused_linear_cross_entropy is Switch.on  # type: ignore[union-attr]
         self.chunk_rows = liger.chunk_rows if enabled else None  # type: ignore[union-attr]
@@ -78,8 +80,11 @@ class LanguageModel:
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].
 
-        0 for documents without supervised tokens and for the unused slots of `cu_seqlens`.
+        0 for documents without supervised tokens and for the unused slots of `cu_seqlens`. Raises ConfigError for a
+        piece of rows, which may have only a part of a document.
         """
+        if batch.pieces > 1:
+            raise ConfigError("parallel.context: this objective needs whole documents. Set it to 1.")
         log_probs = self.log_probs(batch)
         segment = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
         return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
@@ -95,9 +100,7 @@ class LanguageModel:
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """[supervised, d]: the last hidden states at the positions that have a target."""
-        states = backbone(self.model)(
-            **model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)
-        )[0]
+        states = backbone(self.model)(**self._inputs(batch))[0]
         selected: torch.Tensor = _SelectRows.apply(states.flatten(0, 1), batch.supervised_at)
         return selected
 
@@ -131,8 +134,12 @@ class LanguageModel:
         return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
 
     def _own_logits(self, batch: Batch) -> torch.Tensor:
-        logits = self.model(**model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)).logits
+        logits = self.model(**self._inputs(batch)).logits
         return logits.flatten(0, 1).index_select(0, batch.supervised_at).float()
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        tensors = batch.input_ids, batch.position_ids, batch.cu_seqlens
+        return model_inputs(self.model, *tensors, batch.pieces, self.context_group)
 
     def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

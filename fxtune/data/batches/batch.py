@@ -33,13 +33,16 @@ class Batch:
     the positions go on through the padding."""
     cu_seqlens: torch.Tensor
     """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the
-    total, so that compiled code sees no new shape. A row that is not packed is one document, padding included."""
+    total, so that compiled code sees no new shape. A row that is not packed is one document, padding included. With
+    `pieces`, it is that of the whole rows."""
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
     """int64 [supervised]: their targets; IGNORE_INDEX for positions that with_rounded_targets() added."""
     tokens: int
     """Tokens that are not padding."""
+    pieces: int = 1
+    """Into how many pieces of equal length the rows are cut: all tensors but `cu_seqlens` are of one of them."""
 
     @property
     def supervised(self) -> int:
@@ -97,14 +100,22 @@ class BatchSpec:
     slots: int
     """Room for documents in `cu_seqlens` of packed rows: one a segment, and one a row for its padding. Unpacked rows
     take one slot each, by which attention recognizes them."""
+    piece: int = 0
+    pieces: int = 1
+    """The batch is piece number `piece` of `pieces` of each row. `pieces` divides `width`."""
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
-    """Copy the segments into rows: one slice a segment, all in numpy."""
+    """Copy the segments into rows: one slice a segment, all in numpy.
+
+    A row is cut when it is complete. So a token at the end of a piece has its target, the first token of the next one,
+    and positions go on in a document that reaches into the next piece.
+    """
     rows = len(spec.offsets) - 1
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)
     begins = np.zeros((rows, spec.width), np.int64)
+    filled = np.zeros(rows, np.int64)
     for row in range(rows):
         at = 0
         for segment in range(spec.offsets[row], spec.offsets[row + 1]):
@@ -113,6 +124,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
             begins[row, at] = at
             at += length
+        filled[row] = at
         if spec.packed and at < spec.width:
             begins[row, at] = at
     targets = np.full_like(ids, IGNORE_INDEX)
@@ -121,6 +133,11 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     starts = np.flatnonzero(positions == 0)
     cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
+    length = spec.width // spec.pieces
+    first = spec.piece * length
+    ids, targets, positions = (
+        np.ascontiguousarray(one[:, first : first + length]) for one in (ids, targets, positions)
+    )
     supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
     return Batch(
         torch.from_numpy(ids),
@@ -129,5 +146,6 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         torch.from_numpy(cu_seqlens),
         torch.from_numpy(supervised_at),
         torch.from_numpy(targets.ravel()[supervised_at]),
-        tokens=int(spec.length.sum()),
+        tokens=int((filled - first).clip(0, length).sum()),
+        pieces=spec.pieces,
     )

@@ -35,6 +35,9 @@ class BatchSizes:
     rank: int = 0
     ranks: int = 1
     """Micro-batches of a step are dealt out to the ranks in turn: this plan has those of `rank`."""
+    piece: int = 0
+    pieces: int = 1
+    """This plan has piece number `piece` of `pieces` of each row, which is padded to a multiple of `pieces`."""
 
 
 class DocumentSlice(NamedTuple):
@@ -80,6 +83,10 @@ class Plan:
     def for_rank(self, rank: int, ranks: int) -> Plan:
         """The same steps, with the micro-batches of one of `ranks` ranks."""
         return Plan(self.stream, replace(self.sizes, rank=rank, ranks=ranks))
+
+    def cut(self, piece: int, pieces: int) -> Plan:
+        """The same steps and micro-batches, with one of `pieces` pieces of each row."""
+        return Plan(self.stream, replace(self.sizes, piece=piece, pieces=pieces))
 
     def dealt_out(self, rank: int, ranks: int) -> Plan:
         """A plan of one micro-batch a step, as an evaluation has it, dealt out: one for each rank a step."""
@@ -152,6 +159,8 @@ class Plan:
             self.stream.settings.packing,
             self.sizes.pad_id,
             slots=max(self._slots, _next_power_of_two(len(segments) + len(offsets) - 1)),
+            piece=self.sizes.piece,
+            pieces=self.sizes.pieces,
         )
 
     def batch(self, step: int, micro: int) -> Batch:
@@ -309,8 +318,9 @@ class Plan:
 
     def _padded_length(self, longest: np.ndarray) -> np.ndarray:
         """The row length of a micro-batch by its longest document; elementwise."""
-        lengths = self.sizes.row_lengths
-        return np.asarray(lengths)[np.searchsorted(lengths, longest)] if lengths else longest
+        lengths, pieces = self.sizes.row_lengths, self.sizes.pieces
+        padded = np.asarray(lengths)[np.searchsorted(lengths, longest)] if lengths else longest
+        return -(-padded // pieces) * pieces
 
     def _padded_tokens(self, epoch: Epoch) -> int:
         """Tokens of an epoch's rows with padding, if the epoch begins with a step."""

@@ -57,6 +57,13 @@ def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
     return len(cu_seqlens) == rows + 1
 
 
+def compute_dtype(value: Tensor) -> torch.dtype:
+    """The dtype that attention computes in. Under autocast, norms and products with float32 cosines are float32, and
+    autocast casts for no custom operator."""
+    device = value.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+
+
 @functools.cache
 def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
     def attention(
@@ -87,9 +94,7 @@ def _attend(
     """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
     if s_aux is not None or position_bias is not None:
         raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
-    # Under autocast, norms and products with float32 cosines are float32, and autocast casts for no custom operator.
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    dtype = compute_dtype(value)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is None:

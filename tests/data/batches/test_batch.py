@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tables import natural, training
 
-from fxtune.data.batches.batch import MIN_TARGETS, TARGET_COUNTS, BatchSpec, build_batch
+from fxtune.data.batches.batch import IGNORE_INDEX, MIN_TARGETS, TARGET_COUNTS, BatchSpec, build_batch
 
 
 @settings(max_examples=60)
@@ -37,3 +38,35 @@ def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share
     assert torch.equal(filled.labels[:count], batch.labels)
     assert len(filled.supervised_at.unique()) == len(filled.supervised_at) == len(filled.labels)
     assert torch.equal(filled.targets.flatten()[filled.supervised_at], filled.labels), "what was added has no target"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pieces=st.integers(1, 5),
+    length=st.integers(5, 90),
+    rows=st.integers(1, 3),
+    packing=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_pieces_together_are_the_rows(pieces, length, rows, packing, seed):
+    plan = training([natural(12, 20, seed)], micro=rows, step=rows, sequence_length=length, packing=packing)
+    for step in range(plan.steps):
+        whole, parts = plan.batch(step, 0), [plan.cut(piece, pieces).batch(step, 0) for piece in range(pieces)]
+        ids, targets, positions = (
+            torch.cat([getattr(part, name) for part in parts], 1) for name in ("input_ids", "targets", "position_ids")
+        )
+        width = whole.input_ids.shape[1]
+        assert ids.shape[1] == -(-width // pieces) * pieces
+        assert torch.equal(ids[:, :width], whole.input_ids)
+        assert torch.equal(targets[:, :width], whole.targets)
+        assert (targets[:, width:] == IGNORE_INDEX).all()
+        # Every rank has the bounds of all documents, and positions restart there and nowhere else.
+        starts = parts[0].cu_seqlens
+        assert all(torch.equal(part.cu_seqlens, starts) for part in parts)
+        begins = starts[starts < ids.numel()].long()
+        assert torch.equal((positions.flatten() == 0).nonzero().flatten(), begins)
+        assert (positions.diff(dim=1)[positions[:, 1:] != 0] == 1).all()
+        for part in parts:
+            assert torch.equal(part.targets.flatten()[part.supervised_at], part.labels)
+        assert sum(part.supervised for part in parts) == whole.supervised == plan.supervised(step)
+        assert sum(part.tokens for part in parts) == whole.tokens

@@ -1,0 +1,210 @@
+"""Context parallelism: attention of rows whose tokens are cut into pieces, one on each rank.
+
+Everything in a decoder but attention works on single tokens. So each rank holds one piece of each row (see `cut` of
+data/batches/batch.py), and only attention needs the others. Before it, the ranks exchange tokens for heads: each sends
+the queries, keys and values of its piece, and gets those of the whole row for its share of the heads. After it, they
+exchange back. This is DeepSpeed-Ulysses (arXiv 2309.14509). Attention itself runs as on one card, by any kernel: it
+sees whole rows with the `cu_seqlens` of all their documents, and fewer heads.
+
+The exchange wraps the functions in transformers' registry, and acts in calls that carry `context_group`. The others
+(generation, proofs on a row that a rank has whole) run as before.
+
+Where there are fewer key heads than ranks, or their numbers do not divide, each is sent to all ranks with query heads
+of its group. A ring, which passes keys and values from rank to rank, would send as many bytes there, and need a
+log-sum-exp of each kernel. So the number of query heads is the only limit.
+
+A layer sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece, forward and again backward, where q and k
+are the widths of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the
+values as the keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from fxtune.distributed.all_to_all import all_to_all
+from fxtune.errors import ConfigError
+from fxtune.techniques.attention.packed import OURS, compute_dtype, one_document_a_row
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+
+BY_LONGEST = {"dynamic", "longrope"}
+"""RoPE whose frequencies depend on the longest document that a rank sees."""
+
+
+def register(implementation: str) -> None:
+    """Let the function with this name in transformers' registry exchange tokens for heads; once or again."""
+    from transformers import AttentionInterface
+
+    plain = AttentionInterface._global_mapping.get(implementation)
+    if not hasattr(plain, "exchanges"):
+        AttentionInterface.register(implementation, _exchanging(implementation, plain))
+
+
+def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Callable[..., Any]:
+    """`plain`, None for eager, which each model defines for itself, with an exchange around it."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Optional[Tensor],
+        context_group: str = "",
+        context_ranks: int = 1,
+        position_ids: Optional[Tensor] = None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        attend = plain or _eager(type(module))
+        if not context_group:
+            if position_ids is not None:
+                options["position_ids"] = position_ids
+            return attend(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        cu_seqlens = options.get("cu_seq_lens_q")
+        if cu_seqlens is None:
+            raise ConfigError(
+                f"parallel.context: {type(module).__name__} does not pass the documents' bounds to its attention, so "
+                "it cannot run on pieces of rows. Set it to 1."
+            )
+        groups = getattr(module, "num_key_value_groups", 1)
+        query, key, value = tokens_to_heads(query, key, value, context_group, context_ranks)
+        if query.shape[1] // key.shape[1] != groups:
+            module = _OwnGroups(module, query.shape[1] // key.shape[1])  # type: ignore[assignment]
+        if implementation not in OURS:
+            window = options.get("sliding_window") or 0
+            attention_mask = _MASKS.get(implementation, _no_mask)(query, cu_seqlens, window)
+        out = attend(module, query, key, value, attention_mask, **options)[0]
+        return heads_to_tokens(out, context_group, context_ranks), None
+
+    attention.exchanges = True  # type: ignore[attr-defined]
+    return attention
+
+
+def tokens_to_heads(
+    query: Tensor, key: Tensor, value: Tensor, group: str, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange tokens for heads among the `ranks` ranks of the process group `group`.
+
+    `query` [rows, heads, piece, d], `key` and `value` [rows, key heads, piece, any]: of this rank's piece of each row.
+    Returns those of the whole rows, [rows, heads / ranks, ranks * piece, d] and so on, for this rank's heads.
+    """
+    # Half as many bytes where norms or cosines have made float32 of them, which attention would round as well.
+    dtype, rows, piece = compute_dtype(value), len(query), query.shape[2]
+    copies = key_copies(query.shape[1], key.shape[1], ranks)
+    parts, widths = [], []
+    for x in (query, *(one.repeat_interleave(copies, 1) if copies > 1 else one for one in (key, value))):
+        own = x.shape[1] // ranks
+        parts.append(x.to(dtype).unflatten(1, (ranks, own)).permute(1, 0, 3, 2, 4).flatten(3))
+        widths.append(own * x.shape[-1])
+    received = all_to_all(torch.cat(parts, -1), group)  # [ranks, rows, piece, widths]
+    whole = received.transpose(0, 1).reshape(rows, ranks * piece, -1).split(widths, -1)
+    query, key, value = (
+        one.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2) for one, x in zip(whole, (query, key, value), strict=True)
+    )
+    return query, key, value
+
+
+def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
+    """The exchange back: [rows, ranks * piece, heads / ranks, d] of whole rows to [rows, piece, heads, d]."""
+    rows, length, _, width = out.shape
+    parts = out.unflatten(1, (ranks, length // ranks)).transpose(0, 1)
+    received = all_to_all(parts.contiguous(), group)  # [ranks, rows, piece, heads / ranks, d]
+    return received.permute(1, 2, 0, 3, 4).reshape(rows, length // ranks, -1, width)
+
+
+def key_copies(heads: int, key_heads: int, ranks: int) -> int:
+    """How often each key head is sent, so that every rank gets those of its query heads: the least divisor of the
+    query heads a key head that makes as many key heads as `ranks` divides. `ranks` divides `heads`."""
+    groups = heads // key_heads
+    return next(copies for copies in range(1, groups + 1) if groups % copies == key_heads * copies % ranks == 0)
+
+
+def refuses(facts: Facts) -> Iterator[str]:
+    """Each reason why rows cannot be cut under `facts`, with what to change."""
+    from fxtune.techniques.attention.backends import SINKS, offers
+
+    ranks, text, attention = facts.degrees.context, facts.text, facts.techniques.attention
+    kind, whole = text.get("model_type", "this model"), "Set parallel.context=1"
+    heads = text.get("num_attention_heads") or text.get("n_head") or 0
+    if not offers(kind, "_supports_attention_backend"):
+        yield f"{kind} of transformers calls its attention directly, so rows cannot be cut. {whole}."
+    elif heads % ranks:
+        fits = max(count for count in range(1, ranks) if heads % count == 0)
+        yield f"{ranks} ranks do not divide {kind}'s {heads} query heads. Set it to {fits}, or change the ranks."
+    if layers := set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        yield f"the {', '.join(sorted(layers))} layers of {kind} need a whole row. {whole}."
+    if kind in SINKS:
+        yield f"{kind} has attention sinks, which are not divided among the ranks. {whole}."
+    if attention.backend == "flex":
+        yield "flex makes its mask of a piece of the row. Set techniques.attention.backend=auto, flash4, sdpa or eager."
+    rope = facts.techniques.rope
+    types = {rope.type.value} if rope.enabled else _rope_types(text.get("rope_parameters") or {})
+    if found := types & BY_LONGEST:
+        yield (
+            f"RoPE of type {found.pop()} depends on the longest row, and a rank sees a piece. Use "
+            "techniques.rope.type=yarn, or parallel.context=1."
+        )
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[str]:
+    """The types in a config's rope parameters, which are for all layers or by kind of layer."""
+    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    return {str(one.get("rope_type")) for one in nested or [parameters]}
+
+
+class _OwnGroups:
+    """A module whose attention has another number of query heads for each key head on this rank."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self.module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+@functools.cache
+def _eager(kind: Any) -> Callable[..., Any]:
+    """The function in the module of an attention class that transformers calls for `eager`."""
+    for one in kind.__mro__:
+        found: Optional[Callable[..., Any]] = getattr(
+            sys.modules.get(one.__module__), "eager_attention_forward", None
+        )
+        if found is not None:
+            return found
+    raise ConfigError(f"techniques.attention.backend=eager: {kind.__name__} has no such function. Use sdpa.")
+
+
+def _no_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> None:
+    """Kernels of packages read `cu_seqlens`."""
+
+
+def _mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Where a token attends, bool [rows, 1, length, length]: to those before it in its document, within `window`."""
+    rows, length = len(query), query.shape[2]
+    at = torch.arange(rows * length, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
+    back = at[:length, None] - at[None, :length]
+    seen = (back >= 0) & (back < (window or length))
+    return ((document[:, :, None] == document[:, None, :]) & seen).unsqueeze(1)
+
+
+def _sdpa_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
+    plain = one_document_a_row(len(query), cu_seqlens) and not window
+    return None if plain else _mask(query, cu_seqlens, window)
+
+
+def _eager_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """The mask as numbers that are added to the scores."""
+    seen, lowest = _mask(query, cu_seqlens, window), torch.finfo(query.dtype).min
+    return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+
+
+_MASKS: dict[str, Callable[[Tensor, Tensor, int], Optional[Tensor]]] = {"sdpa": _sdpa_mask, "eager": _eager_mask}
+"""The masks of whole rows, for implementations that need one."""

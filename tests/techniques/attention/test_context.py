@@ -1,0 +1,110 @@
+"""Attention over rows that are cut into pieces: what each rank computes, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.rank_threads import on_ranks
+from support.tables import natural, training
+
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.attention import context, packed
+
+LENGTH = 48
+STARTS = torch.tensor([0, 5, 30, 48, 60, 96, 96, 96], dtype=torch.int32)
+"""Two rows; two documents reach over the middle of the first one, and over both thirds of the second."""
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "ranks", "copies"), [(4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", packed.FLASH4])
+@pytest.mark.parametrize("window", [0, 7])
+def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, copies, implementation, window):
+    import fxtune.kernels.flash4  # noqa: F401  registers the operator
+
+    packed.register()
+    context.register(implementation)
+    assert context.key_copies(heads, key_heads, ranks) == copies
+    module = _llama_attention(heads, key_heads)
+    shapes = [(2, heads, LENGTH, 8), (2, key_heads, LENGTH, 8), (2, key_heads, LENGTH, 8)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weights = torch.randn(2, LENGTH, heads, 8)
+    options = dict(
+        scaling=8**-0.5, sliding_window=window or None, cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS, is_causal=True
+    )
+    expected = packed._by_flash4(*(x.transpose(1, 2) for x in inputs), STARTS, 8**-0.5, window, 0.0)
+    gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+
+    def work(rank, group):
+        from transformers import AttentionInterface
+
+        piece = slice(rank * LENGTH // ranks, (rank + 1) * LENGTH // ranks)
+        own = [x.detach()[:, :, piece].clone().requires_grad_() for x in inputs]
+        attend = AttentionInterface._global_mapping[implementation]
+        mask = torch.empty(2, 1, 0, 0, dtype=torch.bool)
+        out, _ = attend(module, *own, mask, context_group=group, context_ranks=ranks, **options)
+        return out, *torch.autograd.grad((out * weights[:, piece]).sum(), own)
+
+    outs, *found = zip(*on_ranks(ranks, work), strict=True)
+    assert torch.allclose(torch.cat(outs, 1), expected, atol=1e-6)
+    for parts, gradient in zip(found, gradients, strict=True):
+        assert torch.allclose(torch.cat(parts, 2), gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize("key_heads", [2, 1])
+@pytest.mark.parametrize("packing", [True, False])
+def test_losses_and_gradients_of_the_pieces_add_up_to_those_of_the_rows(key_heads, packing):
+    plan = training([natural(40, 30, 3)], micro=2, step=2, sequence_length=70, packing=packing)
+    model = _llama(key_heads)
+    whole, gradients = _loss_and_gradients(model, plan.batch(0, 0), "")
+    context.register("sdpa")
+    parts = on_ranks(
+        2, lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.cut(rank, 2).batch(0, 0), group)
+    )
+    assert sum(loss for loss, _ in parts) == pytest.approx(whole, rel=1e-6)
+    for expected, *own in zip(gradients, *(found for _, found in parts), strict=True):
+        assert torch.allclose(sum(own), expected, atol=1e-5)
+
+
+def test_a_piece_without_targets_takes_part_in_every_exchange():
+    plan = training([natural(8, 60, 5, share=0.2)], micro=1, step=1, sequence_length=64, packing=False)
+    assert not plan.cut(0, 2).batch(0, 0).supervised
+    model = _llama(2)
+    _, gradients = _loss_and_gradients(model, plan.batch(0, 0), "")
+    context.register("sdpa")
+    parts = on_ranks(
+        2, lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.cut(rank, 2).batch(0, 0), group)
+    )
+    for expected, *own in zip(gradients, *(found for _, found in parts), strict=True):
+        assert torch.allclose(sum(own), expected, atol=1e-5)
+
+
+def _loss_and_gradients(model, batch, group):
+    loss = LanguageModel(model, None, group).summed_loss(batch)
+    loss.backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters()]
+
+
+def _llama(key_heads):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=key_heads,
+            vocab_size=30_000,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def _llama_attention(heads, key_heads):
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
+
+    config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=key_heads)
+    return LlamaAttention(config, 0)

@@ -129,6 +129,12 @@ class Cudnn(Backend):
             yield "needs values as wide as keys", "Use flash4, or auto"
 
 
+class Flex(Backend):
+    def _more(self, facts: Facts) -> Iterator[Reason]:
+        if facts.degrees.context > 1:
+            yield "makes its mask of one piece of a row (parallel.context)", "Use flash4, sdpa or eager"
+
+
 class Sdpa(Backend):
     """torch's scaled_dot_product_attention. On a GPU in half precision torch's built-in FlashAttention-2 reads where
     documents begin; elsewhere transformers builds a mask."""
@@ -203,7 +209,7 @@ BACKENDS: dict[str, Backend] = {
         dropout=True,
         flag="_supports_sdpa",
     ),
-    "flex": Backend(
+    "flex": Flex(
         "flex_attention",
         "torch's compiler, for a block mask",
         "",

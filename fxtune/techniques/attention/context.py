@@ -20,7 +20,6 @@ values as the keys.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Optional
@@ -66,7 +65,8 @@ def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Cal
         if not context_group:
             if position_ids is not None:
                 options["position_ids"] = position_ids
-            return attend(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+            whole: tuple[Tensor, Any] = attend(module, query, key, value, attention_mask, **options)
+            return whole
         cu_seqlens = options.get("cu_seq_lens_q")
         if cu_seqlens is None:
             raise ConfigError(
@@ -130,9 +130,11 @@ def refuses(facts: Facts) -> Iterator[str]:
     """Each reason why rows cannot be cut under `facts`, with what to change."""
     from fxtune.techniques.attention.backends import SINKS, offers
 
-    ranks, text, attention = facts.degrees.context, facts.text, facts.techniques.attention
+    ranks, text = facts.degrees.context, facts.text
     kind, whole = text.get("model_type", "this model"), "Set parallel.context=1"
     heads = text.get("num_attention_heads") or text.get("n_head") or 0
+    if not facts.techniques.attention.enabled:
+        yield "techniques.attention.enabled=false leaves nothing that exchanges the pieces. Set it to true."
     if not offers(kind, "_supports_attention_backend"):
         yield f"{kind} of transformers calls its attention directly, so rows cannot be cut. {whole}."
     elif heads % ranks:
@@ -142,8 +144,6 @@ def refuses(facts: Facts) -> Iterator[str]:
         yield f"the {', '.join(sorted(layers))} layers of {kind} need a whole row. {whole}."
     if kind in SINKS:
         yield f"{kind} has attention sinks, which are not divided among the ranks. {whole}."
-    if attention.backend == "flex":
-        yield "flex makes its mask of a piece of the row. Set techniques.attention.backend=auto, flash4, sdpa or eager."
     rope = facts.techniques.rope
     types = {rope.type.value} if rope.enabled else _rope_types(text.get("rope_parameters") or {})
     if found := types & BY_LONGEST:
@@ -169,13 +169,10 @@ class _OwnGroups:
         return getattr(self.module, name)
 
 
-@functools.cache
-def _eager(kind: Any) -> Callable[..., Any]:
+def _eager(kind: type) -> Callable[..., Any]:
     """The function in the module of an attention class that transformers calls for `eager`."""
     for one in kind.__mro__:
-        found: Optional[Callable[..., Any]] = getattr(
-            sys.modules.get(one.__module__), "eager_attention_forward", None
-        )
+        found: Optional[Callable[..., Any]] = getattr(sys.modules.get(one.__module__), "eager_attention_forward", None)
         if found is not None:
             return found
     raise ConfigError(f"techniques.attention.backend=eager: {kind.__name__} has no such function. Use sdpa.")

@@ -143,6 +143,11 @@ class World:
         return self.degrees.context
 
     @property
+    def context_group(self) -> str:
+        """The name of the process group of the ranks that share this rank's rows; empty if rows are not divided."""
+        return str(self.mesh["context"].get_group().group_name) if self.context_ranks > 1 else ""
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost: each slice
         (`mesh["shard"]`) has a process group. Made on first use, by all ranks together. One rank has none."""

@@ -22,6 +22,7 @@ from fxtune.models.load import ModelConfig
 from fxtune.models.structure import beside_text, skeleton
 from fxtune.system.units import GIB
 from fxtune.techniques.apex import Apex
+from fxtune.techniques.attention import context
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, Attention
 from fxtune.techniques.base import Evidence, Switch, Technique
@@ -131,6 +132,8 @@ class Pipeline:
         facts = replace(facts, techniques=self)
         every = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
         reasons = [f"techniques.{name}.{reason}" for name, reason in every]
+        if facts.degrees.context > 1:
+            reasons += [f"parallel.context={facts.degrees.context}: {reason}" for reason in context.refuses(facts)]
         reasons += [*self._missing(facts), *self._too_large(facts), *problems]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))

@@ -37,7 +37,8 @@ from fxtune.optim.schedule import learning_rate
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
-from fxtune.techniques.attention import isolation
+from fxtune.techniques.attention import context, isolation
+from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.compile.technique import Dynamic
 from fxtune.techniques.facts import Facts
@@ -66,9 +67,8 @@ class RunBuilder:
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib)
         degrees = decide(config.parallel, self.world.size)
-        for name in ("shard", "context"):
-            if getattr(degrees, name) > 1:
-                raise ConfigError(f"parallel.{name}={getattr(degrees, name)}: not built yet. Set it to 1.")
+        if degrees.shard > 1:
+            raise ConfigError(f"parallel.shard={degrees.shard}: not built yet. Set it to 1.")
         self.world = self.world.divided(degrees)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
@@ -134,7 +134,7 @@ class RunBuilder:
         """`model` with its loss head, as the techniques configure it."""
         # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
-            return LanguageModel(model, self.techniques.liger)
+            return LanguageModel(model, self.techniques.liger, self.world.context_group)
 
     def prove(self, model: LanguageModel) -> list[Evidence]:
         """Evidence of every technique and of the loss. Raises ConfigError if one did not act."""
@@ -145,7 +145,11 @@ class RunBuilder:
         """prove() without the error."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
-            return [*self.techniques.verify(model.model, probe), *model.evidence]
+            observed = [*self.techniques.verify(model.model, probe), *model.evidence]
+            if self.world.context_ranks > 1:
+                with self.techniques.precision.context(self.world.device):
+                    observed.append(context.observe(model.model, self.world, attention_layers(self.facts.text)))
+            return observed
 
     @phase("Making the optimizer")
     def train_step(
@@ -239,6 +243,7 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
         optimizer=config.optimizer.name.value,
         stochastic_rounding=config.optimizer.stochastic_rounding,
         deterministic=config.run.deterministic,
+        degrees=world.degrees,
         techniques=config.techniques,
     )
     note = []

@@ -33,7 +33,8 @@ class HeldOutEvaluation:
     ) -> None:
         """`load` makes the loader of a plan. Each rank of `world` evaluates its share of the plan."""
         self.load, self.model, self.objective, self.precision, self.world = load, model, objective, precision, world
-        self.loader = load(plan.dealt_out(world.data_rank, world.data_ranks))
+        own = plan.dealt_out(world.data_rank, world.data_ranks)
+        self.loader = load(own.cut(world.context_rank, world.context_ranks))
 
     def measure(self, rows: int) -> dict[str, float]:
         """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all raise MemoryShortError."""

@@ -19,6 +19,7 @@ from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
@@ -250,8 +251,7 @@ class Trainer:
         index = self.first_step = self.state.step
         while index < self.plan.steps:
             exhausted = None
-            own = self.plan.for_rank(self.world.data_rank, self.world.data_ranks)
-            self.loader = Loader(own, self.config.loader, self.world.device)
+            self.loader = Loader(self._own(self.plan), self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
                 lr = self.builder.learning_rate(index, self.plan.steps)
@@ -436,8 +436,13 @@ class Trainer:
         self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported])
         return figures
 
+    def _own(self, plan: Plan) -> Plan:
+        """What this rank takes of `plan`: its micro-batches, and its piece of their rows."""
+        world = self.world
+        return plan.for_rank(world.data_rank, world.data_ranks).cut(world.context_rank, world.context_ranks)
+
     def _gives_finite_loss(self, step: int) -> bool:
-        batch = self.plan.batch(step, 0).to(self.world.device)
+        batch = self._own(self.plan).batch(step, 0).to(self.world.device)
         return gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
 
 

@@ -28,12 +28,23 @@ import torch
 from torch import Tensor, nn
 
 from fxtune.distributed.all_to_all import all_to_all
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.models.structure import observed
+from fxtune.system.profiler import OperatorCounter
+from fxtune.techniques.attention.backends import SINKS, offers
+from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.packed import OURS, compute_dtype, one_document_a_row
+from fxtune.techniques.base import Evidence
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
+PROBE = 8
+"""Tokens of each piece of the row that observe() compares."""
+LIMIT, HALF_LIMIT = 2e-3, 5e-2
+"""The largest relative difference of its logits in float32 (with TF32), and in 16 bits. Without an exchange it is
+about 1."""
 BY_LONGEST = {"dynamic", "longrope"}
 """RoPE whose frequencies depend on the longest document that a rank sees."""
 
@@ -128,8 +139,6 @@ def key_copies(heads: int, key_heads: int, ranks: int) -> int:
 
 def refuses(facts: Facts) -> Iterator[str]:
     """Each reason why rows cannot be cut under `facts`, with what to change."""
-    from fxtune.techniques.attention.backends import SINKS, offers
-
     ranks, text = facts.degrees.context, facts.text
     kind, whole = text.get("model_type", "this model"), "Set parallel.context=1"
     heads = text.get("num_attention_heads") or text.get("n_head") or 0
@@ -157,6 +166,34 @@ def _rope_types(parameters: dict[str, Any]) -> set[str]:
     """The types in a config's rope parameters, which are for all layers or by kind of layer."""
     nested = [one for one in parameters.values() if isinstance(one, dict)]
     return {str(one.get("rope_type")) for one in nested or [parameters]}
+
+
+def observe(model: nn.Module, world: World, layers: int) -> Evidence:
+    """Whether each of the `layers` that attend exchanges, and a small row that is cut gives the logits of the whole
+    row. All ranks of `world` call it together, under training's autocast."""
+    ranks, device = world.context_ranks, next(model.parameters()).device
+    length = PROBE * ranks
+    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    ids = ((torch.arange(length, device=device) * 7919 + 3) % text.vocab_size).unsqueeze(0)
+    # The second document reaches over every border.
+    starts = torch.tensor([0, 3, length - 2, length], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(int(size), device=device) for size in starts.diff()]).unsqueeze(0)
+    piece = slice(world.context_rank * PROBE, (world.context_rank + 1) * PROBE)
+    counter = OperatorCounter(lambda name, _: name if name == "fxtune.all_to_all" else None)
+    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        whole = model(**model_inputs(model, ids, positions, starts)).logits[:, piece].float()
+        cut = model_inputs(model, ids[:, piece], positions[:, piece], starts, ranks, world.context_group)
+        with counter:
+            own = model(**cut).logits
+    half = own.dtype is not torch.float32
+    difference = max(world.gather(((own.float() - whole).norm() / whole.norm()).item(), "comparing logits"))
+    calls = sum(counter.counts.values())
+    return Evidence(
+        "attention",
+        f"rows in {ranks} pieces, exchanged before and after attention",
+        f"{calls} exchanges in {layers} layers; logits of a cut row within {difference:.1e} of the whole row's",
+        calls == 2 * layers and difference <= (HALF_LIMIT if half else LIMIT),
+    )
 
 
 class _OwnGroups:

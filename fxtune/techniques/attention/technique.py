@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import isolation, packed
+from fxtune.techniques.attention import context, isolation, packed
 from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
 from fxtune.techniques.attention.packed import CUDNN, SDPA
 from fxtune.techniques.base import Evidence, Technique
@@ -139,6 +140,11 @@ class Attention(Technique):
         elif self.backend == "flex":
             use_cache_folder()  # transformers compiles it
         hf_config._attn_implementation = implementation
+
+    def apply(self, model: nn.Module, world: World) -> nn.Module:
+        if world.context_ranks > 1:
+            context.register(self._implementation(model.config))
+        return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         wanted = self._implementation(model.config)

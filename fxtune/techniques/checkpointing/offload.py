@@ -48,7 +48,8 @@ class Offload:
     """Sends what `layers` save, except for the last one, to the host and fetches it. On a CPU it copies within memory.
 
     `all_saved`: not only the layers' inputs, but all that autograd saves of their calls, except for storages of less
-    than `min_bytes` and tensors that have one of `wide_sizes` numbers a token.
+    than `min_bytes` and tensors that have one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
+    (World.context_ranks): attention has the tokens of all of them.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Offload:
         all_saved: bool = False,
         wide_sizes: frozenset[int] = frozenset(),
         min_bytes: int = MIN_BYTES,
+        pieces: int = 1,
     ) -> None:
+        self.pieces = pieces
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.all_saved, self.wide_sizes, self.min_bytes = all_saved, wide_sizes, min_bytes
         self.pool: list[torch.Tensor] = []
@@ -189,7 +192,7 @@ class _LayerCall:
             and storage.nbytes() >= self.owner.min_bytes
             and not sizes & self.owner.wide_sizes
             and storage.data_ptr() not in self.stays
-            and (self.tokens in tensor.shape or math.prod(tensor.shape[:2]) == self.tokens)
+            and bool({self.tokens, self.tokens * self.owner.pieces} & {*tensor.shape, math.prod(tensor.shape[:2])})
         )
 
     def release(self, only_input: bool = False) -> None:

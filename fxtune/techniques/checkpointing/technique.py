@@ -334,7 +334,8 @@ class Checkpointing(Technique):
             above = layers[len(sending) - sending[::-1].index(True)]
             wide = _wide_linears(layers[0]).values()
             sizes = frozenset([*wide, sum(wide)])
-            offload = Offload([*senders, above], world.device, self.offload_what is What.kept, sizes)
+            all_saved, pieces = self.offload_what is What.kept, world.context_ranks
+            offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
             model.offload = offload  # type: ignore[assignment]
         return model
 

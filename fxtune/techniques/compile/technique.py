@@ -154,6 +154,8 @@ class Compile(Technique):
             yield "each length of a row is recorded, and rows have any length. Set data.packing=true, or data.buckets"
         if self.mode is CompileMode.reduce_overhead:
             yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default"
+        if facts.degrees.context > 1:
+            yield "ranks exchange pieces of rows inside a pass (parallel.context). Set parallel.context=1"
         if not self.fullgraph or self.dynamic is not Dynamic.never:
             yield "a recording needs fullgraph=true and dynamic=never. Set them"
         if "float16" in (facts.dtype, facts.compute_dtype):
@@ -190,6 +192,8 @@ class Compile(Technique):
                 "reduce_overhead by layer would record each layer, because their weights have different addresses. "
                 "Set scope=model, or mode=default."
             )
+        if facts.degrees.context > 1:
+            yield "reduce_overhead records CUDA graphs, and ranks exchange pieces of rows in them. Set mode=default."
         if self.dynamic is not Dynamic.never:
             yield f"reduce_overhead records one graph for each length. Set dynamic=never (it is {self.dynamic.value})."
         if not self.fullgraph:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from support.architectures import ARCHITECTURES, CPU, facts_of, tiny_model
+from support.forecasts import LLAMA, card
 from support.rank_threads import on_ranks
 from support.tables import natural, training
 
+from fxtune.distributed.parallel import Degrees
+from fxtune.errors import ConfigError
+from fxtune.models.load import load_config
+from fxtune.models.structure import decoder_layers, observed
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention import context, packed
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.checkpointing.offload import Offload
+from fxtune.techniques.pipeline import Pipeline
 
 LENGTH = 48
 STARTS = torch.tensor([0, 5, 30, 48, 60, 96, 96, 96], dtype=torch.int32)
@@ -78,6 +88,85 @@ def test_a_piece_without_targets_takes_part_in_every_exchange():
     )
     for expected, *own in zip(gradients, *(found for _, found in parts), strict=True):
         assert torch.allclose(sum(own), expected, atol=1e-5)
+
+
+def test_offload_sends_the_queries_of_all_ranks_tokens():
+    plan = training([natural(8, 60, 5)], micro=1, step=1, sequence_length=64)
+    context.register("sdpa")
+
+    def work(pieces):
+        def on_rank(rank, group):
+            own = copy.deepcopy(model)
+            offload = Offload(decoder_layers(own), torch.device("cpu"), True, min_bytes=0, pieces=pieces)
+            found = _loss_and_gradients(own, plan.cut(rank, 2).batch(0, 0), group)[1]
+            return offload.sent, found
+
+        return on_ranks(2, on_rank)
+
+    model = _llama(2)
+    _, gradients = _loss_and_gradients(copy.deepcopy(model), plan.batch(0, 0), "")
+    (more, first), (_, second) = work(pieces=2)
+    for expected, one, other in zip(gradients, first, second, strict=True):
+        assert torch.allclose(one + other, expected, atol=1e-5)
+    # Queries, keys and values that attention saved, 32 and twice 16 numbers of 4 bytes, of 32 tokens.
+    assert more >= work(pieces=1)[0][0] + 32 * (32 + 16 + 16) * 4
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
+    """Windows, soft caps, latent attention, experts and position embeddings of every family."""
+    model_config = tiny_model(kind)
+    facts = facts_of(model_config, degrees=Degrees(context=2))
+    pipeline = Pipeline()
+    facts = replace(facts, techniques=pipeline)
+    if kind in ("bloom", "falcon", "gpt_oss", "llama4_text", "mamba", "mamba2", "qwen3_next"):
+        with pytest.raises(ConfigError, match=r"parallel\.context=2: .*Set parallel\.context=1"):
+            pipeline.check(facts)
+        return
+    pipeline, _ = pipeline.resolved(facts)
+    model = pipeline.build(model_config, load_config(model_config), CPU, 0)
+    context.register(model.config._attn_implementation)
+    lengths = (24,) if kind == "opt" else (7, 17)  # OPT of transformers does not separate documents
+    ids = (torch.arange(24) * 7919 + 3).unsqueeze(0) % 120
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def work(rank, group):
+        piece = slice(12 * rank, 12 * rank + 12)
+        with torch.no_grad():
+            return model(**model_inputs(model, ids[:, piece], positions[:, piece], starts, 2, group)).logits
+
+    with observed(model), torch.no_grad():
+        expected = model(**model_inputs(model, ids, positions, starts)).logits
+        assert torch.allclose(torch.cat(on_ranks(2, work), 1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "techniques", "reason"),
+    [
+        ({"num_attention_heads": 30}, {}, "4 ranks do not divide llama's 30 query heads. Set it to 3, or"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, {}, "RoPE of type dynamic depends on the longest row"),
+        ({}, {"rope": {"type": "dynamic"}}, "Use techniques.rope.type=yarn"),
+        ({"layer_types": ["conv", "full_attention"]}, {}, "the conv layers of llama need a whole row"),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_refused_with_a_change(model, techniques, reason):
+    facts = card(80, 4096, model=LLAMA | model, techniques={"attention": {}, **techniques}, degrees=Degrees(context=4))
+    assert any(reason in found for found in context.refuses(facts)), list(context.refuses(facts))
+
+
+def test_yarn_and_llama_are_not_refused():
+    facts = card(80, 4096, techniques={"attention": {}, "rope": {"type": "yarn"}}, degrees=Degrees(context=4))
+    assert not list(context.refuses(facts))
+
+
+def test_flex_and_cuda_graphs_are_refused_and_auto_passes_them_over():
+    facts = card(80, 4096, techniques={"attention": {"backend": "flex"}}, degrees=Degrees(context=2))
+    with pytest.raises(ConfigError, match=r"backend: flex makes its mask of one piece of a row \(parallel\.context\)"):
+        facts.techniques.check(facts)
+    facts = card(80, 4096, techniques={"compile": {"cuda_graphs": "on"}}, degrees=Degrees(context=2))
+    with pytest.raises(ConfigError, match=r"cuda_graphs: ranks exchange pieces of rows inside a pass"):
+        facts.techniques.check(facts)
 
 
 def _loss_and_gradients(model, batch, group):

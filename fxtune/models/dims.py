@@ -20,6 +20,7 @@ class Shape:
     """Width of all query heads."""
     k: int
     """Width of all key heads, and of all value heads."""
+    key_heads: int
     layers: int
     vocabulary: int
     tied: bool
@@ -32,6 +33,7 @@ class Shape:
         head = text.get("head_dim") or hidden // heads
         experts = text.get("num_local_experts") or text.get("num_experts") or 1
         used = text.get("num_experts_per_tok") or 1
+        key_heads = text.get("num_key_value_heads") or heads
         inner = (experts > 1 and text.get("moe_intermediate_size")) or text.get("intermediate_size") or 4 * hidden
         return Shape(
             hidden,
@@ -39,7 +41,8 @@ class Shape:
             experts / used if experts > 1 else 1.0,
             heads,
             heads * head,
-            (text.get("num_key_value_heads") or heads) * head,
+            key_heads * head,
+            key_heads,
             text.get("num_hidden_layers") or 1,
             text.get("vocab_size") or 0,
             bool(text.get("tie_word_embeddings")),

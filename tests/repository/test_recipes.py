@@ -13,6 +13,7 @@ from fxtune.cli.main import main
 from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
+from fxtune.distributed.parallel import decide
 from fxtune.errors import ConfigError
 from fxtune.system.facts import PACKAGES
 from fxtune.techniques.facts import Facts
@@ -146,6 +147,7 @@ def hardware(name: str, config: Config) -> Facts:
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
     )
     if "GPU with" in line[1]:
+        ranks = 2 if line[1].startswith("two times") else 1
         memory = int(re.search(r"(\d+) GB", line[1])[1]) * 10**9
         host = re.search(r"(\d+) GB of host", line[1])
         older = re.search(r"A100|A10\b|RTX 3090", line[1])
@@ -155,7 +157,8 @@ def hardware(name: str, config: Config) -> Facts:
             capability=(8, 0) if older else (9, 0),
             memory=memory,
             free_memory=memory,
-            host_memory=int(host[1]) * 10**9 if host else 128 * 10**9,
+            host_memory=(int(host[1]) if host else 128 * ranks) * 10**9 // ranks,
+            degrees=decide(config.parallel, ranks),
             dtype="bfloat16",
             **common,
         )

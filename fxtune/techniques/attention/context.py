@@ -10,12 +10,13 @@ The exchange wraps the functions in transformers' registry, and acts in calls th
 (generation, proofs on a row that a rank has whole) run as before.
 
 Where there are fewer key heads than ranks, or their numbers do not divide, each is sent to all ranks with query heads
-of its group. A ring, which passes keys and values from rank to rank, would send as many bytes there, and need a
-log-sum-exp of each kernel. So the number of query heads is the only limit.
+of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on would send at
+least as many bytes of them, none of queries and outputs, and would need the log-sum-exp of every kernel.
 
-A layer sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece, forward and again backward, where q and k
-are the widths of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the
-values as the keys.
+Each rank sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece in each layer, where q and k are the widths
+of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the values as the
+keys. The backward pass sends as many. A layer that is recomputed sends them again, because what was received is not
+kept: over NVLink that takes less time than other recomputation for the same memory.
 """
 
 from __future__ import annotations
@@ -132,9 +133,10 @@ def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
     """How often each key head is sent, so that every rank gets those of its query heads: the least divisor of the
-    query heads a key head that makes as many key heads as `ranks` divides. `ranks` divides `heads`."""
+    query heads a key head that makes as many key heads as `ranks` divides."""
     groups = heads // key_heads
-    return next(copies for copies in range(1, groups + 1) if groups % copies == key_heads * copies % ranks == 0)
+    fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
+    return next(fitting, groups)
 
 
 def refuses(facts: Facts) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.models.dims import Shape
+from fxtune.techniques.attention.context import key_copies
 from fxtune.techniques.estimate.memory import Need, linear_bytes, number_bytes, trained_parameters
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def sent(facts: Facts, micro_batches: int = 1, reduced: int = 4) -> Sent:
     copies, parts = degrees.replicate * degrees.context, degrees.shard
     gradients = reduced * trained_parameters(facts)
     between = _all_but_own(parts) * gradients + 2 * _all_but_own(copies) * gradients / parts
-    exchanged = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * shape.k)
+    keys = shape.k * key_copies(shape.heads, shape.key_heads, degrees.context)
+    exchanged = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
     return Sent(
         int(between),
         int(2 * _all_but_own(parts) * all_weights * micro_batches),

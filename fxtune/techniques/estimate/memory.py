@@ -153,6 +153,8 @@ class LayerBytes:
         """Bytes that a layer holds in its backward pass beyond what it kept."""
         h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.shape.k, self.shape.inner, self.plan.tiles
         kept_before = self._everything() if level != "everything" else 0
+        # Ranks that share rows hold queries, keys and values as sent and as received.
+        exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
         if self.fused:
             again = tiles > 1 or level not in ("wide", "everything")
             fp8 = quantized_type(self.facts) == "fp8"
@@ -160,7 +162,7 @@ class LayerBytes:
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
             if not self.compiled:
                 return kept_before + self.number * (mlp - 2 * i * (again and tiles == 1))
-            attention = 2 * h + 3 * q + 3 * k
+            attention = 2 * h + 3 * q + 3 * k + exchanged
             if level in ("input", "attention", "budget"):
                 mlp, attention = mlp + h + 3 * q + 3 * k, attention + 2 * q + 2 * k
             return max(self.number * mlp, self.number * attention + 4 * q + 8 * k)
@@ -169,7 +171,7 @@ class LayerBytes:
         peaks = PEAKS.get("tiles" if tiles > 1 else level, PEAKS["rest"])
         inner, hidden, projected = peaks[not self.facts.techniques.lora.enabled]
         mlp = inner * i / tiles + hidden * h + projected * (q + k)
-        return max(self.number * mlp, self.number * (3 * h + 4 * q + 4 * k) + 4 * q + 8 * k)
+        return max(self.number * mlp, self.number * (3 * h + 4 * q + 4 * k + exchanged) + 4 * q + 8 * k)
 
     def _everything(self) -> float:
         """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""

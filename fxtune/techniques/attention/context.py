@@ -10,13 +10,13 @@ The exchange wraps the functions in transformers' registry, and acts in calls th
 (generation, proofs on a row that a rank has whole) run as before.
 
 Where there are fewer key heads than ranks, or their numbers do not divide, each is sent to all ranks with query heads
-of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on would send at
-least as many bytes of them, none of queries and outputs, and would need the log-sum-exp of every kernel.
+of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on would send
+at least as many bytes of them, none of queries and outputs, and would need the log-sum-exp of every kernel.
 
-Each rank sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece in each layer, where q and k are the widths
-of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the values as the
-keys. The backward pass sends as many. A layer that is recomputed sends them again, because what was received is not
-kept: over NVLink that takes less time than other recomputation for the same memory.
+Each rank sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece in each layer, where q and k are the
+widths of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the values as
+the keys. The backward pass sends as many. A layer that is recomputed sends them again, because what was received is
+not kept: over NVLink that takes less time than other recomputation for the same memory.
 """
 
 from __future__ import annotations

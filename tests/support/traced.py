@@ -155,7 +155,7 @@ def documents(batch: Any) -> list[str]:
     found = []
     rows = (tensor.tolist() for tensor in (batch.input_ids, batch.position_ids, batch.targets))
     for ids, positions, targets in zip(*rows, strict=True):
-        starts = [at for at, position in enumerate(positions) if position == 0]
+        starts = [at for at, position in enumerate(positions) if position == 0 or at == 0]  # a piece may begin inside
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             supervised = [at for at in range(start, end) if targets[at] != -100]
             if supervised:  # otherwise it is padding of a packed row

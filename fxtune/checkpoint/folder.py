@@ -36,6 +36,7 @@ FORMAT = 2
 """Version of the manifest. Raise it when an older fxtune cannot read the new files."""
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{8,})")
+_OF_RANK = re.compile(r"rank-(\d+)/(.*)", re.DOTALL)
 _WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Moments that have the shape of their weight."""
 
@@ -143,6 +144,25 @@ def damage_of(path: Path) -> Damage | None:
     return next(filter(None, (find_damage(path / name, file) for name, file in files.items())), None)
 
 
+def name_of_rank(rank: int, name: str) -> str:
+    """The name in MOMENTS of a tensor that rank `rank` has of its own."""
+    return f"rank-{rank}/{name}"
+
+
+def of_all_ranks(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The `moments` that are not of one rank."""
+    return {name: tensor for name, tensor in moments.items() if not _OF_RANK.fullmatch(name)}
+
+
+def by_rank(moments: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """What the ranks have of their own in `moments`, by rank and name."""
+    ranks: dict[int, dict[str, torch.Tensor]] = {}
+    for full, tensor in moments.items():
+        if found := _OF_RANK.fullmatch(full):
+            ranks.setdefault(int(found[1]), {})[found[2]] = tensor
+    return dict(sorted(ranks.items()))
+
+
 def misfits(
     weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
@@ -156,7 +176,7 @@ def misfits(
         elif found.dtype != wanted.dtype:
             names = [DTYPES.get(tensor.dtype, tensor.dtype) for tensor in (found, wanted)]
             yield f"{name} is {names[0]} in {WEIGHTS}, and {names[1]} in the model"
-    for full, moment in sorted(moments.items()):
+    for full, moment in sorted(of_all_ranks(moments).items()):
         name, _, key = full.rpartition("/")
         if name not in model:
             yield f"{MOMENTS} has moments of {name}, which is not trained here"

@@ -126,7 +126,7 @@ class Config:
             )
         if run.gpus != "auto" and not re.fullmatch(r"[1-9]\d{0,4}", run.gpus):
             yield f"`run.gpus={run.gpus}` must be `auto` or a whole number from 1 on"
-        yield from self.parallel.conflicts()
+        yield from self.parallel.conflicts(self.techniques.lora.enabled)
         if train.global_batch_size % train.micro_batch_size:
             yield (
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "

@@ -1,4 +1,5 @@
-"""How many ranks replicate, shard and cut rows: the config group `parallel`, and the degrees that it means for a run.
+"""The config group `parallel`: how many ranks replicate, shard and cut rows, what that means for a run, and how
+replicas add up their gradients.
 
 The ranks of a run form a grid of replicate x shard x context, and context varies fastest, so that ranks which exchange
 the most are neighbours of one host:
@@ -15,13 +16,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Optional
 
 from fxtune.errors import ConfigError
+from fxtune.system.units import MIB
 
 AUTO = "auto"
 DEGREES = ("replicate", "shard", "context")
 """The dimensions of the mesh, outermost first."""
+
+
+class ReduceDtype(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -34,13 +43,68 @@ class ParallelConfig:
     card."""
     context: str = AUTO
     """Over how many ranks each row is divided. `auto`: 1."""
+    bucket_mib: Optional[float] = field(default=None, metadata={"min": 0})
+    """Replicas sum their gradients in buckets of about so many MiB, which start beside the backward pass of the last
+    micro-batch. 0: one bucket after it. null: 100 for full fine-tuning, 0 for adapters."""
+    reduce_dtype: ReduceDtype = ReduceDtype.float32
+    """The dtype in which replicas send their gradients. `bfloat16` halves the bytes and rounds each gradient and each
+    partial sum to 8 significant bits. For links between hosts, as the next three are (docs/distributed.md)."""
+    powersgd_rank: int = field(default=0, metadata={"min": 0})
+    """Send low-rank approximations of this rank in place of gradient matrices (PowerSGD, full fine-tuning only). 0: do
+    not; 1 to 4 are usual."""
+    powersgd_start: int = field(default=10, metadata={"min": 2})
+    """How many steps sum whole gradients before PowerSGD begins; a tenth of the run is usual."""
+    average_every: int = field(default=1, metadata={"min": 1})
+    """Each rank takes so many steps alone, then all average their weights (local SGD). 1: gradients are summed in each
+    step. Weights are also averaged before each evaluation and each checkpoint."""
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield each degree that is neither `auto` nor a number."""
+    def conflicts(self, adapters: bool = False) -> Iterator[str]:
+        """Yield each degree that is neither `auto` nor a number, and ways to sum that exclude each other. `adapters`:
+        whether only they are trained."""
         for name in DEGREES:
             value = getattr(self, name)
             if value != AUTO and not re.fullmatch(r"[1-9]\d{0,4}", value):
                 yield f"`parallel.{name}={value}` must be `auto` or a whole number from 1 on"
+        if len(asked := self.summed_otherwise) > 1:
+            yield f"{' and '.join(f'`{one}`' for one in asked)} exclude each other: keep one of them"
+        if self.powersgd_rank and adapters:
+            yield (
+                f"`parallel.powersgd_rank={self.powersgd_rank}` approximates large gradient matrices, and those of "
+                "adapters are small and of low rank already. Set it to 0, or techniques.lora.enabled=false"
+            )
+
+    @property
+    def summed_otherwise(self) -> list[str]:
+        """The keys that replace the plain sum of gradients in float32."""
+        asked = [
+            ("reduce_dtype", self.reduce_dtype.value, self.reduce_dtype is not ReduceDtype.float32),
+            ("powersgd_rank", self.powersgd_rank, self.powersgd_rank > 0),
+            ("average_every", self.average_every, self.average_every > 1),
+        ]
+        return [f"parallel.{name}={value}" for name, value, is_set in asked if is_set]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes that a replica holds for each trained number to sum gradients, at the peak."""
+        if self.average_every > 1:
+            return 0  # 64 MiB in all
+        return 16 if self.powersgd_rank else 2 if self.reduce_dtype is ReduceDtype.bfloat16 else 4
+
+    def bucket_bytes(self, adapters: bool) -> int:
+        """Bytes of a bucket of gradients; 0: one bucket. `adapters`: whether only they are trained."""
+        mib = (0 if adapters else 100) if self.bucket_mib is None else self.bucket_mib
+        return int(mib * MIB)
+
+    def check(self, degrees: Degrees) -> Iterator[str]:
+        """Yield what ranks that are divided so cannot do, worded as what to change."""
+        for asked in self.summed_otherwise:
+            if degrees.ranks == 1:
+                yield f"{asked}: says how ranks exchange gradients, and this run has one rank. Leave it out."
+            elif degrees.shard > 1 or degrees.context > 1:
+                yield (
+                    f"{asked}: is for replicas, and this run has {degrees}. Leave it out, or set parallel.shard=1 and "
+                    "parallel.context=1."
+                )
 
 
 @dataclass(frozen=True)

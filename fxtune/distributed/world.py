@@ -13,7 +13,7 @@ import functools
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -157,9 +157,32 @@ class World:
     def sum(self, tensor: torch.Tensor, doing: str = "adding up") -> torch.Tensor:
         """`tensor` summed over the ranks, in place. Issued on the device; the host does not wait on a GPU."""
         if self.size > 1:
-            with self._waiting(doing):
+            with self.waiting(doing):
                 dist.all_reduce(tensor)
         return tensor
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work:
+        """Start summing `tensor` over the ranks, in place, beside what this process does next. The caller keeps it
+        until it has called wait() on the result, within waiting(). All ranks start their sums in the same order."""
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work
+
+    def collect(self, tensors: Mapping[str, torch.Tensor], doing: str) -> list[dict[str, torch.Tensor]]:
+        """The `tensors` of each rank, in their order, on rank 0, those of others in host memory; nothing elsewhere.
+        Names, shapes and dtypes may differ from rank to rank."""
+        layouts = self.gather([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], doing)
+        found = [dict(tensors)] if self.main else []
+        with self.waiting(doing):
+            for rank in range(1, self.size):
+                if self.main:
+                    found.append({name: torch.empty(shape, dtype=dtype) for name, shape, dtype in layouts[rank]})
+                    for tensor in found[rank].values():
+                        dist.recv(tensor.view(-1).view(torch.uint8), rank)
+                elif self.rank == rank:
+                    for tensor in tensors.values():
+                        dist.send(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0)
+        return found
 
     def agree(self, mine: int, doing: str = "deciding together") -> int:
         """The largest `mine` of all ranks. What one rank alone could decide (a signal, memory that ran out) becomes
@@ -167,7 +190,7 @@ class World:
         if self.size == 1:
             return mine
         value = torch.tensor(mine)
-        with self._waiting(doing):
+        with self.waiting(doing):
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
@@ -176,7 +199,7 @@ class World:
         if self.size == 1:
             return value
         values = [value]
-        with self._waiting(doing):
+        with self.waiting(doing):
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
@@ -185,7 +208,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._waiting(doing):
+        with self.waiting(doing):
             dist.all_gather_object(values, value)
         return values
 
@@ -217,11 +240,13 @@ class World:
             dist.destroy_process_group()
 
     @contextmanager
-    def _waiting(self, doing: str) -> Iterator[None]:
+    def waiting(self, doing: str) -> Iterator[None]:
         """Note `doing` for the launcher while this rank waits; a lost connection becomes a RankError."""
         with self.heartbeat.waiting(doing):
             try:
                 yield
+            except torch.OutOfMemoryError:  # a RuntimeError, too
+                raise
             except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
                 raise RankError(
                     f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "

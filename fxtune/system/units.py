@@ -1,3 +1,4 @@
 """Units of memory in bytes."""
 
+MIB = 2**20
 GIB = 2**30

@@ -33,6 +33,8 @@ class Facts(MachineFacts):
     """Whether two runs must give the same bits."""
     degrees: Degrees = field(default_factory=Degrees)
     """How the ranks of the run share its work."""
+    sum_bytes: int = 4
+    """Bytes that a replica holds for each trained number to sum gradients over the ranks."""
     techniques: Pipeline = field(default_factory=Pipeline)
 
     @classmethod

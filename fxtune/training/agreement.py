@@ -17,18 +17,23 @@ OUT_OF_MEMORY = 1000
 """Above every signal number: a step that ran out of memory is repeated, and the signal is handled after it."""
 
 
-def together(world: World, work: Callable[[], Result]) -> Result:
-    """work(), which must take part in no collective, on every rank.
+def together(
+    world: World, work: Callable[[], Result], start_sums: Callable[[], None] = lambda: None, stops: bool = True
+) -> Result:
+    """work() on every rank. It must wait for no collective, and it may start those that start_sums() starts if it has
+    not: each rank calls start_sums() after work(), also one that ran out of memory.
 
-    Raises MemoryShortError on all ranks if one of them ran out of memory, and Stopped if one of them was signalled.
-    With one rank it is only work(): the signal handler raises Stopped by itself.
+    Raises MemoryShortError on all ranks if one of them ran out of memory, and Stopped if one of them was signalled;
+    with stops=False a signal waits for a later call. With one rank this is only work(): the signal handler raises
+    Stopped by itself.
     """
     if world.size == 1:
         return work()
     with SIGNALS.held():
         result = catch_out_of_memory(work)
+        start_sums()
     exhausted = isinstance(result, MemoryExhausted)
-    verdict = world.agree(OUT_OF_MEMORY if exhausted else SIGNALS.received or 0)
+    verdict = world.agree(OUT_OF_MEMORY if exhausted else (stops and SIGNALS.received) or 0)
     if verdict == OUT_OF_MEMORY:
         reasons = world.gather(result.reason if isinstance(result, MemoryExhausted) else "")
         rank = next(rank for rank, reason in enumerate(reasons) if reason)

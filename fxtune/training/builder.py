@@ -167,11 +167,20 @@ class RunBuilder:
         config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
         with self.oom_context("Making the optimizer"):
             optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients)
-        loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
-        recorded = recorded and compile.records
-        return TrainStep(
-            model, objective, optimizer, precision, loss_scale, config.train, config.run.seed, recorded, self.world
-        )
+            loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
+            return TrainStep(
+                model,
+                objective,
+                optimizer,
+                precision,
+                loss_scale,
+                config.train,
+                config.run.seed,
+                recorded=recorded and compile.records,
+                world=self.world,
+                parallel=config.parallel,
+                bucket_bytes=config.parallel.bucket_bytes(self.techniques.lora.enabled),
+            )
 
     def learning_rate(self, step: int, steps: int) -> float:
         """The learning rate of step `step` of a run of `steps`."""
@@ -221,6 +230,8 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     if resumes and undecided:
         config = replace(config, data=check.earlier_rows(config.data))
     builder = RunBuilder(config)
+    if reasons := list(config.parallel.check(builder.world.degrees)):  # here, because other commands use one rank
+        raise ConfigError("\n".join(reasons))
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
         builder = RunBuilder(replace(config, techniques=techniques))
     if undecided:
@@ -244,6 +255,7 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
         stochastic_rounding=config.optimizer.stochastic_rounding,
         deterministic=config.run.deterministic,
         degrees=world.degrees,
+        sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,
     )
     note = []

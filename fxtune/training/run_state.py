@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
 from fxtune.errors import ConfigError, StorageError
@@ -33,7 +35,7 @@ class RunState:
         note: Callable[[str], None],
     ) -> None:
         self.folder, self.note, self.model, self.monitor = folder, note, model, monitor
-        self.optimizer, self.loss_scale = train_step.optimizer, train_step.loss_scale
+        self.train_step, self.optimizer, self.loss_scale = train_step, train_step.optimizer, train_step.loss_scale
         self.world = train_step.world
         self.checkpoints = Checkpoints(
             folder.path / CHECKPOINTS, config, config_digest(folder.config), note, writes=self.world.main
@@ -74,7 +76,9 @@ class RunState:
             )
         copy_weights(saved.weights, self.weights())
         try:
-            self.optimizer.load(saved.moments, saved.state.optimizer)
+            moments = stored.of_all_ranks(saved.moments)
+            self.optimizer.load(moments, saved.state.optimizer)
+            self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
             self.loss_scale.load(saved.state.loss_scale)
             self.monitor.load(saved.state.step, saved.state.numbers)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -86,12 +90,26 @@ class RunState:
         self.state, self.saved, self._saved_rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state
 
+    def _load_rank_states(
+        self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
+    ) -> None:
+        """Restore what each rank had of its own. `moments` are rank 0's if it has no others."""
+        if ranks and self.train_step.keeps_rank_state:
+            found = {0: moments, **ranks}
+            self.train_step.load_rank_states([found[rank] for rank in range(len(found))], scalars)
+            if len(found) != self.world.size:
+                self.note(
+                    f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. What each rank had "
+                    "of its own is shared out anew, so losses differ from here on (docs/distributed.md)."
+                )
+
     def compare_ranks(self) -> None:
         """Raise ConfigError if the ranks are about to train different recipes, data or weights."""
         if self.world.size == 1:
             return
         weights = sum(
-            (weight.double().sum() for weight in self.weights().values()), torch.zeros((), dtype=torch.double)
+            (weight.detach().double().sum() for weight in self.weights().values()),
+            torch.zeros((), dtype=torch.double),
         )
         mine = {
             "the recipe": self.checkpoints.recipe,
@@ -107,18 +125,35 @@ class RunState:
                 )
 
     def save(self) -> None:
-        """Copy the state; the copy is written to the disk while the next steps run."""
+        """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together."""
         since = time.perf_counter()
+        self.average()
         state = self.state
         moments, state.optimizer = self.optimizer.state()
+        if self.train_step.keeps_rank_state:
+            ranks = self.world.collect(self.train_step.rank_state(), "collecting each rank's own state")
+            for rank, tensors in enumerate(ranks):
+                own = {name: tensor for name, tensor in tensors.items() if rank or name not in moments}
+                moments |= {stored.name_of_rank(rank, name): tensor for name, tensor in own.items()}
         state.loss_scale, state.numbers = self.loss_scale.state(), self.monitor.state()
         self.checkpoints.save(state, self.weights(), moments, since)
         self.saved, self._saved_rows = state.step, dict(state.rows)
 
-    def ensure_saved(self) -> None:
-        """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError."""
+    def average(self) -> None:
+        """Give all ranks the same weights, after local steps. All ranks call this together."""
+        if not self.train_step.ranks_agree:
+            self.checkpoints.wait_for_copy()
+            self.train_step.average()
+
+    def ensure_saved(self, alone: bool = False) -> None:
+        """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError.
+
+        `alone`: only this rank calls it, so it does not save what the other ranks have of their own.
+        """
         failed = self.checkpoints.settle()
-        unsaved = failed or self.state.step > self.saved or self.state.rows != self._saved_rows
+        unsaved = bool(failed or self.state.step > self.saved or self.state.rows != self._saved_rows)
+        if self.train_step.keeps_rank_state:  # all take part in a save
+            unsaved = not alone and bool(self.world.agree(int(unsaved)))
         if self.state.step and not self._holds_best and unsaved:
             self.save()
         self.checkpoints.wait()
@@ -144,7 +179,7 @@ class RunState:
         """
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
-            moments = moment_bytes(optimizer, self.optimizer.parts)
+            moments = self.train_step.all_rank_bytes(moment_bytes(optimizer, self.optimizer.parts))
             self.checkpoints.check_room(size + moments, self._export_bytes(export_all))
 
     def make_room(self, export_all: bool) -> None:

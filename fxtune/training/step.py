@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from fxtune.config.root import TrainConfig
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.loader import StepBatches
 from fxtune.data.batches.plan import Plan
+from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
+from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -35,10 +38,11 @@ class TrainStep:
     """Takes optimizer steps of `model`: whole ones, or as backward(), clip() and update(), in this order.
 
     `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients. `world`: the ranks that take the
-    step together, each with its own micro-batches; None means this process alone.
+    step together, each with its own micro-batches; None means this process alone. `parallel`: how they add up their
+    gradients, in buckets of `bucket_bytes` (0: one).
 
     Calling the object takes a whole step. Callers that do something in between call its parts, backward(),
-    sum_over_ranks(), clip() and update(), in this order.
+    start_sums(), sum_over_ranks(), clip() and update(), in this order, or drop() after an incomplete step.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class TrainStep:
         seed: int = 0,
         recorded: bool = False,
         world: World | None = None,
+        parallel: ParallelConfig | None = None,
+        bucket_bytes: int = 0,
     ) -> None:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.precision, self.loss_scale = precision, loss_scale
@@ -60,7 +66,17 @@ class TrainStep:
         self.spikes = SpikeWindow(device, config.spikes, config.spike_window, config.spike_threshold)
         self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None
         self.world = world or World(device)
+        parallel = parallel or ParallelConfig()
         self.gradient_sum: GradientSum | None = None
+        self.weight_average: WeightAverage | None = None
+        """With parallel.average_every, in place of the sum of gradients."""
+        if self.world.size > 1 and parallel.average_every > 1:
+            self.weight_average = WeightAverage(self.world, list(optimizer.names), parallel.average_every)
+        elif self.world.size > 1:
+            final = self.recorder is None and not loss_scale.active  # gradients, when hooks run
+            overlap = final and self.world.context_ranks == 1
+            self.gradient_sum = GradientSum(self.world, optimizer.names, parallel, bucket_bytes, overlap)
+        self._index = 0
         self._names: tuple[str, ...] = ("loss",)
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
@@ -83,8 +99,10 @@ class TrainStep:
         `own`: see StepBatches; further micro-batches add zeros.
         """
         torch.manual_seed(_step_seed(self.seed, index, self.world.rank))
+        self._index = index
         totals: torch.Tensor | None = None
-        for position, batch in enumerate(batches):
+        sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
+        for position, batch in enumerate(sums.arming(batches) if sums else batches):
             share = normalizer if own is None or position < own else math.inf
             part = self.recorder(batch, share) if self.recorder else self._pass(batch, share)
             totals = part if totals is None else totals + part
@@ -92,30 +110,96 @@ class TrainStep:
         self.loss_scale.unscale(list(self.optimizer.names))
         return dict(zip(self._names, totals.unbind() if totals.dim() else [totals], strict=True))
 
+    def start_sums(self) -> None:
+        """Start the sums that can start before the ranks agree on this step, and that backward() has not started. A
+        rank whose backward() failed calls this as well."""
+        if self.gradient_sum:
+            self.gradient_sum.start()
+
     def sum_over_ranks(self, metrics: Metrics) -> Metrics:
-        """Replace gradients and means by their sums over the ranks. One all-reduce, which does not wait for a GPU."""
-        if self.world.size == 1:
+        """Replace gradients and means by their sums over the ranks, without waiting for a GPU. In a local step the
+        gradient stays this rank's own, as the mean of its own rows, and clip() adds up the means."""
+        if self.weight_average:
+            gradients = [gradient for gradient in self.optimizer.gradients() if gradient is not None]
+            torch._foreach_mul_(gradients, float(self.world.size))
+        if self.gradient_sum is None:
             return metrics
         totals = torch.stack([value.float() for value in metrics.values()])
-        if self.gradient_sum is None:
-            self.gradient_sum = GradientSum(self.world, list(self.optimizer.names), len(totals))
-        gradients, totals = self.gradient_sum(self.optimizer.gradients(), totals)
-        self.optimizer.set_gradients(gradients)
+        sums, totals = self.gradient_sum(self.optimizer.gradients(), totals)
+        self.optimizer.set_gradients(sums)
         return dict(zip(metrics, totals.unbind(), strict=True))
 
     def clip(self, metrics: Metrics) -> None:
-        """Clip the gradient; adds `grad_norm`, `finite` and `spike_limit` to what backward() returned."""
-        loss = metrics["loss"]
+        """Clip the gradient; adds `grad_norm`, `finite` and `spike_limit` to what backward() returned. In a local step
+        `grad_norm` is the mean of the ranks' norms, so a step that is not finite on one rank is skipped by all.
+        """
         metrics["grad_norm"] = self.optimizer.clip(self.max_grad_norm)
+        if self.weight_average:
+            metrics["grad_norm"] = metrics["grad_norm"] / self.world.size
+            totals = self.world.sum(torch.stack([value.float() for value in metrics.values()]), "adding up losses")
+            metrics.update(zip(list(metrics), totals.unbind(), strict=True))
+        loss = metrics["loss"]
         metrics["finite"] = torch.isfinite(metrics["grad_norm"]) & torch.isfinite(loss)
         metrics["spike_limit"] = self.spikes.limit(loss)
 
     def update(self, metrics: Metrics, lr: float) -> None:
         """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`."""
         finite = metrics["finite"]
-        self.optimizer.step(lr, self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite))
+        updates = self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite)
+        if self.world.size > 1:  # dropout has drawn other numbers on each rank; stochastic rounding must not
+            torch.manual_seed(_step_seed(self.seed, self._index))
+        self.optimizer.step(lr, updates)
+        if self.gradient_sum and self.gradient_sum.compression:
+            self.gradient_sum.compression.keep(updates)
+        if self.weight_average:
+            self.weight_average.stepped()
         metrics["loss_scale"] = self.loss_scale.scale
         self.loss_scale.update(finite)
+
+    def drop(self) -> None:
+        """Forget an incomplete step: its gradients hold a part of the sum."""
+        if self.gradient_sum:
+            self.gradient_sum.drop()
+        self.optimizer.drop()
+
+    @property
+    def keeps_rank_state(self) -> bool:
+        """Whether each rank has state of its own that a resumed run needs."""
+        compresses = self.gradient_sum is not None and self.gradient_sum.compression is not None
+        return compresses or self.weight_average is not None
+
+    def all_rank_bytes(self, moments: int) -> int:
+        """Bytes of `moments`, the optimizer's on one rank, and of what rank_state() will be on all ranks."""
+        if self.weight_average:
+            return moments * self.world.size
+        errors = 4 * sum(parameter.numel() for parameter in self.optimizer.names) * self.world.size
+        return moments + errors * self.keeps_rank_state
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """State that each rank has of its own, by name: PowerSGD's errors, or the moments of local steps."""
+        if self.gradient_sum and self.gradient_sum.compression:
+            return self.gradient_sum.compression.state()
+        return self.optimizer.state()[0] if self.weight_average else {}
+
+    def load_rank_states(self, ranks: Sequence[Mapping[str, torch.Tensor]], scalars: dict[str, Any]) -> None:
+        """Restore what rank_state() returned on each rank. `scalars`: those of the optimizer, which all ranks share.
+        With another number of ranks than now, moments stay those of the first rank."""
+        if not ranks:
+            return
+        if self.gradient_sum and self.gradient_sum.compression:
+            self.gradient_sum.compression.load(ranks)
+        elif self.weight_average and len(ranks) == self.world.size:
+            self.optimizer.load(dict(ranks[self.world.rank]), scalars)
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks have the same weights: not between two averages."""
+        return self.weight_average is None or self.weight_average.steps == 0
+
+    def average(self) -> None:
+        """Give all ranks the same weights."""
+        if self.weight_average:
+            self.weight_average.average()
 
     def _pass(self, batch: Batch, normalizer: torch.Tensor | float) -> torch.Tensor:
         """Run a micro-batch forward and backward. Returns its share of the mean loss, or of [1 + metrics] means."""

@@ -280,9 +280,12 @@ class Trainer:
         with self._interruptible(), counted as work:
             batches = work.over(step.micro_batches)
             backward = partial(take.backward, batches, normalizer, step.index, step.own)
-            metrics = take.sum_over_ranks(together(self.world, backward))
+            # A signal between two averages of the ranks' weights waits for the next: what is saved there goes on as if
+            # nothing had happened.
+            metrics = together(self.world, backward, take.start_sums, stops=take.ranks_agree)
         # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
         with nullcontext() if self.world.size == 1 else self.builder.oom_context(f"Clipping in step {step.index + 1}"):
+            metrics = take.sum_over_ranks(metrics)
             take.clip(metrics)
         self.run_state.checkpoints.wait_for_copy()
         # Not repeated when it runs out of memory: some weights may be updated already.
@@ -299,7 +302,7 @@ class Trainer:
     def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
         self.batch_sizes.free_memory()  # which also waits for gradients that are still being added up
-        self.train_step.optimizer.drop()  # they hold a part of the sum
+        self.train_step.drop()
         sizes = self.plan.sizes
         again = f"Step {index + 1} is repeated; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
@@ -324,7 +327,7 @@ class Trainer:
             if self.unlogged_lr is not None:
                 self._log_line(self.unlogged_lr)
             try:
-                self.run_state.ensure_saved()
+                self.run_state.ensure_saved(alone=part == "questions")
                 if self.state.step:
                     message += (
                         f"\nSaved after step {self.state.step}: the same command resumes there, given more memory."
@@ -378,6 +381,7 @@ class Trainer:
         if self.held_out is None:
             self.state.evaluation_due = False
             return False
+        self.run_state.average()
         with self._interruptible():
             figures = self.batch_sizes.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
         self.state.evaluation_due = False

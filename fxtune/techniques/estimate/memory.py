@@ -14,11 +14,11 @@ those of two layers. Outside the layers there are weights, for each trained para
 moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the layers' backward
 pass begins.
 
-The forecast is that of one rank. Replicas add up their gradients in a float32 buffer as large as all of them. Ranks
-that share a copy of the weights hold their part of weights, gradients and moments, and beside it, whole and in the
-dtype of matmuls: the embedding, the head, two layers (one is fetched while the other computes), and of one layer its
-gradients, which are added up in float32. Ranks that share rows hold their part of the activations. What several ranks
-need has not been measured yet.
+The forecast is that of one rank. Replicas add up their gradients in a buffer as large as all of them, in float32
+unless the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights,
+gradients and moments, and beside it, whole and in the dtype of matmuls: the embedding, the head, two layers (one is
+fetched while the other computes), and of one layer its gradients, which are added up in float32. Ranks that share rows
+hold their part of the activations. What several ranks need has not been measured yet.
 
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.
@@ -247,7 +247,7 @@ def exchange_bytes(facts: Facts) -> int:
     if degrees.ranks == 1:
         return 0
     if degrees.shard == 1:
-        return 4 * trained_parameters(facts)
+        return facts.sum_bytes * trained_parameters(facts)
     ends, layer = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden, shape.linear_parameters / shape.layers
     gradients = trained_parameters(facts) / shape.layers * (number_bytes(facts) + 4)
     return int(number_bytes(facts) * ends + 2 * layer * linear_bytes(facts) + gradients)

@@ -1,0 +1,60 @@
+"""Local steps: each rank trains alone for K steps, then all weights are averaged (local SGD, arXiv 1805.09767).
+
+Only weights are sent, once in K steps, so a step costs 1/K of what summed gradients cost. Every rank multiplies its
+gradient by the number of ranks, so that it is the mean of its own rows; without momentum, K = 1 would be the plain
+step. The ranks' optimizer states differ from the first step on and are not averaged: a checkpoint holds each.
+
+torch has this as post-local SGD (torch.distributed.algorithms.model_averaging). Its averager is not used, because it
+replaces the storage of every weight by a view of one buffer, whose addresses no CUDA graph knows, skips weights whose
+gradient was dropped, and counts steps in an object that no checkpoint holds. The arithmetic is the same, and a test
+compares the two.
+
+Averages are taken in float32. In bfloat16 each average would round the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fxtune.distributed.world import World
+
+PIECE = 64 * 2**20
+"""Bytes of float32 that are averaged at once: an average needs this much memory, not that of all weights."""
+
+
+class WeightAverage:
+    """Averages `weights` over the ranks of `world` after every `every` steps."""
+
+    def __init__(self, world: World, weights: Iterable[torch.Tensor], every: int) -> None:
+        self.world, self.weights, self.every = world, list(weights), every
+        self.steps = 0
+        """Local steps since the last average. 0: all ranks have the same weights."""
+
+    def stepped(self) -> None:
+        """A step was taken, or skipped on all ranks."""
+        self.steps += 1
+        if self.steps == self.every:
+            self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average now, unless nothing has changed since the last average. All ranks call this together."""
+        if self.steps == 0:
+            return
+        piece: list[torch.Tensor] = []
+        for weight in self.weights:
+            piece.append(weight)
+            if 4 * sum(part.numel() for part in piece) >= PIECE:
+                self._average(piece)
+                piece = []
+        if piece:
+            self._average(piece)
+        self.steps = 0
+
+    def _average(self, weights: list[torch.Tensor]) -> None:
+        flat = torch.cat([weight.float().flatten() for weight in weights])
+        self.world.sum(flat, "averaging weights").div_(self.world.size)
+        parts = flat.split([weight.numel() for weight in weights])
+        torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])

@@ -1,0 +1,123 @@
+"""PowerSGD (arXiv 1905.13727): sends two thin matrices in place of each gradient matrix, for slow links.
+
+A gradient of [n, m] is approximated by P Q^T of rank r, so (n + m) r numbers are sent and not n m: 1/512 for a matrix
+of 4,096 x 4,096 at rank 4. What the approximation misses on a rank is added to that rank's next gradient (error
+feedback). The gradient is therefore late and biased, and the loss falls more slowly. The first `start` steps are
+summed whole: early gradients decide the course.
+
+The arithmetic is torch's own hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which asks a bucket of
+DistributedDataParallel for five things; _TorchBucket answers them for a bucket of ours. The hook calls collectives one
+after another from callbacks, whose order over several buckets would differ from rank to rank, so buckets go one by
+one, after the backward pass. The hook's result is a mean, so it is given N times the gradient.
+
+Vectors, and matrices that would not shrink to half, are summed whole in float32. Memory: three times the gradients in
+float32 (bucket, error, and the copy by which the hook computes the error), and until the update a fourth (the error
+before the step: see keep()).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from fxtune.distributed.world import World
+
+EPSILON = 1e-8
+"""Added to the norms of columns, some of which are zero: the hook would divide by them."""
+
+
+class PowerSGD:
+    """Sums buckets by PowerSGD of rank `rank` from step `start` on, and keeps the error of each.
+
+    After each step keep() says whether the step counts.
+    """
+
+    def __init__(self, world: World, rank: int, start: int) -> None:
+        self.world = world
+        self.torch = PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=start, orthogonalization_epsilon=EPSILON
+        )
+        self._before: dict[str, dict[int, torch.Tensor]] = {}
+        """The state before this step's compression."""
+
+    def __call__(self, number: int, buffer: torch.Tensor, parts: list[torch.Tensor], last: bool) -> None:
+        """Replace `buffer`, float32 [numbers], by its sum over the ranks. `parts` are its views in their shapes;
+        `last`: it is the last one of this step."""
+        if number == 0:
+            self._before = {"error": dict(self.torch.error_dict), "q": _copies(self.torch.q_memory_dict)}
+        buffer.mul_(self.world.size)
+        result = powerSGD_hook(self.torch, _TorchBucket(number, buffer, parts, last)).wait()  # type: ignore[arg-type]
+        if result.data_ptr() != buffer.data_ptr():
+            buffer.copy_(result)
+
+    def keep(self, counts: torch.Tensor) -> None:
+        """Undo this step's change of the state unless `counts` (a bool scalar on the device): what a non-finite
+        gradient left would otherwise make every later step non-finite."""
+        for name, before in self._before.items():
+            now = self.torch.error_dict if name == "error" else self.torch.q_memory_dict
+            for number, tensor in now.items():
+                was = before.get(number)
+                if was is None:  # the first compressed step made it: the error of none, or a random Q
+                    draw = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+                    was = torch.zeros_like(tensor) if name == "error" else draw.to(tensor)
+                tensor.copy_(torch.where(counts, tensor, was))
+        self._before = {}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a resumed run needs, by name: of each bucket this rank's error, P and Q; and the count of steps."""
+        found = {"steps": torch.tensor(self.torch.iter)}
+        for name, tensors in self._memories().items():
+            found |= {f"{name}/{number}": tensor for number, tensor in tensors.items()}
+        return found
+
+    def load(self, ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Restore what state() returned on each rank, in their order. Of another number of ranks each takes the mean
+        of the errors, so that the same error is added to the next sum."""
+        mine = ranks[self.world.rank] if len(ranks) == self.world.size else _mean(ranks)
+        self.torch.iter = int(mine["steps"])
+        for name, tensors in self._memories().items():
+            for key, tensor in mine.items():
+                if key.startswith(f"{name}/"):
+                    tensors[int(key.partition("/")[2])] = tensor.to(self.world.device)
+
+    def _memories(self) -> dict[str, dict[int, torch.Tensor]]:
+        return {"error": self.torch.error_dict, "p": self.torch.p_memory_dict, "q": self.torch.q_memory_dict}
+
+
+@dataclass
+class _TorchBucket:
+    """A bucket as torch's hook reads it: the interface of torch.distributed.GradBucket, which Python cannot make."""
+
+    number: int
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [part if part.dim() else part.view(1) for part in self.parts]
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+def _copies(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _mean(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The first rank's state with the mean of all errors."""
+    mine = dict(ranks[0])
+    for name in mine:
+        if name.startswith("error/"):
+            mine[name] = torch.stack([other[name] for other in ranks]).mean(0)
+    return mine

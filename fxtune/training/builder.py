@@ -148,7 +148,8 @@ class RunBuilder:
             observed = [*self.techniques.verify(model.model, probe), *model.evidence]
             if self.world.context_ranks > 1:
                 with self.techniques.precision.context(self.world.device):
-                    observed.append(context.observe(model.model, self.world, attention_layers(self.facts.text)))
+                    layers = attention_layers(self.facts.text)
+                    observed.append(context.observe(model.model, self.world, layers, self.facts.packing))
             return observed
 
     @phase("Making the optimizer")

@@ -447,7 +447,8 @@ class Trainer:
 
     def _gives_finite_loss(self, step: int) -> bool:
         batch = self._own(self.plan).batch(step, 0).to(self.world.device)
-        return gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
+        finite = gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
+        return not self.world.agree(not finite, "trying the last weights")
 
 
 def _due(step: int, every: int) -> bool:

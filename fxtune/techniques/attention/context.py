@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fxtune.distributed.all_to_all import all_to_all
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.models.dims import position_limit
 from fxtune.models.structure import observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.attention.backends import SINKS, offers
@@ -155,6 +156,12 @@ def refuses(facts: Facts) -> Iterator[str]:
         yield f"the {', '.join(sorted(layers))} layers of {kind} need a whole row. {whole}."
     if kind in SINKS:
         yield f"{kind} has attention sinks, which are not divided among the ranks. {whole}."
+    padded, limit = -(-facts.row_length // ranks) * ranks, position_limit(text)
+    if limit and padded > limit and not text.get("rope_parameters"):
+        yield (
+            f"rows are padded to {padded} tokens, beyond the {limit} positions of {kind}. Set data.sequence_length to "
+            f"{limit // ranks * ranks}."
+        )
     rope = facts.techniques.rope
     types = {rope.type.value} if rope.enabled else _rope_types(text.get("rope_parameters") or {})
     if found := types & BY_LONGEST:
@@ -170,15 +177,16 @@ def _rope_types(parameters: dict[str, Any]) -> set[str]:
     return {str(one.get("rope_type")) for one in nested or [parameters]}
 
 
-def observe(model: nn.Module, world: World, layers: int) -> Evidence:
+def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evidence:
     """Whether each of the `layers` that attend exchanges, and a small row that is cut gives the logits of the whole
-    row. All ranks of `world` call it together, under training's autocast."""
+    row. All ranks of `world` call it together, under training's autocast. `packing`: with documents to separate."""
     ranks, device = world.context_ranks, next(model.parameters()).device
     length = PROBE * ranks
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     ids = ((torch.arange(length, device=device) * 7919 + 3) % text.vocab_size).unsqueeze(0)
     # The second document reaches over every border.
-    starts = torch.tensor([0, 3, length - 2, length], dtype=torch.int32, device=device)
+    bounds = [0, 3, length - 2, length] if packing else [0, length]
+    starts = torch.tensor(bounds, dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(int(size), device=device) for size in starts.diff()]).unsqueeze(0)
     piece = slice(world.context_rank * PROBE, (world.context_rank + 1) * PROBE)
     counter = OperatorCounter(lambda name, _: name if name == "fxtune.all_to_all" else None)

@@ -147,11 +147,12 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
         ({"num_attention_heads": 30}, {}, "4 ranks do not divide llama's 30 query heads. Set it to 3, or"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, {}, "RoPE of type dynamic depends on the longest row"),
         ({}, {"rope": {"type": "dynamic"}}, "Use techniques.rope.type=yarn"),
+        ({"max_position_embeddings": 4098}, {}, "rows are padded to 4100 tokens, beyond the 4098 positions of llama"),
         ({"layer_types": ["conv", "full_attention"]}, {}, "the conv layers of llama need a whole row"),
     ],
 )
 def test_rows_that_cannot_be_cut_are_refused_with_a_change(model, techniques, reason):
-    facts = card(80, 4096, model=LLAMA | model, techniques={"attention": {}, **techniques}, degrees=Degrees(context=4))
+    facts = card(80, 4097, model=LLAMA | model, techniques={"attention": {}, **techniques}, degrees=Degrees(context=4))
     assert any(reason in found for found in context.refuses(facts)), list(context.refuses(facts))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recipes import write_recipe
 
@@ -30,6 +30,7 @@ def test_groups_hold_their_options():
     assert {"adamw", "muon"} <= set(discovery.groups()["optimizer"])
 
 
+@settings(max_examples=30)
 @given(st.text())
 def test_nearest_proposes_only_known_names(word):
     assert nearest(word, ["optimizer", "train"]) in (None, "optimizer", "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support import harness
+from support.cases import slow_but
 from transformers import AutoTokenizer
 
 from fxtune.data.batches.build import plan_training
@@ -201,7 +203,7 @@ def test_each_unusable_row_is_quarantined_with_its_reason(read, tmp_path):
         read(tmp_path / "rows.jsonl", on_bad_row=OnBadRow.error)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", slow_but([False, True], True))
 def test_row_of_100_mb_is_quarantined_and_never_in_memory(read, tmp_path, packed):
     path = tmp_path / ("rows.jsonl.gz" if packed else "rows.jsonl")
     with gzip.open(path, "wb", compresslevel=1) if packed else open(path, "wb") as file:
@@ -219,10 +221,10 @@ def test_row_of_100_mb_is_quarantined_and_never_in_memory(read, tmp_path, packed
 
 
 @pytest.mark.parametrize("unit", TextUnit)
-def test_text_of_100_mb_error_names_text_unit(read, tmp_path, unit):
-    (tmp_path / "book.txt").write_bytes(b"word " * 20_000_000 + b"\n\nthe end\n")
+def test_text_of_40_mb_error_names_text_unit(read, tmp_path, unit):
+    (tmp_path / "book.txt").write_bytes(b"word " * 8_000_000 + b"\n\nthe end\n")
     if unit is TextUnit.document:
-        with pytest.raises(DataError, match=r"a row of 95\.4 MiB.*text_unit to paragraph or line"):
+        with pytest.raises(DataError, match=r"a row of 38\.1 MiB.*text_unit to paragraph or line"):
             read(tmp_path / "book.txt", text_unit=unit)
     else:
         assert len(read(tmp_path / "book.txt", text_unit=unit)) == 1
@@ -252,8 +254,22 @@ def test_late_type_change_makes_one_bad_row(read, tmp_path, kind):
     assert {place: reason.replace("','", "'\\,'") for place, reason in found.items()} == expected
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "txt", "parquet"])
-@pytest.mark.parametrize("how", ["shrinks", "is removed", "is replaced"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    slow_but(
+        itertools.product(
+            ("jsonl", "jsonl.gz", "json", "csv", "txt", "parquet"), ("shrinks", "is removed", "is replaced")
+        ),
+        ("jsonl", "shrinks"),
+        ("jsonl", "is removed"),
+        ("jsonl", "is replaced"),
+        ("jsonl.gz", "shrinks"),
+        ("json", "is replaced"),
+        ("csv", "is removed"),
+        ("txt", "shrinks"),
+        ("parquet", "is replaced"),
+    ),
+)
 def test_file_that_changes_while_read_is_an_error(read, tmp_path, kind, how, monkeypatch):
     path, rows, draw = tmp_path / f"rows.{kind}", 3000, random.Random(0)
     chats = [{"messages": [{"role": "user", "content": str(draw.random())}, GOOD["messages"][1]]} for _ in range(rows)]

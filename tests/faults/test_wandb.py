@@ -122,6 +122,7 @@ def test_server_lost_midway_has_every_step_once_after_sync(tmp_path, server, mon
     assert all(row["eval/loss"] == 2.0 for row in server.history(RUN)[:5])
 
 
+@pytest.mark.slow
 def test_server_that_comes_back_before_the_end_gets_everything(tmp_path, server):
     notes: list[str] = []
     tracker = start(tmp_path / "run", notes, wandb_id=RUN)

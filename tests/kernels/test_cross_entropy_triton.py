@@ -8,7 +8,7 @@ from support.runs import interpreted
 def test_triton_kernel_equals_torch(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)
-    assert interpreted(script) == ["75", "compared"]
+    assert interpreted(script) == ["51", "compared"]
 
 
 INTERPRETED = """
@@ -20,7 +20,7 @@ cross_entropy_triton.WARPS, cross_entropy_triton.LOADS = 1, 1
 torch.manual_seed(0)
 compared = 0
 for dtype, words, (scale, cap), gradient in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float16), (5, 256, 700), ((1.0, 0.0), (0.125, 0.0), (1.0, 30.0), (2.0, 5.0)),
+        (torch.float32, torch.bfloat16, torch.float16), (5, 700), ((1.0, 0.0), (0.125, 0.0), (1.0, 30.0), (2.0, 5.0)),
         (True, False)):
     logits, labels = (torch.randn(3, words) * 20).to(dtype), torch.randint(words, (3,))
     labels[1] = -100 if words == 700 else labels[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -179,27 +180,34 @@ def test_torch_can_estimate_its_cost():
 KEPT = "cache/fxtune/flash4/{machine}-cpu|1"
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, KEPT),
-        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}, KEPT),
-        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine|1"),
-        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "None|0"),
-        ({"XDG_CACHE_HOME": "a file"}, "None|None"),
-        ({"XDG_CACHE_HOME": "", "HOME": "~"}, "None|None"),
-    ],
-    ids=[
-        "in fxtune's cache",
-        "also where it is asked for",
-        "where the user says",
-        "not where the user says so",
-        "nowhere to write",
-        "no home",
-    ],
-)
-def test_compiled_kernels_are_cached_in_a_private_folder(tmp_path, given, told):
-    """By a stand-in for the package, which reads the environment when it is imported, as the real one does."""
+CACHES = {
+    "in fxtune's cache": ({}, KEPT),
+    "also where it is asked for": ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}, KEPT),
+    "where the user says": ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine|1"),
+    "not where the user says so": ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "None|0"),
+    "nowhere to write": ({"XDG_CACHE_HOME": "../a file"}, "None|None"),
+    "no home": ({"XDG_CACHE_HOME": "", "HOME": "~"}, "None|None"),
+}
+"""Changes of the environment, and the folder and the switch that the package then reads from it."""
+EACH_IN_A_FORK = """
+import json, os, sys
+from fxtune.kernels import flash4
+for folder, given in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        os.mkdir(folder)
+        os.chdir(folder)
+        os.environ.update(given)
+        flash4.package(), flash4.package()
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, folder
+"""
+
+
+def test_compiled_kernels_are_cached_in_a_private_folder(tmp_path):
+    """By a stand-in for the package, which reads the environment when it is imported, as the real one does. So each
+    case has a process of its own, forked from one that has imported torch.
+    """
     stand_in = tmp_path / "flash_attn" / "cute"
     stand_in.mkdir(parents=True)
     (tmp_path / "a file").touch()
@@ -210,15 +218,16 @@ def test_compiled_kernels_are_cached_in_a_private_folder(tmp_path, given, told):
     root = Path(__file__).resolve().parents[2]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ATTENTION")}
     done = subprocess.run(
-        [sys.executable, "-c", "from fxtune.kernels import flash4; flash4.package(); flash4.package()"],
+        [sys.executable, "-c", EACH_IN_A_FORK, json.dumps({name: given for name, (given, _) in CACHES.items()})],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
-        env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "XDG_CACHE_HOME": "cache", **given},
+        env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "XDG_CACHE_HOME": "cache"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == told.format(machine=platform.machine())
-    folder = tmp_path / told.partition("|")[0].format(machine=platform.machine())
-    assert folder.is_dir() == (not told.startswith("None"))
+    expected = {name: told.format(machine=platform.machine()) for name, (_, told) in CACHES.items()}
+    assert dict(zip(CACHES, done.stdout.splitlines(), strict=True)) == expected
+    for name, told in expected.items():
+        assert (tmp_path / name / told.partition("|")[0]).is_dir() == (not told.startswith("None")), name
     assert not list(tmp_path.rglob("tmp*")), "nothing of the trial is left"

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import FAMILIES, SIZES, built, lora, random_model
+from support.cases import slow_but
 from support.runs import SUPPORT, interpreted
 from torch.nn import functional as F
 
@@ -242,9 +243,18 @@ def trained(model):
     return ran(run)
 
 
-@pytest.mark.parametrize("policy", [None, Policy.full, Policy.selective])
 @pytest.mark.parametrize(
-    ("family", "at_once"), [("llama", True), ("mistral", True), ("gemma2", True), ("qwen3", False)]
+    ("family", "at_once", "policy"),
+    slow_but(
+        [
+            (family, at_once, policy)
+            for family, at_once in (("llama", True), ("mistral", True), ("gemma2", True), ("qwen3", False))
+            for policy in (None, Policy.full, Policy.selective)
+        ],
+        ("llama", True, Policy.selective),
+        ("gemma2", True, Policy.full),
+        ("qwen3", False, None),
+    ),
 )
 def test_fused_adapters_return_rotated_projections(family, at_once, policy):
     """Where norms stand in between, q and k are turned after these."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.cases import slow_but
 
 triton = pytest.importorskip("triton")
 
@@ -118,7 +119,7 @@ def _copying(
     tl.store(product_ptr + row * WIDTH + column, total)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", slow_but(KERNELS, "project", "reduce", "sums", "backward"))
 def test_no_tile_is_overwritten_while_a_product_reads_it(name, monkeypatch, tmp_path):
     code = compiled(name, "bf16", monkeypatch, tmp_path)["ttgir"]
     assert name.startswith("add") or "async_copy_global_to_local" in code, (
@@ -127,7 +128,7 @@ def test_no_tile_is_overwritten_while_a_product_reads_it(name, monkeypatch, tmp_
     assert not overwritten(code)
 
 
-@pytest.mark.parametrize("name", ["walk", "backward"])
+@pytest.mark.parametrize("name", slow_but(["walk", "backward"], "backward"))
 def test_float32_is_never_rounded_to_tf32(name, monkeypatch, tmp_path):
     assert "tf32" not in compiled(name, "fp32", monkeypatch, tmp_path)["ptx"]
 

@@ -88,6 +88,7 @@ def test_corpus_depends_only_on_its_seed_and_holds_no_json_answers(scripts, toke
     assert max(lengths) < scripts["make_base"].CONTEXT
 
 
+@pytest.mark.slow
 def test_tokenizer_equals_the_output_of_its_script(scripts, tokenizer, tmp_path):
     from transformers import AutoTokenizer
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cases import slow_but
 
 from fxtune.config.compose import load
 
@@ -58,7 +59,7 @@ def test_measured_and_refused_cases_and_time_limit(cwd, chats, monkeypatch, caps
     assert len(drawing) < 150_000
 
 
-@pytest.mark.parametrize("length", ablate.LENGTHS)
+@pytest.mark.parametrize("length", slow_but(ablate.LENGTHS, 16384))
 def test_every_case_composes_and_differs_from_the_others(length, cwd):
     by_case = {}
     for _, _, case in ablate.cases_to_run(["8b"], [length], list(ablate.CASES)):

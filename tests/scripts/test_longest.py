@@ -150,6 +150,7 @@ def test_one_length_gives_no_line(tmp_path, capsys, monkeypatch, runs):
     assert "longest_tokens" not in json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_length_that_ran_out_of_memory_caps_the_longest_row(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
     runs[524288] = "out of memory: CUDA out of memory. Tried to allocate 4.00 GiB"

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from support.architectures import CPU, FAMILIES, built, enable, facts_of, logits, lora, on_disk, random_model, trained
+from support.cases import slow_but
 
 from fxtune.errors import ConfigError
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
@@ -32,7 +33,9 @@ def test_every_field_is_a_technique_and_only_attention_and_precision_are_on_by_d
     assert [name for name, _ in Pipeline().enabled()] == ["attention", "precision"]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phi3"])
+@pytest.mark.parametrize(
+    "family", slow_but([family for family in FAMILIES if family != "phi3"], "llama", "gemma3", "phi")
+)
 def test_all_techniques_together_act_train_and_reload(family, tmp_path):
     """Scaled RoPE, adapters and checkpointing in every family; then plain peft loads the result."""
     from peft import PeftModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import slow_but
 from support.runs import history, losses
 
 from fxtune.data.config import SourceConfig
@@ -17,8 +19,9 @@ from fxtune.errors import ConfigError
 from fxtune.training import trainer as train
 
 
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("lora", "packing"), slow_but(itertools.product((True, False), (True, False)), (True, True), (False, False))
+)
 def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
     narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
     narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well

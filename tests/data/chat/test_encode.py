@@ -320,7 +320,7 @@ ROW = JSON | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}, opt
 def test_no_row_crashes_the_encoder(family: str) -> None:
     encoders = [Encoder(families.tokenizer(family), format) for format in RowFormat if format is not RowFormat.auto]
 
-    @settings(max_examples=150)
+    @settings(max_examples=80)
     @given(ROW)
     def check(row: Any) -> None:
         for encoder in encoders:

@@ -61,7 +61,7 @@ def test_quotes_do_not_change_the_chat_structure(family, marks):
         st.sampled_from([*quotes, "a", " ", "\n", "é", "<", "|", *[quote[:-1] for quote in quotes]]), max_size=6
     ).map(lambda parts: "x" + "".join(parts) + "x")
 
-    @settings(max_examples=40)
+    @settings(max_examples=15)
     @given(st.lists(content, min_size=2, max_size=6))
     def check(contents):
         roles = [("user", "assistant")[index % 2] for index in range(len(contents))]

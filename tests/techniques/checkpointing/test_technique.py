@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
+from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 from support.forecasts import TECHNIQUES, card
 
@@ -35,8 +37,19 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("pipelines", [lambda: lora(dropout=0.3), Pipeline], ids=["lora", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+def with_dropout() -> Pipeline:
+    return lora(dropout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("family", "pipelines"),
+    slow_but(
+        itertools.product(FAMILIES, (with_dropout, Pipeline)),
+        *((family, with_dropout) for family in FAMILIES),
+        ("llama", Pipeline),
+        ("gemma2", Pipeline),
+    ),
+)
 def test_checkpointing_does_not_change_gradients_even_with_dropout(family, pipelines):
     model = random_model(family, attention_dropout=0.2)
     plain = gradients(with_random_lora_b(built(pipelines(), model)))

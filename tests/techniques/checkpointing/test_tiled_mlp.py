@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
 from support.architectures import built, lora, random_model
+from support.cases import slow_but
 from support.checkpointing import checkpointed, close, gradients, seen, with_random_lora_b
 
 from fxtune.models.structure import decoder_layers
@@ -23,10 +25,17 @@ TILED = {
 }
 
 
-@pytest.mark.parametrize("options", TILED.values(), ids=TILED)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-@pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
-def test_tiled_mlp_gives_the_gradients_of_an_untiled_mlp(family, pipelines, options):
+@pytest.mark.parametrize(
+    ("pipelines", "family", "how"),
+    slow_but(
+        itertools.product((lora, Pipeline), ("llama", "gemma2", "phi3"), TILED),
+        *((lora, "llama", how) for how in TILED),
+        (Pipeline, "gemma2", "tiles"),
+        (lora, "phi3", "selective_tiles"),
+    ),
+)
+def test_tiled_mlp_gives_the_gradients_of_an_untiled_mlp(pipelines, family, how):
+    options = TILED[how]
     pipeline = checkpointed(pipelines(), **options)
     model = with_random_lora_b(built(pipeline, random_model(family)))
     assert f"each MLP in {options['mlp_tiles']} tiles (of the probe's 24 tokens)" in seen(pipeline, model)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, tiny_model, trained
+from support.cases import slow_but
 from support.lora_models import lora_pair, loss_and_gradients, require_close
 from torch import nn
 
@@ -84,8 +87,12 @@ def test_a_target_that_lost_its_adapter_is_an_error():
         pipeline.prove(model, make_probe(model))
 
 
-@pytest.mark.parametrize("fused", ["off", "on"])
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    slow_but(
+        itertools.product(("deepseek_v3", "qwen3_next"), ("off", "on")), ("deepseek_v3", "on"), ("qwen3_next", "off")
+    ),
+)
 def test_the_adapter_of_a_mixture_is_loaded_by_plain_peft_merged_and_trained_on(kind, fused, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

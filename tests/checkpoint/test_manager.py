@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.checkpoints import save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.folder import damage_of
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -16,14 +16,6 @@ from fxtune.optim.optimizer import Optimizer, moment_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.facts import Facts
-
-
-def save(checkpoints, step, **state):
-    checkpoints.save(
-        TrainState(step=step, **state), {"w": torch.full((4,), float(step))}, {"w/exp_avg": torch.ones(4)}
-    )
-    checkpoints.wait()
-    return checkpoints.folder / f"step-{step:08d}"
 
 
 def names(folder):
@@ -73,24 +65,6 @@ def test_best_checkpoint_is_kept_until_a_better_one_is_saved_also_after_resume(t
     assert names(tmp_path) == ["step-00000600", "step-00000700"]
 
 
-@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest"])
-def test_damaged_checkpoint_is_skipped_for_the_newest_complete_one(tmp_path, harm):
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    save(checkpoints, 1)
-    path = save(checkpoints, 2)
-    victim = path / ("manifest.json" if harm == "no manifest" else "weights.safetensors")
-    if harm == "truncate":
-        victim.write_bytes(victim.read_bytes()[:-1])
-    elif harm == "flip":
-        data = bytearray(victim.read_bytes())
-        data[-1] ^= 1
-        victim.write_bytes(data)
-    else:
-        victim.unlink()
-    assert damage_of(path)
-    assert checkpoints.load_newest().state.step == 1
-
-
 def test_damaged_checkpoint_never_displaces_a_complete_one(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     save(checkpoints, 8)
@@ -110,16 +84,6 @@ def test_only_damaged_checkpoints_are_an_error_and_none_is_not(tmp_path):
     (save(checkpoints, 1) / "state.json").unlink()
     with pytest.raises(StorageError, match=r"step-00000001.*state\.json"):
         checkpoints.load_newest()
-
-
-def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path):
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    save(checkpoints, 1)
-    for name in (".staging-step-00000002", ".removed-step-00000000"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights.safetensors").write_bytes(b"half")
-    assert checkpoints.load_newest().state.step == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "nobody else would clear it away"
 
 
 def test_changes_after_a_save_are_not_in_it(tmp_path):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import logging
-import math
 import os
 import re
 import subprocess
 import sys
-import types
 import weakref
 from collections import UserDict
 from pathlib import Path
@@ -20,27 +15,6 @@ from support.recipes import QUICK, write_recipe
 
 from fxtune.cli import main as command
 from fxtune.errors import DataError, NumbersError
-
-
-@pytest.fixture
-def trained(monkeypatch) -> list:
-    """The configs that training is called with. A stand-in replaces it, so that no model is touched."""
-    calls: list = []
-    module = types.ModuleType("stand_in_train")
-    module.run = calls.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "stand_in_train", module)
-    monkeypatch.setitem(command.COMMANDS, "train", command.Command("stand_in_train", "", reads_data=True))
-    return calls
-
-
-@pytest.fixture(autouse=True)
-def _own_logging():
-    """Restore the root logger, which Hydra's --info changes for the rest of the process."""
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
 
 
 def fail_with(monkeypatch, error: BaseException) -> None:
@@ -79,21 +53,6 @@ def test_command_train_can_be_left_out(cwd, trained):
     assert command.main(["train", QUICK]) == 0
     assert command.main([QUICK]) == 0
     assert trained[0] == trained[1]
-
-
-def test_no_arguments_print_the_help(cwd, capsys):
-    assert command.main([]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in command.COMMANDS)
-    assert command.main(["preview", "--help"]) == 0
-
-
-@pytest.mark.parametrize("name", command.COMMANDS)
-def test_every_listed_command_exists(name):
-    entry = command.COMMANDS[name]
-    module = importlib.import_module(entry.module)
-    assert callable(module.run)
-    assert entry.positional is None or callable(getattr(module, entry.positional))
 
 
 def test_cfg_prints_config_and_runs_nothing(cwd, trained, capsys):
@@ -157,35 +116,6 @@ def test_failing_job_does_not_stop_the_others(cwd, trained, capsys, monkeypatch)
     err = capsys.readouterr().err
     assert "diverged [not markup]" in err
     assert "1 of 2 runs failed" in err
-
-
-def test_sweep_ends_with_a_table_sorted_by_held_out_loss(cwd, trained, capsys, monkeypatch):
-    figures = {
-        1e-3: {"train/step": 9, "train/loss": 0.5, "eval/loss": 1.5},
-        1e-2: {"train/step": 9, "train/loss": 0.4, "eval/loss": 1.4, "eval/best_loss": 1.25, "eval/best_step": 6},
-        0.05: {"train/step": 9, "train/loss": 0.3, "eval/loss": math.nan},
-    }
-
-    def run(config):
-        if config.optimizer.lr > 0.05:
-            raise NumbersError("diverged")
-        Path(config.run.dir).mkdir(parents=True)
-        return figures[config.optimizer.lr]
-
-    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert command.main(["-m", QUICK, "optimizer.lr=0.1,0.05,1e-3,1e-2"]) == 5
-    table = [line for line in capsys.readouterr().out.splitlines() if "optimizer.lr=" in line]
-    assert [line.replace("│", " ").split() for line in table] == [
-        ["optimizer.lr=0.01", "1.2500", "6", "0.4000", "runs/quickstart/optimizer.lr=0.01"],
-        ["optimizer.lr=0.001", "1.5000", "9", "0.5000", "runs/quickstart/optimizer.lr=0.001"],
-        ["optimizer.lr=0.05", "nan", "9", "0.3000", "runs/quickstart/optimizer.lr=0.05"],
-        ["optimizer.lr=0.1", "failed", "runs/quickstart/optimizer.lr=0.1"],
-    ]
-    written = json.loads(Path("runs/quickstart/sweep.json").read_text())["runs"]
-    assert [run["changes"] for run in written] == [line.replace("│", " ").split()[0] for line in table]
-    assert written[0]["figures"] == figures[1e-2]
-    assert written[3]["error"] == "diverged"
 
 
 def test_path_below_a_sweeps_folder_is_no_key(cwd, capsys):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.recipes import write_recipe
 
 from fxtune.config import discovery
-from fxtune.errors import ConfigError, did_you_mean, nearest
+from fxtune.errors import ConfigError, did_you_mean
 
 
 def test_local_recipe_hides_the_shipped_one(cwd):
@@ -28,12 +26,6 @@ def test_unknown_recipe_or_path_is_named(cwd):
 
 def test_groups_hold_their_options():
     assert {"adamw", "muon"} <= set(discovery.groups()["optimizer"])
-
-
-@settings(max_examples=30)
-@given(st.text())
-def test_nearest_proposes_only_known_names(word):
-    assert nearest(word, ["optimizer", "train"]) in (None, "optimizer", "train")
 
 
 def test_did_you_mean_proposes_or_lists():

@@ -10,7 +10,7 @@ import torch
 from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
 
-from fxtune.distributed.heartbeat import Beat, Heartbeat, read
+from fxtune.distributed.heartbeat import Beat
 from fxtune.distributed.launch import STALL_SECONDS, ranks_to_start, stalled
 from fxtune.errors import ConfigError, HardwareError
 
@@ -30,17 +30,6 @@ def test_impossible_numbers_of_gpus_are_refused(monkeypatch):
         ranks_to_start("3", False, 6)
     with pytest.raises(ConfigError, match=r"run\.gpus=2 does not divide a step into equal parts: it has 3 micro"):
         ranks_to_start("2", False, 3)
-
-
-def test_heartbeat_survives_in_its_file(tmp_path):
-    beat = Heartbeat(tmp_path / "1")
-    beat.doing("forward and backward", 7)
-    with beat.waiting("adding up gradients"):
-        found = read(tmp_path)[1]
-        assert (found.step, found.doing, found.waits) == (7, "adding up gradients", True)
-    assert str(read(tmp_path)[1]) == "step 7, forward and backward"
-    (tmp_path / "2").write_bytes(b"half a no")
-    assert list(read(tmp_path)) == [1]
 
 
 def test_the_rank_that_all_others_wait_for_is_named():

@@ -201,8 +201,6 @@ def test_stopped_run_does_not_wait_for_a_silent_server(tmp_path, server):
 
 @pytest.mark.slow
 def test_sync_reports_why_it_cannot_upload(tmp_path, monkeypatch, capsys):
-    assert main(["sync", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
     notes: list[str] = []
     monkeypatch.setenv("WANDB_BASE_URL", refused())
     with start(tmp_path / "run", notes, init_timeout=1.0) as tracker:

@@ -13,7 +13,6 @@ from support.cases import slow_but
 from support.runs import SUPPORT, interpreted
 from torch.nn import functional as F
 
-from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import Dense, augment
 from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.models.structure import decoder_layers
@@ -23,7 +22,6 @@ from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
-from fxtune.techniques.rope_function import with_rope_function
 
 ROWS, LENGTH, HEADS, KV, DIM = 2, 11, 4, 2, 16
 
@@ -342,16 +340,6 @@ def test_generation_with_a_cache():
             model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
         )
     assert torch.equal(*found)
-
-
-def test_attention_without_a_rope_function_is_refused():
-    def forward(self, x):
-        return x
-
-    with pytest.raises(
-        ConfigError, match=r"techniques.liger.rope: Odd of this transformers does not call apply_rotary_pos_emb"
-    ):
-        with_rope_function(forward, apply_rotary, "Odd")
 
 
 @pytest.mark.slow

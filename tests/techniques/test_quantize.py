@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import built, facts_of, logits, lora, on_disk, random_model, trained
+from support.quantized import KINDS, kinds
 from support.runs import losses
 
 from fxtune.cli.merge import merge
@@ -22,19 +23,11 @@ from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
-from fxtune.techniques.quantized_modules import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
+from fxtune.techniques.quantized_modules import dequantized, is_quantized
 from fxtune.training import trainer
 
-KINDS = {
-    "nf4": ("nf4", "bitsandbytes", True),
-    "nf4_single": ("nf4", "bitsandbytes", False),
-    "int8": ("int8", "bitsandbytes", True),
-    "nf4_torchao": ("nf4", "torchao", True),
-    "int8_torchao": ("int8", "torchao", True),
-}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 """Weights of 16,384 elements and more, as torchao's nf4 needs."""
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def qlora(
@@ -44,81 +37,6 @@ def qlora(
     name, library, double = KINDS[kind]
     pipeline.quantize = Quantize(True, Type(name), Library(library), double, compute, list(skip))
     return pipeline
-
-
-def linear(bias: bool = False, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
-    torch.manual_seed(0)
-    return torch.nn.Linear(512, 384, bias=bias).to(dtype)
-
-
-def stored(kind: str, source: torch.nn.Linear, compute: torch.dtype = torch.float32) -> torch.nn.Linear:
-    name, library, double = KINDS[kind]
-    return quantized(source, name, library, double, compute, CPU.device)
-
-
-@kinds
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_quantized_linear_computes_exactly_with_its_dequantized_weight(kind, bias):
-    source = linear(bias)
-    made = stored(kind, source)
-    assert is_quantized(made)
-    assert not is_quantized(source)
-    weight = dequantized(made)
-    lost = ((weight - source.weight).norm() / source.weight.norm()).item()
-    assert 0 < lost < {"nf4": 0.1, "int8": 0.01}[kind.partition("_")[0]]  # uniform weights lose less than normal ones
-    ours, plain = (
-        torch.randn(2, 5, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2)
-    )
-    output = made(ours)
-    expected = torch.nn.functional.linear(plain, weight, source.bias)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    output.cos().sum().backward()
-    expected.cos().sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-5)
-    assert not any(parameter.requires_grad for parameter in made.parameters())
-
-
-@kinds
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-def test_a_quantized_linear_computes_in_its_dtype_and_returns_the_input_dtype(kind, given):
-    made = stored(kind, linear(True, torch.bfloat16), torch.bfloat16)
-    assert dequantized(made).dtype is torch.bfloat16
-    inputs = torch.randn(3, 512, dtype=given, requires_grad=True)
-    output = made(inputs)
-    output.sum().backward()
-    assert output.dtype is inputs.grad.dtype is given
-    assert torch.equal(output, output.bfloat16().to(given))
-
-
-@kinds
-def test_a_quantized_linear_takes_the_planned_bytes_and_keeps_no_16_bit_weight(kind):
-    source = torch.nn.Linear(4096, 256, bias=False)
-    made = stored(kind, source)
-    name, _, double = KINDS[kind]
-    planned = bytes_per_weight(name, double) * source.weight.numel()
-    assert stored_bytes(made) == pytest.approx(planned, rel=0.003)  # plus tables of 16 and 256 values
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        made(torch.randn(2, 4096, requires_grad=True))
-    assert not [one for one in kept if type(one) is torch.Tensor and one.is_floating_point() and one.numel() > 4096]
-
-
-def test_bytes_per_weight_equal_the_paper():
-    assert bytes_per_weight("nf4") * 8 == pytest.approx(4.127, abs=1e-3)  # QLoRA, section 3
-    assert bytes_per_weight("nf4", double=False) * 8 == 4.5
-    assert bytes_per_weight("int8") == pytest.approx(1.001, abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao", "int8_torchao"])
-def test_quantized_linears_compile_without_graph_breaks(kind):
-    made = stored(kind, linear(True))
-    compiled = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="aot_eager")
-    ours, plain = (
-        torch.randn(6, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2)
-    )
-    compiled(ours).cos().sum().backward()
-    made(plain).cos().sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
 
 
 @kinds

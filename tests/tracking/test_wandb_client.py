@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.harness import wait_for
 from support.runs import history
-from support.servers import Wandb, serving
 from support.tracking import start
 
 from fxtune.tracking import wandb_client
@@ -118,24 +117,6 @@ def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path)
     whole = sorted(tmp_path.glob("wandb/offline-run-*"))[-1]  # that of the process that took its place
     assert [row["train/step"] for row in sent_rows(records(whole))] == list(range(1, 22))
     assert notes[-1].endswith(f"To upload it: wandb sync {whole}")
-
-
-@pytest.fixture
-def wandb_server(monkeypatch):
-    with serving(Wandb()) as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-        yield server
-
-
-def test_online_history_reaches_the_server_under_the_given_id(tmp_path, wandb_server):
-    notes: list[str] = []
-    tracker = start(tmp_path, WandbMode.auto, notes, wandb_id="abcd1234")
-    tracker.log(7, {"train/loss": 0.25})
-    tracker.finish()
-    assert any("/runs/abcd1234" in note for note in notes), notes
-    assert {upsert["name"] for upsert in wandb_server.upserts} == {"abcd1234"}
-    assert [(row["train/step"], row["train/loss"]) for row in wandb_server.history("abcd1234")] == [(7, 0.25)]
 
 
 def test_wandb_that_hangs_at_the_end_is_killed(tmp_path, monkeypatch):

@@ -2,15 +2,12 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.rows import TOKENIZE_TEMPLATE, numbered_chat, token_folders, write_jsonl
 
@@ -20,26 +17,6 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.data.tokenized import tokenize as tokens
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
-
-
-def test_table_holds_ids_mask_and_digest_of_each_document(table_of, tokenizer, tmp_path):
-    rows = [numbered_chat(i) for i in range(300)]
-    table = table_of(write_jsonl(tmp_path / "a.jsonl", rows))
-    expected = Encoder(tokenizer, RowFormat.messages).encode(rows)
-    assert len(table) == 300
-    assert table.format is RowFormat.messages
-    assert (table.ids.dtype, table.supervised.dtype, table.digests.dtype) == (np.int32, np.bool_, np.uint64)
-    for index, document in enumerate(expected):
-        here = slice(table.offsets[index], table.offsets[index + 1])
-        assert table.ids[here].tolist() == document.ids
-        assert table.supervised[here].tolist() == document.supervised
-        digest = blake2b(np.array(document.ids, "<i4").tobytes(), digest_size=8).digest()
-        assert table.digests[index].tobytes() == digest
-    assert table.supervised_tokens == table.supervised.sum() > 0
-    again = pickle.loads(pickle.dumps(table))
-    assert len(pickle.dumps(table)) < 1000
-    assert (again.name, again.fingerprint) == (table.name, table.fingerprint)
-    assert np.array_equal(again.ids, table.ids)
 
 
 def test_workers_write_the_same_table_as_one_process(table_of, tmp_path, many_shards):
@@ -72,24 +49,6 @@ def test_error_names_the_first_bad_row_of_the_file(table_of, tmp_path, many_shar
     with pytest.raises(DataError, match=r"a\.jsonl:63: .*messages.*data\.on_bad_row=quarantine"):
         table_of(path, workers=workers)
     assert token_folders(tmp_path) == []
-
-
-def test_cached_table_quarantines_its_bad_rows_again(table_of, tmp_path):
-    rows = [numbered_chat(0), "{broken", numbered_chat(1), {"messages": []}, [1], numbered_chat(2)]
-    path, copy = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "copies" / "b c.jsonl", rows)
-    for source in (path, copy, copy):  # built, from the cache under another name, and again as by a resumed run
-        out = tmp_path / f"{source.stem}.quarantine"
-        if out.exists():
-            out.write_text(out.read_text()[:-9])  # as after a kill
-        table = table_of(source, quarantine=out, on_bad_row=OnBadRow.quarantine)
-        held = [json.loads(line) for line in out.read_text().splitlines()]
-        assert (len(table), table.bad_rows) == (3, 3)
-        assert [entry["where"] for entry in held] == [f"{source}:2", f"{source}:4", f"{source}:5"]
-        assert [entry["row"] for entry in held] == ["{broken", {"messages": []}, [1]]
-        assert all(entry["error"] for entry in held)
-    assert len(token_folders(tmp_path)) == 1
-    with pytest.raises(DataError, match=r"b c\.jsonl:2: not JSON"):
-        table_of(copy)
 
 
 def test_cache_is_used_only_for_same_content_and_settings(table_of, tokenizer, tmp_path, monkeypatch):

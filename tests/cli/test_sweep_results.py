@@ -1,0 +1,42 @@
+"""The results of a sweep: a table of its runs, and sweep.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from support.recipes import QUICK
+
+from fxtune.cli import main as command
+from fxtune.errors import NumbersError
+
+
+def test_sweep_ends_with_a_table_sorted_by_held_out_loss(cwd, trained, capsys, monkeypatch):
+    figures = {
+        1e-3: {"train/step": 9, "train/loss": 0.5, "eval/loss": 1.5},
+        1e-2: {"train/step": 9, "train/loss": 0.4, "eval/loss": 1.4, "eval/best_loss": 1.25, "eval/best_step": 6},
+        0.05: {"train/step": 9, "train/loss": 0.3, "eval/loss": math.nan},
+    }
+
+    def run(config):
+        if config.optimizer.lr > 0.05:
+            raise NumbersError("diverged")
+        Path(config.run.dir).mkdir(parents=True)
+        return figures[config.optimizer.lr]
+
+    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command.main(["-m", QUICK, "optimizer.lr=0.1,0.05,1e-3,1e-2"]) == 5
+    table = [line for line in capsys.readouterr().out.splitlines() if "optimizer.lr=" in line]
+    assert [line.replace("│", " ").split() for line in table] == [
+        ["optimizer.lr=0.01", "1.2500", "6", "0.4000", "runs/quickstart/optimizer.lr=0.01"],
+        ["optimizer.lr=0.001", "1.5000", "9", "0.5000", "runs/quickstart/optimizer.lr=0.001"],
+        ["optimizer.lr=0.05", "nan", "9", "0.3000", "runs/quickstart/optimizer.lr=0.05"],
+        ["optimizer.lr=0.1", "failed", "runs/quickstart/optimizer.lr=0.1"],
+    ]
+    written = json.loads(Path("runs/quickstart/sweep.json").read_text())["runs"]
+    assert [run["changes"] for run in written] == [line.replace("│", " ").split()[0] for line in table]
+    assert written[0]["figures"] == figures[1e-2]
+    assert written[3]["error"] == "diverged"

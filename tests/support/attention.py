@@ -1,0 +1,20 @@
+"""Attention backends, and machines that have them."""
+
+from __future__ import annotations
+
+from support.architectures import CPU, random_model
+
+from fxtune.models.load import load_config
+from fxtune.techniques.pipeline import Pipeline
+
+
+def using(backend: str) -> Pipeline:
+    pipeline = Pipeline()
+    pipeline.attention.backend = backend
+    return pipeline
+
+
+def unchecked(backend: str, family: str, **changes):
+    """A model with a backend that check() refuses on a CPU. Its operator has a reference implementation there."""
+    model = random_model(family, **changes)
+    return using(backend).build(model, load_config(model), CPU, 0)

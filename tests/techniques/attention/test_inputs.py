@@ -1,0 +1,27 @@
+"""The arguments of a forward pass by attention backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.attention.packed import OURS
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn", *OURS])
+def test_each_backend_gets_documents_in_its_own_form(backend):
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=backend))
+    ids, bounds = torch.arange(6)[None], torch.tensor([0, 4, 6], dtype=torch.int32)
+    given = model_inputs(model, ids, torch.tensor([[0, 1, 2, 3, 0, 1]]), bounds)
+    assert given["use_cache"] is False
+    if backend in ("sdpa", "eager"):
+        assert set(given) == {"input_ids", "position_ids", "use_cache"}, "transformers makes the mask of the positions"
+    else:
+        assert given["cu_seq_lens_q"] is given["cu_seq_lens_k"] is bounds
+        assert given["max_length_q"] == given["max_length_k"] == 6, (
+            "the row's length, so that nothing is compiled again"
+        )
+    assert ("attention_mask" in given) == (backend in OURS)

@@ -1,0 +1,117 @@
+"""Attention over packed rows: each kernel gets the documents of a row, or refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.attention import unchecked
+from torch.nn import functional as F
+
+from fxtune.errors import ConfigError
+from fxtune.techniques.attention import packed as packed_attention
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.pipeline import make_probe
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral_sliding"])
+def test_a_plain_call_with_packed_positions_isolates_documents(family):
+    """In a user's forward pass without cu_seqlens, transformers builds the mask."""
+    models = [unchecked(backend, family).eval() for backend in ("eager", "flash4")]
+    probe = {name: make_probe(models[0])[name] for name in ("input_ids", "position_ids", "use_cache")}
+    with torch.no_grad():
+        torch.testing.assert_close(models[1](**probe).logits, models[0](**probe).logits)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "given"),
+    [
+        ("sdpa", False),
+        ("flex_attention", False),
+        ("fxtune_fa4", True),
+        ("flash_attention_3", True),
+        ("org/kernel@0", True),
+    ],
+)
+def test_which_backends_receive_cu_seqlens(implementation, given):
+    """transformers would find the documents of one row, but not of two."""
+    model = torch.nn.Identity()
+    model.config = type("Config", (), {"_attn_implementation": implementation})
+    rows, bounds = torch.zeros(2, 5, dtype=torch.long), torch.tensor([0, 5, 10], dtype=torch.int32)
+    inputs = model_inputs(model, rows, rows, bounds)
+    assert ("cu_seq_lens_q" in inputs) == given
+    assert ("attention_mask" in inputs) == implementation.startswith("fxtune")
+    if given:
+        assert inputs["cu_seq_lens_k"] is bounds
+        assert inputs["max_length_q"] == 5
+
+
+def test_a_layer_that_drops_cu_seqlens_is_an_error():
+    model = unchecked("flash4", "llama")
+    probe = {name: value for name, value in make_probe(model).items() if not name.startswith(("cu_", "max_"))}
+    with pytest.raises(ConfigError, match="does not pass the documents' bounds"):
+        model(**probe)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"), ({"is_causal": False}, "is not causal")],
+)
+def test_unsupported_arguments_of_the_kernel_are_errors(what, match):
+    from transformers import AttentionInterface
+
+    packed_attention.register()
+    qkv = torch.zeros(3, 1, 4, 6, 8)
+    with pytest.raises(ConfigError, match=match):
+        AttentionInterface()["fxtune_fa4"](
+            torch.nn.Identity(),
+            *qkv,
+            packed_attention.no_mask(torch.zeros(1, 6)),
+            cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32),
+            **what,
+        )
+
+
+def test_cudnn_runs_packed_rows_document_by_document(monkeypatch):
+    """The loop over documents, with torch's attention in place of cuDNN's."""
+    lengths = []
+
+    def rows(q, k, v, scale):
+        lengths.append(q.shape[1])
+        return F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+
+    monkeypatch.setattr(packed_attention, "_cudnn_rows", rows)
+    packed_attention.register()
+    q, k, v = (torch.randn(2, 80, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 1, 70, 80, 159, 160, 160, 160], dtype=torch.int32)
+    out = packed_attention._by_cudnn(q, k, v, cu_seqlens, 0.3, 0, 0.0)
+    expected = packed_attention._by_flash4(q, k, v, cu_seqlens, 0.3, 0, 0.0)
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sin().sum(), (q, k, v)),
+        torch.autograd.grad(expected.sin().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    assert lengths == [64, 128, 64, 128, 64]
+
+
+@given(st.integers(1, 2**20))
+def test_cudnn_pads_to_few_lengths(length):
+    padded = packed_attention.cudnn_length(length)
+    assert padded >= length
+    assert padded == packed_attention.cudnn_length(padded)
+    assert padded - length < max(64, length / packed_attention.CUDNN_STEPS * 1.01)
+
+
+def test_torch_flash_attention_is_called_by_its_schema():
+    """On torch's meta device: the operator's arguments and shapes, without its kernel."""
+    q, k, v = (torch.randn(2, 80, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
+    for window in (0, 5):
+        assert packed_attention._by_torch(q, k, v, cu_seqlens, 0.3, window, 0.0).shape == (2, 80, 4, 16)
+    assert packed_attention._by_torch(q, k, v[..., :8], cu_seqlens, 0.3, 0, 0.0).shape == (2, 80, 4, 8)
+    assert packed_attention._cudnn_rows(q, k, v, 0.3).shape == (2, 80, 4, 16)

@@ -1,0 +1,66 @@
+"""What one rank meets, all ranks follow. Real ranks: tests/distributed/test_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from fxtune.errors import MemoryShortError, Stopped
+from fxtune.system.signals import SIGNALS
+from fxtune.training.agreement import OUT_OF_MEMORY, together
+
+
+class Two:
+    """A world of two ranks. The other one says `verdict` and `reason`."""
+
+    size = 2
+
+    def __init__(self, verdict: int = 0, reason: str = "") -> None:
+        self.verdict, self.reason = verdict, reason
+
+    def agree(self, mine: int) -> int:
+        return max(mine, self.verdict)
+
+    def gather(self, value: str) -> list[str]:
+        return [value, self.reason]
+
+
+def run(world: Any, work: Any = lambda: "done") -> Any:
+    return together(world, work)
+
+
+def test_result_is_returned_if_no_rank_met_anything():
+    assert run(Two()) == "done"
+
+
+def test_memory_that_ran_out_on_one_rank_is_an_error_on_all_with_its_rank():
+    with pytest.raises(MemoryShortError, match="rank 1: 3 GiB"):
+        run(Two(OUT_OF_MEMORY, "3 GiB"))
+
+    def exhausted() -> None:
+        raise MemoryError("of this rank")
+
+    with pytest.raises(MemoryShortError, match="rank 0: "):
+        run(Two(), exhausted)
+
+
+def test_signal_of_another_rank_stops_this_one():
+    with pytest.raises(Stopped, match="SIGTERM"):
+        run(Two(int(signal.SIGTERM)))
+
+
+def test_own_signal_waits_for_the_end_of_the_work_and_memory_comes_first():
+    done = []
+
+    def signalled() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        done.append(True)
+
+    with SIGNALS, pytest.raises(Stopped, match="SIGUSR1"):
+        run(Two(), signalled)
+    assert done
+    with SIGNALS, pytest.raises(MemoryShortError):
+        run(Two(OUT_OF_MEMORY, "3 GiB"), signalled)

@@ -1,4 +1,4 @@
-"""Copies in host memory; tests/gpu/test_checkpoint.py has those of tensors on a GPU."""
+"""Copies in host memory; tests/gpu/test_host_copy.py has those of tensors on a GPU."""
 
 import torch
 

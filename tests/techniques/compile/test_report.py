@@ -60,7 +60,7 @@ def test_a_graph_break_under_fullgraph_says_where_and_why(quick):
         learn(model, row(model))
     text = str(told.value)
     assert "techniques.compile.fullgraph: the layer cannot be one graph" in text
-    assert "compile/test_technique.py:" in text
+    assert "compile/test_report.py:" in text
     assert "item()" in text
     assert "fullgraph=false" in text
 
@@ -71,14 +71,14 @@ def test_too_many_graph_breaks_fail(quick):
     broken(model)
     learn(model, row(model))
     (seen,) = technique.report().breaks
-    assert "compile/test_technique.py:" in seen.where
+    assert "compile/test_report.py:" in seen.where
     assert "item()" in seen.reason
     assert any("graph break at" in line for line in technique.report().lines())
     torch._dynamo.reset()
     _, model = compiled(fullgraph=False)
     broken(model)
     with pytest.raises(
-        ConfigError, match=r"max_graph_breaks=0, and there are graph breaks at 1 places:\n.*test_technique.py:\d+: "
+        ConfigError, match=r"max_graph_breaks=0, and there are graph breaks at 1 places:\n.*test_report.py:\d+: "
     ):
         learn(model, row(model))
 

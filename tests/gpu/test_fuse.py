@@ -1,7 +1,7 @@
 """Fused adapters in complete models on a GPU: as accurate as plain peft, faster, and without a second copy of the
 base.
 
-The operators themselves are tested in test_fused_lora_kernels.py.
+The operators themselves are tested in test_fused_lora.py.
 """
 
 from __future__ import annotations

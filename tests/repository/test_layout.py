@@ -1,0 +1,35 @@
+"""Tests lie where their module says: fxtune/a/b.py is tested in tests/a/test_b.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = {
+    "kernels/activation.py": "runs inside Triton kernels only",
+    "kernels/fp8_triton.py": "test_fp8.py, in Triton's interpreter",
+    "kernels/lora_triton.py": "test_fused_lora.py, in Triton's interpreter",
+    "kernels/rotary_triton.py": "test_rotary.py, in Triton's interpreter",
+    "kernels/swiglu_lora_triton.py": "test_fused_lora.py, in Triton's interpreter",
+    "kernels/swiglu_reduce_triton.py": "test_fused_lora.py, in Triton's interpreter",
+    "kernels/triton_matrix.py": "runs inside Triton kernels only",
+    "objectives/base.py": "a protocol",
+    "techniques/base.py": "a contract; its implementations are tested",
+    "system/units.py": "a constant",
+}
+"""Modules without a test file of their name, and what tests them or why nothing does."""
+
+
+def modules() -> list[Path]:
+    package = ROOT / "fxtune"
+    return sorted(path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__"))
+
+
+def test_every_module_has_a_test_file_of_its_name():
+    missing = {str(path) for path in modules() if not (ROOT / "tests" / path.parent / f"test_{path.name}").exists()}
+    assert missing == set(ELSEWHERE)
+
+
+def test_gpu_tests_are_named_after_a_module_or_a_package():
+    names = {path.stem for path in modules()} | {path.parent.name for path in modules()} | {"deterministic"}
+    assert {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= names

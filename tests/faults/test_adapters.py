@@ -112,7 +112,7 @@ def test_adapter_with_nan_is_refused_by_every_command(word, adapter, base, tmp_p
     ],
     ids=["nan", "infinite", "norm", "bfloat16", "fp8", "float64", "int", "complex"],
 )
-def test_the_tensor_is_named_that_holds_no_weights(name, make, message, adapter, tmp_path):
+def test_error_names_the_tensor_with_invalid_numbers(name, make, message, adapter, tmp_path):
     change(adapter, **{name: make})
     with pytest.raises(StorageError, match=f"{message}.* of its tensors, the first being {name} in .*another copy"):
         merge(adapter, tmp_path / "merged")
@@ -126,7 +126,7 @@ def test_largest_finite_numbers_are_accepted(adapter, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float16, 3e3)])
 def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
-    """A base in float16 would take the second without a word, and have infinite weights."""
+    """In float16 the sum of the second case overflows, and the base would have infinite weights."""
     base = on_disk(tmp_path / "base", dtype=dtype)
     model = ModelConfig(path=str(base))
     adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
@@ -153,7 +153,9 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     ],
     ids=["pipe", "device", "link", "file", "socket"],
 )
-def test_what_stands_in_the_way_is_said_and_not_waited_for(make, suffix, adapter, tmp_path, forks, monkeypatch):
+def test_file_at_a_temporary_path_of_the_merge_is_an_error_and_does_not_block(
+    make, suffix, adapter, tmp_path, forks, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # a socket's name may not be long
     there = tmp_path / f".merged.{suffix}"
     make(there)
@@ -168,7 +170,7 @@ def test_what_stands_in_the_way_is_said_and_not_waited_for(make, suffix, adapter
     assert not (tmp_path / "merged").exists()
 
 
-def test_what_a_killed_merge_left_is_swept_away(adapter, tmp_path):
+def test_leftovers_of_a_killed_merge_are_removed(adapter, tmp_path):
     left = tmp_path / ".merged.partial"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
@@ -179,7 +181,7 @@ def test_what_a_killed_merge_left_is_swept_away(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "config.json"])
-def test_a_pipe_among_an_adapter_s_files_is_not_waited_for(name, adapter, tmp_path, forks):
+def test_pipe_among_the_files_of_an_adapter_does_not_block(name, adapter, tmp_path, forks):
     (adapter / name).unlink(missing_ok=True)
     os.mkfifo(adapter / name)
     code = forks.start(["merge", "adapter", "merged"], tmp_path).wait(30)
@@ -191,7 +193,7 @@ def test_a_pipe_among_an_adapter_s_files_is_not_waited_for(name, adapter, tmp_pa
     [lambda out: out.symlink_to("/nowhere/at/all"), os.mkfifo, Path.touch, Path.mkdir],
     ids=["link", "pipe", "file", "folder"],
 )
-def test_nothing_that_is_there_is_written_over(make, adapter, tmp_path):
+def test_existing_target_is_not_overwritten(make, adapter, tmp_path):
     out = tmp_path / "out"
     make(out)
     before = out.lstat()
@@ -200,7 +202,7 @@ def test_nothing_that_is_there_is_written_over(make, adapter, tmp_path):
     assert out.lstat() == before
 
 
-def test_what_another_merge_has_written_meanwhile_is_not_written_over(adapter, tmp_path, monkeypatch):
+def test_target_written_by_another_merge_meanwhile_is_not_overwritten(adapter, tmp_path, monkeypatch):
     out, fold = tmp_path / "out", merging._add_adapter
 
     def folded(*given):
@@ -214,13 +216,13 @@ def test_what_another_merge_has_written_meanwhile_is_not_written_over(adapter, t
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "adapter/adapter_config.json/x", "nul\0"])
-def test_a_name_that_no_folder_can_have_is_refused_before_any_work(name, adapter, tmp_path):
+def test_invalid_folder_name_is_refused_before_any_work(name, adapter, tmp_path):
     with pytest.raises(StorageError, match="cannot be a folder for the merged model"):
         merge(adapter, tmp_path / name)
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_is_told_before_the_merging(adapter, base, tmp_path):
+def test_full_disk_is_reported_before_the_merge(adapter, base, tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         done = run(["merge", "adapter", "disk/below/merged"], tmp_path)
         assert done.code == 6

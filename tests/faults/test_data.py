@@ -204,7 +204,7 @@ def test_each_unusable_row_is_quarantined_with_its_reason(read, tmp_path):
 
 
 @pytest.mark.parametrize("packed", slow_but([False, True], True))
-def test_row_of_100_mb_is_quarantined_and_never_in_memory(read, tmp_path, packed):
+def test_row_of_100_mb_is_quarantined_and_not_held_in_memory(read, tmp_path, packed):
     path = tmp_path / ("rows.jsonl.gz" if packed else "rows.jsonl")
     with gzip.open(path, "wb", compresslevel=1) if packed else open(path, "wb") as file:
         file.write(lines(GOOD) + b'{"messages": [{"role": "user", "content": "')

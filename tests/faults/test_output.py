@@ -59,7 +59,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def require_announced(text: str) -> None:
-    """Each phase is announced, in order, and a figure follows the announcement of what makes it."""
+    """Each phase is announced in order, and before its first figure."""
     assert [name for name in PHASES if name not in text] == [], text
     at = [text.index(name) for name in PHASES]
     assert at == sorted(at), text
@@ -67,7 +67,7 @@ def require_announced(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_into_an_ascii_pipe_announces_each_phase_and_ends_well(tmp_path):
+def test_run_into_an_ascii_pipe_announces_each_phase_and_exits_with_0(tmp_path):
     done = subprocess.run(
         command(tmp_path), capture_output=True, env=environment(PYTHONIOENCODING="ascii", LANG="C"), timeout=600
     )
@@ -79,7 +79,7 @@ def test_a_run_into_an_ascii_pipe_announces_each_phase_and_ends_well(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_reader_leaves_is_trained_to_the_end(tmp_path):
+def test_run_whose_reader_closes_the_pipe_trains_to_the_end(tmp_path):
     log = (tmp_path / "err").open("w")
     with subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, stderr=log, env=environment()) as process:
         process.stdout.readline()
@@ -90,7 +90,7 @@ def test_a_run_whose_reader_leaves_is_trained_to_the_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_a_narrow_terminal_announces_each_phase_and_moves_within_a_step(tmp_path):
+def test_run_in_a_narrow_terminal_announces_each_phase_and_shows_progress_within_a_step(tmp_path):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     process = subprocess.Popen(

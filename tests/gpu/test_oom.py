@@ -113,7 +113,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
 
 @contextmanager
 def trainer(config: Config, name: str) -> Iterator[tuple[train.Trainer, list[str]]]:
-    """It, built, and what it says; of one before it that recorded CUDA graphs nothing is left."""
+    """A built trainer and its notes. CUDA graphs and compiled code of an earlier one are freed first."""
     torch._dynamo.reset()
     reset_cudagraph_trees()
     gc.collect()
@@ -137,16 +137,16 @@ def figures(run: train.Trainer) -> list[list[float]]:
     return [[line["train/loss"], line["train/grad_norm"]] for line in lines if "train/loss" in line]
 
 
-def told(notes: list[str]) -> list[str]:
+def memory_notes(notes: list[str]) -> list[str]:
     return [note for note in notes if "ran out of memory" in note]
 
 
-def at_ease(config: Config) -> tuple[list[list[float]], int, int]:
-    """The figures of a run with all memory: allocated bytes after the build, and the peak."""
-    with trainer(config, "ease") as (run, notes):
+def with_all_memory(config: Config) -> tuple[list[list[float]], int, int]:
+    """A run with all of the GPU's memory: its figures, the bytes allocated after the build, and the peak."""
+    with trainer(config, "all-memory") as (run, notes):
         base = torch.cuda.memory_allocated()
         run.run()
-        assert not told(notes)
+        assert not memory_notes(notes)
         return figures(run), base, torch.cuda.max_memory_allocated()
 
 
@@ -154,7 +154,7 @@ def at_ease(config: Config) -> tuple[list[list[float]], int, int]:
 def test_step_that_does_not_fit_is_retried_with_smaller_micro_batches(recipe, mode):
     mode(recipe)
     before = torch.cuda.memory_allocated()
-    expected, base, most = at_ease(recipe)
+    expected, base, most = with_all_memory(recipe)
     assert most - base > 128 << 20, "memory must depend on the rows"
     recipe.run.memory_gib = (base + 0.75 * (most - base)) / GIB
     with trainer(recipe, "short") as (run, notes):
@@ -162,11 +162,11 @@ def test_step_that_does_not_fit_is_retried_with_smaller_micro_batches(recipe, mo
         rows, model = run.state.rows["training"], weakref.ref(run.model)
         print(
             f"\n{mode.__name__}: {base / GIB:.2f} GiB when built, {most / GIB:.2f} with {ROWS} rows; given "
-            f"{recipe.run.memory_gib:.2f}: {rows} rows, {torch.cuda.max_memory_allocated() / GIB:.2f}; {told(notes)[0]}"
+            f"{recipe.run.memory_gib:.2f}: {rows} rows, {torch.cuda.max_memory_allocated() / GIB:.2f}; {memory_notes(notes)[0]}"
         )
         assert rows < ROWS
-        assert len(told(notes)) == math.log2(ROWS // rows)
-        assert "CUDA out of memory" in told(notes)[0]
+        assert len(memory_notes(notes)) == math.log2(ROWS // rows)
+        assert "CUDA out of memory" in memory_notes(notes)[0]
         for (loss, norm), (wanted, wanted_norm) in zip(figures(run), expected, strict=True):
             assert loss == pytest.approx(wanted, rel=2e-3)
             assert norm == pytest.approx(wanted_norm, rel=5e-2)
@@ -185,7 +185,7 @@ def test_out_of_memory_during_recording_restores_the_state(recipe, monkeypatch):
     """An interrupted recording restores the stream, the memory pool and the random state."""
     recorded(recipe)
     recipe.techniques.lora.dropout = 0.1  # so that the pass uses random numbers
-    _, base, most = at_ease(recipe)
+    _, base, most = with_all_memory(recipe)
     card = torch.cuda.get_device_properties(0).total_memory
     with trainer(recipe, "short") as (run, notes):
         record, tried = run.train_step.recorder._record, []
@@ -200,7 +200,7 @@ def test_out_of_memory_during_recording_restores_the_state(recipe, monkeypatch):
 
         monkeypatch.setattr(run.train_step.recorder, "_record", scarce)
         run.run()
-        print(f"\nrecorded with {tried} rows; {told(notes)}")
+        print(f"\nrecorded with {tried} rows; {memory_notes(notes)}")
         assert tried[0] == ROWS
         assert run.state.rows["training"] < ROWS
         assert tried[-1] == run.state.rows["training"]
@@ -215,7 +215,7 @@ def test_suggested_changes_for_a_single_row_fit(recipe):
     """Each suggested change saves about the memory that the message names."""
     eager(recipe)
     recipe.train.out_of_memory = OutOfMemory.stop
-    _, _, most = at_ease(recipe)
+    _, _, most = with_all_memory(recipe)
     recipe.run.memory_gib = 0.7 * most / GIB
     with (
         trainer(recipe, "short") as (run, _),

@@ -43,7 +43,7 @@ EVERYTHING = ("techniques=[fast,lora,selective]",)
 
 
 def text(folder: Path, suffix: str, total: int) -> list[str]:
-    """Files below `folder` in an order that looks random, until `total` characters are together."""
+    """Files below `folder` in a fixed shuffled order, until they have `total` characters."""
     files = [path for path in sorted(folder.rglob(f"*{suffix}")) if 500 < path.stat().st_size < 40_000]
     random.Random(0).shuffle(files)
     found: list[str] = []
@@ -53,9 +53,9 @@ def text(folder: Path, suffix: str, total: int) -> list[str]:
 
 
 def make_base(folder: str, texts: list[str], sizes: dict[str, Any], steps: int, device: str) -> None:
-    """Pre-train a base, and save it, a tokenizer and an adapter to start from: plain transformers and peft.
+    """Pre-train a base with plain transformers, and save it with a tokenizer and a peft adapter to start from.
 
-    The adapter does next to nothing, but not nothing: one whose B is zero is refused as one that was never trained.
+    B of the adapter is small and not zero: an adapter with B = 0 is refused as never trained.
     """
     import peft
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

@@ -110,9 +110,8 @@ def trainer(config: Config, name: str = "run"):
 
 @contextmanager
 def no_waiting(monkeypatch):
-    """Fails where the block waits for the device, with all the places that do: what torch knows to wait (it warns),
-    and torch.cuda.synchronize, which it does not know. A wait in autograd's own thread is told at the place of
-    `backward`.
+    """Fail if the block waits for the device, and list all places that do: those that torch warns of, and
+    torch.cuda.synchronize, of which it does not. A wait in autograd's thread is listed as the call of `backward`.
     """
     places: dict[str, int] = {}
 
@@ -172,7 +171,7 @@ def test_no_host_sync_between_log_lines(recipe, optimizer, graphs, monkeypatch):
 def run(
     config: Config, name: str, steps: int = 16, pause_at: int | None = None
 ) -> tuple[list[float], list[torch.Tensor], float]:
-    """Losses of each step, the adapters' weights at the end, and milliseconds of a step in the second half."""
+    """The loss of each step, the adapter's final weights, and the milliseconds of a step in the second half."""
     losses = []
     with trainer(config, name) as built:
         for step, _, metrics in built.steps():
@@ -192,7 +191,9 @@ def run(
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_recorded_passes_train_like_plain_ones(recipe, dropout):
-    """Two micro-batches a step with other numbers of supervised tokens; random numbers must go on as in plain code."""
+    """The two micro-batches of a step have different numbers of supervised tokens. Random numbers must continue as in
+    plain code.
+    """
     recipe.techniques.lora.dropout = dropout
     recipe.optimizer.name = OptimizerName.sgd  # Adam would follow the sign of gradients that are only rounding errors
     recipe.optimizer.lr = 0.05

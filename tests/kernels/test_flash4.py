@@ -35,7 +35,7 @@ def inputs(lengths, heads=4, kv_heads=2, width=8, dtype=torch.float32, value_wid
 
 
 def by_torch(q, k, v, lengths, scale=0.3, window=0):
-    """The same by torch's scaled_dot_product_attention, each document alone and with its mask written out."""
+    """Attention by torch's scaled_dot_product_attention, one document at a time, with an explicit mask."""
     out = []
     for start, end in pairwise([0, *accumulate(lengths)]):
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
@@ -152,7 +152,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("saved", "calls"), [([OP], 1), ([], 2)])
-def test_checkpointing_can_name_it(saved, calls):
+def test_selective_checkpointing_saves_the_operator_by_name(saved, calls):
     q, k, v, cu_seqlens = inputs((4, 5))
     expected = torch.autograd.grad(flash4(q, k, v, cu_seqlens, 9, 0.3, 0, 0.0)[0].sin().sum(), (q, k, v))
     with Calls() as seen:
@@ -167,7 +167,7 @@ def test_checkpointing_can_name_it(saved, calls):
         assert torch.equal(ours, theirs)
 
 
-def test_torch_can_estimate_its_cost():
+def test_flop_counter_counts_the_operator():
     from torch.utils.flop_counter import FlopCounterMode
 
     q, k, v, cu_seqlens = inputs((16,), heads=4, width=8)
@@ -205,8 +205,8 @@ for folder, given in json.loads(sys.argv[1]).items():
 
 
 def test_compiled_kernels_are_cached_in_a_private_folder(tmp_path):
-    """By a stand-in for the package, which reads the environment when it is imported, as the real one does. So each
-    case has a process of its own, forked from one that has imported torch.
+    """A stand-in for the package reads the environment at its import, as the real one does. So each case has its own
+    process, forked from one that has imported torch.
     """
     stand_in = tmp_path / "flash_attn" / "cute"
     stand_in.mkdir(parents=True)

@@ -21,7 +21,7 @@ def wide(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def weight(outward: int, inward: int, seed: int = 0) -> tuple[fp8.Weight, torch.Tensor]:
-    """A weight in fp8, and what it stands for in float32."""
+    """A weight in fp8, and its dequantized values in float32."""
     made = fp8.quantize_weight(0.02 * torch.randn(outward, inward, generator=torch.Generator().manual_seed(seed)))
     return made, wide(made.codes, made.scales)
 
@@ -101,7 +101,7 @@ def test_a_linear_is_exact_but_for_rounding_its_input(dtype):
 
 
 def test_rounding_noise_averages_out():
-    """What e4m3 loses averages out over rows: the mean of many products is nearer than each of them."""
+    """Rounding errors of e4m3 average out over rows: the mean of many products is more accurate than each of them."""
     made, stands_for = weight(32, 64)
     x = torch.randn(4096, 64) + 0.5
     exact = x @ stands_for.t()

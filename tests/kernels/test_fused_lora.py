@@ -88,7 +88,7 @@ def test_float32_matches_peft(keep):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", ["group", "mlp"])
 def test_16_bits_are_as_accurate_as_peft(what, dtype):
-    """Peft under autocast, which is how it trains: without, it computes adapters in float32."""
+    """peft under autocast, as in training. Without autocast it computes adapters in float32."""
     make = (
         (lambda dtype: group(67, [33, 40], [3, 5], True, dtype))
         if what == "group"
@@ -267,7 +267,7 @@ def test_any_leading_dimensions_and_strides(shape):
 
 
 def test_several_forward_passes_before_their_backward_passes():
-    """Nothing of one call is left in the buffer for another: neither other inputs, nor other adapters, nor old ones."""
+    """Each call has its own buffer: inputs and adapters of a later call do not change an earlier one's gradients."""
     for (model, fused, trained), width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         xs = [inputs(7, width) for _ in range(2)]
         others = [torch.randn_like(one).requires_grad_() for one in trained]
@@ -298,7 +298,7 @@ def test_frozen_weights_are_not_changed():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_tensors_kept_for_the_backward_pass(keep):
-    """Of activations: x, its product with A and, if it is wanted, gate_up. Never p."""
+    """Of the activations: x, x A^T and, with `keep`, gate_up. Never p."""
     _, fused, _ = mlp(16, 40, [2, 3, 1])
     x, kept = inputs(11, 16), []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
@@ -338,7 +338,7 @@ def test_one_compiled_graph_gives_the_same_result():
 
 
 def test_uninitialized_memory_does_not_leak_into_results():
-    """oneDNN reads beyond rows that lie apart, and nan times zero is nan."""
+    """oneDNN reads the gaps between rows, and nan times zero is nan."""
     _, fused, _ = mlp(66, 129, [2, 3, 1], dtype=torch.bfloat16)
     x = inputs(301, 66, dtype=torch.bfloat16)
     for options in ({}, {"tiles": 3}):
@@ -377,7 +377,7 @@ def test_a_tile_is_freed_before_the_next_one(monkeypatch):
 
 
 class Calls(TorchDispatchMode):
-    """Counts fxtune's operators, and inside of them what matmuls return and how large new tensors are."""
+    """Records fxtune's operators and, inside them, the shapes of matmul results and the sizes of new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,10 +410,9 @@ def test_triton_kernels_match_the_plain_reference():
 
 @pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.3), (1e-3, 0.98)])
 def test_updates_too_small_for_a_bfloat16_sum_act(size, by_peft, monkeypatch):
-    """A result in bfloat16 plus an adapter's first steps is mostly that result: it has no smaller bits, so that what is less than
-    half of its last one is lost, always. Over dense weights the sum is made before anything is rounded, that with the residual
-    stream of compiled layers as well, and an update acts in the mean as it should: what it changes is held against what it would
-    change exactly.
+    """The first updates of an adapter are smaller than half of the last bit of a bfloat16 result, so adding them to a
+    rounded result loses them. The fused operators over dense weights add first and round once, also with the residual
+    stream of compiled layers. On average the change of the result then equals the exact change.
     """
     draw = torch.Generator().manual_seed(0)
 

@@ -138,7 +138,7 @@ def test_gated_products_are_called_as_ligers_own(name):
 
 
 def layer(operation, norm, inputs):
-    """What surrounds it in a layer: a sum that is read again, a product behind it."""
+    """An operation with its neighbours in a layer: a residual sum that is read again, and a function of the result."""
     x, other = inputs
     stream = x * 1.0
     return operation(stream, other if norm else other * 1.0).sin() + stream
@@ -177,7 +177,7 @@ OPERATORS = {
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_forward_operators_pass_opcheck(name, trained, shape):
-    """What they return has the shapes, dtypes and strides that are promised, and is nobody's memory but its own."""
+    """Results have the shapes, dtypes and strides of the fake implementation, and share no memory with the inputs."""
     x, weight, bias = torch.randn(*shape[:-1], 15)[..., :12], torch.randn(12), torch.randn(12)
     given = OPERATORS[name](x.requires_grad_(), weight.requires_grad_(trained), bias)
     torch.library.opcheck(getattr(operators, name), given)
@@ -205,6 +205,6 @@ def test_backward_operators_pass_opcheck(dtype, trained):
 
 
 def test_selective_checkpointing_recomputes_the_operators():
-    """They cost next to nothing to repeat, and are known by their names alone."""
+    """They are cheap, so the policy never saves them. It recognises them by name."""
     made = [getattr(torch.ops.fxtune, f"liger_{name}{way}").default for name in OPERATORS for way in ("", "_backward")]
     assert not [name for name in map(name_of, made) if Rule().saves_by_name(name)]

@@ -65,7 +65,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def by_op(monkeypatch):
-    """[rows, inner, columns] of each product that the CuTe kernel does, also inside of operators."""
+    """[rows, inner, columns] of each product of the CuTe kernel, also inside operators."""
     seen, real = [], matmul.is_served
 
     def watched(left, right, out, plus=None):
@@ -364,7 +364,7 @@ def test_auto_uses_the_kernel_on_a_supported_gpu():
 
 
 def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
-    """A model of two small layers in bfloat16, built as if the card were one that the kernel is for."""
+    """A model of two small layers in bfloat16, built as on a GPU that the kernel supports."""
     monkeypatch.setattr(gemm_backend, "obstacle", lambda facts: None)
     pipeline = lora(fused=Switch.on, matmul=matmul_, **options)
     pipeline.lora._cute_by_auto = optional

@@ -42,14 +42,14 @@ def angles(
 
 
 def theirs(q, k, cos, sin):
-    """transformers' function that takes partial dimensions, too."""
+    """RoPE by transformers, with the function that also rotates only a part of each head."""
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
     return apply_rotary_pos_emb(q, k, cos, sin)
 
 
 def results(function, q, k, cos, sin, dtype):
-    """q and k turned and their gradients, of the same numbers in `dtype`."""
+    """Rotated q and k and their gradients, computed in `dtype` from the same numbers."""
     leaves = [x.to(dtype).requires_grad_() for x in (q, k)]
     out = function(*(x.transpose(1, 2) for x in leaves), cos.to(dtype), sin.to(dtype))
     above = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(q.dtype).to(dtype) for x in out]
@@ -104,7 +104,7 @@ def test_results_have_the_layout_that_attention_reads():
 
 
 def test_float32_angles_keep_16_bit_results():
-    """Under autocast angles are float32, and transformers' q and k get so, too: attention would have to round them."""
+    """Under autocast the angles are float32. transformers then returns float32 q and k, which attention must round."""
     q, k = states(torch.bfloat16)
     assert [x.dtype for x in apply_rotary(q, k, *angles(), unsqueeze_dim=2)] == [torch.bfloat16] * 2
 
@@ -112,7 +112,7 @@ def test_float32_angles_keep_16_bit_results():
 @pytest.mark.parametrize("room", [0, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_qkv_splits_rotates_and_copies_one_product(dtype, room):
-    """qkv() is the split, the turn and a copy of v; its gradient is one buffer with room behind each row."""
+    """qkv() splits, rotates q and k, and copies v. Its gradient is one buffer with padding after each row."""
     x = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM).to(dtype)
     cos, sin = angles(dtype=dtype)
     found = []
@@ -133,7 +133,7 @@ def apart(x):
     return *apply_rotary(q, k, *angles(dtype=x.dtype), unsqueeze_dim=2), v
 
 
-def test_opcheck():
+def test_operators_pass_opcheck():
     q, k = (x.double().requires_grad_() for x in states())
     cos, sin = (x.double() for x in angles())
     for back in (False, True):
@@ -161,7 +161,7 @@ def packed(model, length=48):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi", "phi3", "gemma3"])
 def test_a_model_with_packed_rows_and_a_scaled_rope(family):
-    """Logits and gradients are the plain model's; YaRN's where the family may be scaled."""
+    """Logits and gradients equal those of the plain model, with YaRN in the families that allow it."""
     models = []
     for make in (built, lambda pipeline, model: with_rope(model, pipeline)):
         pipeline = Pipeline()
@@ -227,7 +227,7 @@ def adapted(pipeline, family, rope=True, **more):
 
 
 def ran(run):
-    """How often each operator of RoPE ran, by the profiler."""
+    """The result of `run`, and how often the profiler saw each RoPE operator."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         result = run()
     return result, Counter(event.name for event in seen.events() if event.name.startswith("fxtune::rotary"))
@@ -255,14 +255,14 @@ def trained(model):
     ),
 )
 def test_fused_adapters_return_rotated_projections(family, at_once, policy):
-    """Where norms stand in between, q and k are turned after these."""
+    """In a family that norms q and k after their projections, they are rotated after the norms."""
     pipeline = lora()
     if policy:
         pipeline.checkpointing.enabled, pipeline.checkpointing.policy = True, policy
     (plain, none), (mine, seen) = trained(adapted(lora(), family, rope=False)), trained(adapted(pipeline, family))
     forwards = {None: 2, Policy.full: 4, Policy.selective: 8}[
         policy
-    ]  # the last asks for each twice, once to look at it
+    ]  # a selective checkpoint dispatches each operator twice
     assert not none
     assert seen == (
         {"fxtune::rotary_qkv": forwards, "fxtune::rotary_qkv_backward": 2}
@@ -287,9 +287,10 @@ def seen_by(monkeypatch, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("qwen2", False), ("qwen2", True)])
-def test_dy_b_is_written_behind_the_rows_of_dy_without_a_copy(family, compiled, monkeypatch):
-    """The gradient of q, k and v lies in the buffer that the matmul reads. (The first layer's input wants none: no
-    matmul.)"""
+def test_dy_b_is_written_into_the_padding_of_dy_without_a_copy(family, compiled, monkeypatch):
+    """The gradient of q, k and v is already in the buffer that the matmul reads. The first layer has no such matmul,
+    since its input needs no gradient.
+    """
     plain = trained(adapted(lora(r=16), family, rope=False))[0]
     padded, copied = seen_by(monkeypatch, "padded"), seen_by(monkeypatch, "operand")
     model = adapted(lora(r=16), family)
@@ -305,9 +306,8 @@ def test_dy_b_is_written_behind_the_rows_of_dy_without_a_copy(family, compiled, 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_gradient_without_room_is_copied():
-    """A promise that somebody breaks: a hook that makes the gradient anew. Also where only the last row's room is
-    missing."""
+def test_gradient_without_padding_is_copied():
+    """A hook may replace the gradient by a tensor without padding after its rows, or after the last row."""
     weights, a, b = [torch.randn(24, 16)], [torch.randn(4, 16)], [torch.randn(24, 4, requires_grad=True)]
     made, x, above = [augment(weights, [4])], torch.randn(5, 16, requires_grad=True), torch.randn(5, 24)
     found = []

@@ -25,7 +25,7 @@ def test_result_gradient_and_sums_equal_autograd(act):
     (expected,) = torch.autograd.grad(p, gate_up, dp + above[0] @ above[1])
 
     given = gate_up.detach()
-    torch.testing.assert_close(gated(act, given, torch.empty(ROWS, WIDTH, dtype=torch.float64), share), p.detach())
+    torch.testing.assert_close(gated(act, given, share, torch.empty(ROWS, WIDTH, dtype=torch.float64)), p.detach())
     sums = FusedSums(share[0], above[0], (RANK // 2, RANK // 2, RANK + 1), keep_p=True)
     for times in (1, 2):  # the second call adds to the sums of the first
         overwritten = dp.clone()
@@ -40,5 +40,5 @@ def test_16_bit_results_are_rounded_once():
     gate_up = drawn(ROWS, 2 * WIDTH).bfloat16()
     none = torch.zeros(ROWS, 1).bfloat16(), torch.zeros(2 * WIDTH, 1).bfloat16()
     gate, up = gate_up.float().chunk(2, -1)
-    result = gated("silu", gate_up, torch.empty(ROWS, WIDTH, dtype=torch.bfloat16), none)
+    result = gated("silu", gate_up, none, torch.empty(ROWS, WIDTH, dtype=torch.bfloat16))
     assert torch.equal(result, (F.silu(gate) * up).bfloat16())

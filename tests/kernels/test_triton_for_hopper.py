@@ -1,4 +1,4 @@
-"""What Triton makes of our kernels for an H200, looked at without one: compiling needs no card.
+"""The code that Triton generates from our kernels for an H200. Compiling it needs no GPU.
 
 A product of Hopper's tensor cores (wgmma) reads shared memory and may still run while the loop continues. Therefore
 Triton gives a pipelined tile one buffer more than it loads ahead, except if the tile is also read into registers (3.6
@@ -85,7 +85,7 @@ def compiled(name: str, dtype: str, monkeypatch, tmp_path) -> dict[str, str]:
 
 
 def overwritten(code: str) -> list[str]:
-    """Pipelined tiles that are read to registers and by products which the code lets run on."""
+    """Pipelined tiles that are loaded into registers and also read by a product that may still be running."""
     if not re.search(r"warp_group_dot_wait .*pendings = [1-9]", code):
         return []
     places = {
@@ -134,6 +134,6 @@ def test_float32_is_never_rounded_to_tf32(name, monkeypatch, tmp_path):
 
 
 def test_a_product_that_would_be_overwritten_is_found(monkeypatch, tmp_path):
-    """As project() was when a card showed it: x is multiplied, and stored from registers."""
+    """An earlier version of project(), which failed on a GPU: x is multiplied, and also stored from registers."""
     monkeypatch.setitem(KERNELS, "copying", (_copying, dict(ROWS=64, STEP=128, WIDTH=64, num_warps=4, num_stages=3)))
     assert overwritten(compiled("copying", "bf16", monkeypatch, tmp_path)["ttgir"])

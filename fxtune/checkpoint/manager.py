@@ -19,8 +19,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -66,6 +67,18 @@ class TrainState:
     best_loss: Optional[float] = None
     """Lowest evaluation loss so far."""
     best_step: Optional[int] = None
+    """The step of the best evaluation: the lowest loss, or what train.stop.metric says."""
+    best_match: Optional[float] = None
+    """The share of exact answers at best_step, if train.stop.metric judges by it."""
+    branch_step: Optional[int] = None
+    """The checkpoint from which a decay of the learning rate begins or has begun. It is kept: with it the run can be
+    extended."""
+    schedule: dict[str, int] = field(default_factory=dict)
+    """The lengths of optim/schedule.py's Schedule: where the run ends, and what was decided about it."""
+    ending: dict[str, Any] = field(default_factory=dict)
+    """The state of training/run_end.py: how long no evaluation has been better, and why the run ends early."""
+    clock: dict[str, float] = field(default_factory=dict)
+    """The state of training/run_clock.py: seconds of the run so far."""
     figures: dict[str, Any] = field(default_factory=dict)
     """The last value of each metric."""
     wandb_id: Optional[str] = None
@@ -271,18 +284,20 @@ class Checkpoints:
             )
         return None
 
-    def read(self, step: int, model: Mapping[str, torch.Tensor]) -> Checkpoint:
-        """The weights of the checkpoint of `step`, without moments. Raises ValueError if it is not usable."""
+    def read(self, step: int, model: Mapping[str, torch.Tensor], with_moments: bool = False) -> Checkpoint:
+        """The checkpoint of `step`. Raises ValueError if it is not usable."""
         self._end_save(report=False)  # wait() raises it
-        return read(self.folder / f"step-{step:08d}", model, self.recipe, with_moments=False)
+        return read(self.folder / f"step-{step:08d}", model, self.recipe, with_moments)
 
-    def make_room(self, size: int, best_step: int | None) -> None:
-        """Remove the oldest checkpoints if `size` bytes would not fit on their disk; never the best and the newest."""
+    def make_room(self, size: int, best_step: int | None, branch_step: int | None = None) -> None:
+        """Remove the oldest checkpoints if `size` bytes would not fit on their disk; never the best, the newest, and
+        that of `branch_step`.
+        """
         self._end_save(report=False)
         paths = stored.paths(self.folder)
-        best = best_of(paths, best_step if self.config.keep_best else None)
+        kept = kept_of(paths, best_step if self.config.keep_best else None, branch_step)
         with contextlib.suppress(OSError):  # whatever needs the room says what is wrong
-            make_room(self.folder, paths, best, size + SPARE)
+            make_room(self.folder, paths, kept, size + SPARE)
 
 
 class _Save(threading.Thread):
@@ -294,7 +309,9 @@ class _Save(threading.Thread):
         super().__init__(name="checkpoint", daemon=True)
         self.folder, self.config, self.recipe = owner.folder, owner.config, owner.recipe
         self.copied = owner._host_copy.wait_on_host
-        self.step, self.best_step, self.own_step = state.step, state.best_step, owner._step
+        self.step, self.own_step = state.step, owner._step
+        best_step = state.best_step if self.config.keep_best else None
+        self.kept = partial(kept_of, best_step=best_step, branch_step=state.branch_step)
         self.text, self.tensors = text, tensors
         self.size = sum(tensor.nbytes for tensor in tensors.values())
         self.error: BaseException | None = None
@@ -321,9 +338,8 @@ class _Save(threading.Thread):
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         stored.remove_leftovers(self.folder)
-        best_step = self.best_step if self.config.keep_best else None
         older = [path for path in stored.paths(self.folder) if step_of(path) < self.step]
-        make_room(self.folder, older, best_of(older, best_step), self.size + len(self.text) + SPARE)
+        make_room(self.folder, older, self.kept(older), self.size + len(self.text) + SPARE)
         self._set_newer_aside()
         weights, moments = (
             {name: tensor for (file, name), tensor in self.tensors.items() if file == kind}
@@ -334,7 +350,7 @@ class _Save(threading.Thread):
         own = [path for path in paths if step_of(path) <= self.step]
         lost = paths[len(own) :]  # of later steps: all others were set aside
         try:
-            for path in [*removable(own, self.config.keep, best_of(own, best_step)), *lost]:
+            for path in [*removable(own, self.config.keep, self.kept(own)), *lost]:
                 stored.remove(path)
         except OSError as error:  # the new checkpoint is complete, so the save succeeded
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
@@ -386,14 +402,20 @@ def best_of(paths: Sequence[Path], best_step: int | None) -> Path | None:
     return next((path for path in reversed(paths) if step_of(path) == best_step or stored.was_best(path)), None)
 
 
-def removable(paths: Sequence[Path], keep: int, best: Path | None) -> list[Path]:
-    """The `paths` that are neither among the last `keep` nor `best`, in the same order."""
-    return [path for path in paths[:-keep] if path != best]
+def kept_of(paths: Sequence[Path], best_step: int | None, branch_step: int | None) -> set[Path]:
+    """The `paths` that stay however old they are: best_of(), and the one of `branch_step`."""
+    best = best_of(paths, best_step)
+    return {path for path in paths if path == best or step_of(path) == branch_step}
 
 
-def make_room(folder: Path, paths: list[Path], best: Path | None, need: int) -> None:
-    """Remove as many of the checkpoints `paths`, lowest step first, as `need` free bytes take; but neither `best` nor
-    the newest complete one. Raises OSError, and removes none, if that frees too little.
+def removable(paths: Sequence[Path], keep: int, kept: Collection[Path]) -> list[Path]:
+    """The `paths` that are neither among the last `keep` nor in `kept`, in the same order."""
+    return [path for path in paths[:-keep] if path not in kept]
+
+
+def make_room(folder: Path, paths: list[Path], kept: Collection[Path], need: int) -> None:
+    """Remove as many of the checkpoints `paths`, lowest step first, as `need` free bytes take; but neither those in
+    `kept` nor the newest complete one. Raises OSError, and removes none, if that frees too little.
     """
     missing = need - shutil.disk_usage(folder).free
     if missing <= 0:
@@ -401,7 +423,7 @@ def make_room(folder: Path, paths: list[Path], best: Path | None, need: int) -> 
     while paths and damage_of(paths[-1]) is not None:
         paths = paths[:-1]
     chosen: list[Path] = []
-    for path in removable(paths, 1, best):
+    for path in removable(paths, 1, kept):
         if missing > 0:
             chosen.append(path)
             missing -= sum(file.lstat().st_size for file in path.glob("*"))
@@ -424,9 +446,12 @@ def _parse_state(values: dict[str, Any]) -> TrainState:
         kind = type(defaults[name])
         if defaults[name] is not None and type(value) is not kind and not (kind is float and type(value) is int):
             raise ValueError(f"{STATE}: `{name}` is not of its type")
-    for name in ("best_loss", "best_step"):
+    for name in ("best_loss", "best_step", "best_match", "branch_step"):
         if not isinstance(values.get(name), (int, float, type(None))):
             raise ValueError(f"{STATE}: `{name}` is no number")
+    for name, kinds in (("schedule", (int,)), ("clock", (int, float)), ("ending", (int, float, str))):
+        if any(type(value) not in kinds for value in values.get(name, {}).values()):
+            raise ValueError(f"{STATE}: `{name}` is not as fxtune writes it")
     if any(type(rows) is not int or rows < 1 for rows in values.get("rows", {}).values()):
         raise ValueError(f"{STATE}: `rows` are no numbers of rows")
     return TrainState(**values)

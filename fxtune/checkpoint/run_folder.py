@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ FREE_ON_RESUME = (
     "loader",
     "checkpoint",
     "train.log_every",
+    "train.max_minutes",
     "data.workers",
     "data.cache_dir",
     "data.questions",
@@ -45,6 +47,8 @@ FREE_ON_RESUME = (
     "data.on_overlap",  # the fingerprint of the plan has the rows that it leaves out
 )
 """Keys that may differ when a run is resumed, because they do not change what is learned."""
+LENGTH = ("max_steps", "epochs")
+"""Keys of `train` that say how long a run is. A run of the same config but for these may be extended."""
 NOW_AUTO = ("data.packing",)
 """Keys that could not be `auto` before. With `auto`, a run begun earlier keeps its own value."""
 CHECKPOINTS = "checkpoints"
@@ -65,6 +69,8 @@ class RunFolder:
     """None: another process, rank 0, has the lock and writes; this one only reads."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config that the run was started with, as config.yaml has it."""
+    extends: bool = False
+    """Whether the config asks for another length of the run in the folder, finished or not, and for nothing else."""
 
     @property
     def finished(self) -> bool:
@@ -89,6 +95,28 @@ class RunFolder:
         """write_json() in the run's folder, by rank 0."""
         if self.lock is not None:
             write_json(self.path / name, value)
+
+    def first_config(self) -> dict[str, Any]:
+        """The config that the run had before it was extended; else `config`. Raises StorageError."""
+        return read_config(self.path, "config-1.yaml") or self.config
+
+    def extend(self, config: dict[str, Any]) -> None:
+        """Take `config`, in place of the run's own, for the rest of the run, by rank 0. The earlier config and figures
+        are kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError.
+        """
+        self.extends = False
+        if self.lock is None:
+            return
+        number = 1 + sum(1 for _ in self.path.glob("config-*.yaml"))
+        try:
+            shutil.copyfile(self.path / "config.yaml", self.path / f"config-{number}.yaml")
+            if self.finished:
+                os.replace(self.path / RESULT, self.path / f"result-{number}.json")
+            _write_config(self.path, config)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror or error}. Free space there."
+            ) from error
 
     def abandon(self) -> None:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
@@ -182,7 +210,10 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any], complete
             f"{root} already holds a run, and run.resume=never would write over it. "
             "Set run.dir to a new folder, or use run.resume=auto to go on with it."
         )
-    if changed := differences(completed(before), config):
+    completed_before = completed(before)
+    if changed := differences(completed_before, config):
+        found.extends = not differences(_with_length_of(completed_before, config), config)
+    if changed and not found.extends:
         raise ConfigError(
             f"{root} holds a run of another config, so it cannot go on with this one:\n"
             + "\n".join(changed)
@@ -254,14 +285,24 @@ def _open(path: Path) -> RunFolder | None:
 
 
 def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
-    replace_text(found.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    _write_config(found.path, config)
     found.config = config
     return found
 
 
-def read_config(path: Path) -> dict[str, Any] | None:
+def _write_config(path: Path, config: dict[str, Any]) -> None:
+    replace_text(path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+
+def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the keys of LENGTH of `other`."""
+    length = {key: (other.get("train") or {}).get(key) for key in LENGTH}
+    return {**config, "train": {**(config.get("train") or {}), **length}}
+
+
+def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
     """The config of the run in `path`, or None if there is no run. Raises StorageError if it cannot be read."""
-    file = path / "config.yaml"
+    file = path / name
     if not file.exists():
         return None
     try:

@@ -53,6 +53,13 @@ COMMANDS = {
         TRAIN,
         reads_data=True,
     ),
+    "finish": Command(
+        "fxtune.cli.finish",
+        "end a run early, with a finished model: finish RUN",
+        positional="run",
+        positional_only=True,
+        options=_TRUST,
+    ),
     "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Command(
         "fxtune.cli.verify",

@@ -25,7 +25,7 @@ class RunOutput:
 def find_output(run: str) -> RunOutput:
     """The output of a run: its folder, its name (the newest of runs/NAME, runs/NAME-2, ...), or an adapter's or a
     model's folder. Raises ConfigError, or StorageError for a config that cannot be read."""
-    folder = _run_folder(run)
+    folder = run_folder(run)
     for found in (folder / "adapter", folder / "model", folder):
         if (found / ADAPTER_FILE).is_file():
             return RunOutput(found, True, read_config(folder) or read_config(folder.parent) or {})
@@ -43,7 +43,8 @@ def find_output(run: str) -> RunOutput:
     raise ConfigError(f"{folder} is no run, adapter or model of fxtune: it holds no config.yaml and no config.json.")
 
 
-def _run_folder(run: str) -> Path:
+def run_folder(run: str) -> Path:
+    """The folder `run`, or the newest of runs/NAME, runs/NAME-2 and so on. Raises ConfigError if there is none."""
     if Path(run).expanduser().is_dir():
         return Path(run).expanduser()
     named = [folder for folder in RUNS.glob("*") if folder.is_dir() and is_run(folder.name, run)]

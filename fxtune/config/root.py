@@ -70,6 +70,25 @@ class OutOfMemory(str, Enum):
     stop = "stop"
 
 
+class StopMetric(str, Enum):
+    loss = "loss"
+    exact_match = "exact_match"
+
+
+@dataclass
+class StopConfig:
+    """Early stopping: the run ends when evaluations do not become better any more."""
+
+    patience: int = field(default=0, metadata={"min": 0})
+    """End after so many evaluations in a row that are not better than the best one before them; 0: never. The best
+    weights are exported. With schedule.name=wsd the learning rate decays from them first."""
+    min_delta: float = field(default=0.0, metadata={"min": 0})
+    """An evaluation is better only by more than this."""
+    metric: StopMetric = StopMetric.loss
+    """What is judged: the held-out `loss`, or the share of `exact_match` on data.questions, which are then asked at
+    each evaluation. The best weights are those that are best by it."""
+
+
 @dataclass
 class TrainConfig:
     max_steps: Optional[int] = field(default=None, metadata={"min": 1})
@@ -81,7 +100,14 @@ class TrainConfig:
     global_batch_size: int = field(default=8, metadata={"min": 1})
     """Rows in one optimizer step; a multiple of micro_batch_size."""
     eval_every: int = field(default=0, metadata={"min": 0})
-    """Evaluate every so many steps; 0: only at the end."""
+    """Evaluate every so many steps; 0: only at the end, and with train.stop 20 times in the run."""
+    eval_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
+    """The largest share of the time that evaluations may take. The first one is measured and decides, once, the
+    multiple of eval_every at which the run evaluates from then on. null: 0.05 with train.stop, else any share."""
+    stop: StopConfig = field(default_factory=StopConfig)
+    max_minutes: Optional[float] = field(default=None, metadata={"above": 0})
+    """Be done so many minutes after the start, all processes of the run taken together. With schedule.name=wsd the
+    decay begins early enough to end in time; other schedules are cut off."""
     log_every: int = field(default=1, metadata={"min": 1})
     """Steps between two log lines. The loop waits for the device only when it logs."""
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})
@@ -138,8 +164,41 @@ class Config:
             data.validate()
         except ConfigError as error:
             yield str(error)
-        if train.eval_every and not data.eval_fraction and not data.eval_sources:
+        yield from self._stop_conflicts()
+        by_match = train.stop.patience > 0 and train.stop.metric is StopMetric.exact_match
+        if train.eval_every and not data.eval_fraction and not data.eval_sources and not by_match:
             yield (
                 f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set "
                 "data.eval_fraction or data.eval_sources, or train.eval_every=0"
             )
+
+    def _stop_conflicts(self) -> Iterator[str]:
+        """Yield what early stopping and evaluations by the clock lack."""
+        data, stop, share = self.data, self.train.stop, self.train.eval_share
+        held_out = bool(data.eval_fraction or data.eval_sources)
+        patience = f"`train.stop.patience={stop.patience}`"
+        if not stop.patience:
+            for name, value, default in (
+                ("min_delta", stop.min_delta, 0),
+                ("metric", stop.metric.value, StopMetric.loss.value),
+            ):
+                if value != default:
+                    yield f"`train.stop.{name}={value}` is not read without train.stop.patience: set that, too"
+            if share is not None and not self.train.eval_every:
+                yield f"`train.eval_share={share:g}`, but the run evaluates only at its end: set train.eval_every"
+        elif stop.metric is StopMetric.loss and not held_out:
+            yield (
+                f"{patience}, but nothing is held out to judge by: set data.eval_fraction or data.eval_sources, or "
+                "train.stop.patience=0"
+            )
+        elif stop.metric is StopMetric.exact_match and data.own_questions().path is None:
+            yield (
+                f"{patience} with `train.stop.metric=exact_match`, but there are no questions to ask: set "
+                "data.questions.path, or train.stop.metric=loss"
+            )
+        if stop.patience and not self.checkpoint.keep_best:
+            yield f"{patience} exports the best weights: it needs checkpoint.keep_best=true"
+        if self.run.deterministic and self.train.max_minutes is not None:
+            yield "`run.deterministic=true` decides nothing by a clock: leave train.max_minutes out"
+        if self.run.deterministic and share is not None:
+            yield "`run.deterministic=true` decides nothing by a clock: leave train.eval_share out"

@@ -132,6 +132,8 @@ class Optimizer:
 
     def load(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Scalar]) -> None:
         """Restore what state() returned. Keeps the saved dtypes; torch's `load_state_dict` casts to the weight's."""
+        for guard in self.guards.values():
+            guard.settle()  # its correction belongs to the state that is replaced
         saved: dict[str, dict[str, Any]] = {}
         for full, value in [*tensors.items(), *scalars.items()]:
             name, key = full.rsplit("/", 1)

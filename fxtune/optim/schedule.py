@@ -1,10 +1,17 @@
-"""Learning-rate schedules: a pure function of the step, so there is no scheduler state to save."""
+"""Learning-rate schedules: a pure function of the step and of a few lengths.
+
+`Schedule` holds the lengths. They are saved with a run's state because they may change while it runs: a run that ends
+early decays from then on, and a finished run may be extended. WSD (warmup-stable-decay, arXiv 2404.06395) allows both:
+its rate does not depend on the end of the run until the decay begins, so the decay may begin at any checkpoint.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 
 class ScheduleName(str, Enum):
@@ -12,6 +19,10 @@ class ScheduleName(str, Enum):
     linear = "linear"
     constant = "constant"
     wsd = "wsd"
+
+
+EXTENDABLE = (ScheduleName.wsd, ScheduleName.constant)
+"""Schedules of runs that can be extended: the rate before the decay does not depend on where the end is."""
 
 
 @dataclass
@@ -25,23 +36,111 @@ class ScheduleConfig:
     min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1})
     """Where decay ends, as a share of optimizer.lr."""
     decay_ratio: float = field(default=0.2, metadata={"min": 0, "max": 1})
-    """wsd only: the share of the run spent decaying."""
+    """wsd only: the share of the run spent decaying. A run that ends early decays over the same share of its steps."""
+    decay_steps: int = field(default=0, metadata={"min": 0})
+    """wsd only: steps of decay. When 0, decay_ratio decides."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of each step of a run. Steps are those that the run has taken, from 0 on."""
+
+    config: ScheduleConfig
+    peak: float
+    """optimizer.lr."""
+    planned: int
+    """The steps that train.epochs and train.max_steps ask for."""
+    steps: int
+    """The rates are laid out for this many steps."""
+    last: int
+    """The run ends after this many steps: before `steps` if it was cut off."""
+    warmup: int
+    decay: int
+    """Steps of decay at the end of `steps`."""
+    dropped: int = 0
+    """Steps that were taken and dropped when the run went back to an earlier checkpoint. Step s learns from the rows
+    of step s - dropped of the data plan."""
+
+    @staticmethod
+    def of(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
+        """The schedule of a run of `steps` steps."""
+        warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
+        decay = 0 if config.name is ScheduleName.constant else steps - warmup
+        if config.name is ScheduleName.wsd:
+            decay = min(decay, config.decay_steps or math.ceil(config.decay_ratio * steps))
+        return Schedule(config, peak, steps, steps, steps, warmup, decay)
+
+    def saved(self) -> dict[str, int]:
+        """The lengths, for resumed()."""
+        return {name: getattr(self, name) for name in LENGTHS}
+
+    def resumed(self, saved: Mapping[str, Any]) -> Schedule:
+        """This schedule with the lengths that saved() returned. Raises ValueError if they are none."""
+        if saved.keys() != set(LENGTHS) or any(type(value) is not int or value < 0 for value in saved.values()):
+            raise ValueError(f"schedule: {dict(saved)} are not the lengths of a schedule")
+        found = replace(self, **saved)
+        if not found.dropped <= found.last <= found.steps or found.decay > found.steps - found.dropped:
+            raise ValueError(f"schedule: {dict(saved)} do not fit together")
+        return found
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`.
+
+        It is not 0 in the first step (warm-up counts from 1) nor in the last: decay reaches `min_lr_ratio` one step
+        after the end.
+        """
+        config, step, steps = self.config, step - self.dropped, self.steps - self.dropped
+        warm = self.peak * (step + 1) / self.warmup if step < self.warmup else self.peak
+        if config.name is ScheduleName.constant:
+            return warm
+        done = max(0.0, (step - (steps - self.decay)) / max(self.decay, 1))
+        left = 0.5 * (1 + math.cos(math.pi * done)) if config.name is ScheduleName.cosine else 1 - done
+        return min(warm, self.peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left))
+
+    @property
+    def branches(self) -> bool:
+        """Whether the decay may begin at any step."""
+        return self.config.name is ScheduleName.wsd
+
+    @property
+    def decay_start(self) -> int:
+        """The number of steps before the decay."""
+        return self.steps - self.decay
+
+    def decay_from(self, origin: int) -> int:
+        """How long a decay that begins after `origin` steps of the data plan is: the same share as in a whole run."""
+        config = self.config
+        ratio = min(config.decay_ratio, 0.99)
+        return max(1, config.decay_steps or math.ceil(origin * ratio / (1 - ratio)))
+
+    def decaying(self, step: int, origin: int, decay: int) -> Schedule:
+        """The schedule of a run that has taken `step` steps, goes back to the weights of `origin` steps of the plan,
+        and decays from there over `decay` steps.
+        """
+        end = step + decay
+        return replace(self, steps=end, last=end, decay=decay, dropped=step - origin)
+
+    def ending(self, last: int) -> Schedule:
+        """The same rates in a run that ends after `last` steps. A decay of wsd that has begun ends by then, too."""
+        if not self.branches or last <= self.decay_start:
+            return replace(self, last=last)
+        return replace(self, steps=last, last=last, decay=last - self.decay_start)
+
+    def extended(self, planned: int, step: int, origin: int) -> Schedule:
+        """The schedule of a run that has taken `step` steps and goes on from the weights of `origin` steps of the plan
+        until `planned`. Its warm-up is not repeated.
+        """
+        dropped = step - origin
+        longer = Schedule.of(self.config, self.peak, planned)
+        decay = min(longer.decay, planned - origin)
+        end = planned + dropped
+        return replace(self, planned=planned, steps=end, last=end, decay=decay, dropped=dropped)
+
+
+LENGTHS = ("planned", "steps", "last", "warmup", "decay", "dropped")
+"""The fields of a Schedule that are saved."""
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """The learning rate of step `step` (0-based) of a run of `steps`; `peak` is optimizer.lr.
-
-    The rate is not 0 in the first step (warm-up counts from 1) nor in the last: decay reaches `min_lr_ratio` one step
-    after the run's end.
-    """
-    warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if config.name is ScheduleName.constant:
-        return peak
-    decay = steps - warmup
-    if config.name is ScheduleName.wsd:
-        decay = min(decay, math.ceil(config.decay_ratio * steps))
-    done = max(0.0, (step - (steps - decay)) / max(decay, 1))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if config.name is ScheduleName.cosine else 1 - done
-    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+    """The learning rate of step `step` (0-based) of a run of `steps`; `peak` is optimizer.lr."""
+    return Schedule.of(config, peak, steps).rate(step)

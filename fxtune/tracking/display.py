@@ -40,6 +40,9 @@ class Display:
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
         """Begin a run of `total_steps` steps; an earlier process did the first `done_steps`."""
 
+    def ends_at(self, total_steps: int) -> None:
+        """The run now ends after `total_steps` steps."""
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the `metrics` after `step` steps, under the tracker's names."""
 
@@ -110,6 +113,9 @@ class PlainDisplay(Display):
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
         self._pace = TimeLeft(total_steps, done_steps, self._clock)
+
+    def ends_at(self, total_steps: int) -> None:
+        self._pace.total = total_steps
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
@@ -202,6 +208,7 @@ class LiveDisplay(PlainDisplay):
 class Column(NamedTuple):
     name: str
     format: str
+    """As format() takes it; `time`: seconds since 1970, shown as the local time of day."""
     label: str = ""
     """The name in the live display; empty: `name`."""
     live: bool = True
@@ -222,8 +229,10 @@ COLUMNS = {
     "train/tokens": Column("tokens", ".0f", live=False),
     "train/supervised_tokens": Column("supervised_tokens", ".0f", live=False),
     "train/skipped_steps": Column("skipped", ".0f"),
+    "train/end_time": Column("done_by", "time", "done by"),
     "eval/loss": Column("eval_loss", ".4f", "eval loss"),
     "eval/perplexity": Column("eval_perplexity", ".3f", "perplexity"),
+    "eval/share_of_time": Column("eval_share", ".3f", "evaluation", live=False),
     "questions/exact_match": Column("exact_match", ".3f", "exact match"),
 }
 """Metrics in their order in a line. All others follow under their own names."""
@@ -238,7 +247,12 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
         if metric == "train/step" or (live and not shape.live):
             continue
         number = math.nan if metrics[metric] is None else _number(metrics[metric])
-        text = str(plain(metrics[metric])) if number is None else format(number, shape.format)
+        if number is None:
+            text = str(plain(metrics[metric]))
+        elif shape.format == "time":
+            text = time.strftime("%H:%M", time.localtime(number))
+        else:
+            text = format(number, shape.format)
         shown[shape] = "_".join(text.split())
     return shown
 

@@ -185,12 +185,12 @@ class Meter:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype or _matmul_dtype(model))
         self.tokens, self.supervised_tokens = tokens, supervised_tokens
-        self._plan, self._device, self._clock = plan, device, clock
+        self.plan, self._device, self._clock = plan, device, clock
         self._reset()
 
     def add(self, step: int, waited: float) -> None:
         """Count `step` of the plan. `waited`: seconds that the loop waited for its data."""
-        lengths, supervised = self._plan.lengths(step), self._plan.supervised(step)
+        lengths, supervised = self.plan.lengths(step), self.plan.supervised(step)
         tokens = int(lengths.sum())
         self.tokens += tokens
         self.supervised_tokens += supervised

@@ -138,9 +138,13 @@ class AnswerEvaluation:
         return evaluation
 
     def ask(self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None) -> float:
-        """Ask, store the answers under `when`, and return the share of exact matches. `batch_sizes`: see answer()."""
+        """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`:
+        see answer().
+        """
         config = self.config
         given = answer(model, self.tokenizer, self.questions, config.batch_size, config.max_new_tokens, batch_sizes)
+        if not when:
+            return exact_match(given, self.questions)
         self.answers[when] = given
         lines = [
             json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints, TrainState
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
 from fxtune.errors import ConfigError, StorageError
 from fxtune.optim.optimizer import moment_bytes
+from fxtune.optim.schedule import Schedule
+from fxtune.training.run_clock import RunClock
 from fxtune.training.step import TrainStep
 from fxtune.training.step_monitor import StepMonitor
 
@@ -32,13 +35,14 @@ class RunState:
         model: nn.Module,
         train_step: TrainStep,
         monitor: StepMonitor,
+        clock: RunClock,
         note: Callable[[str], None],
     ) -> None:
-        self.folder, self.note, self.model, self.monitor = folder, note, model, monitor
+        self.folder, self.note, self.model, self.monitor, self.clock = folder, note, model, monitor, clock
         self.train_step, self.optimizer, self.loss_scale = train_step, train_step.optimizer, train_step.loss_scale
         self.world = train_step.world
         self.checkpoints = Checkpoints(
-            folder.path / CHECKPOINTS, config, config_digest(folder.config), note, writes=self.world.main
+            folder.path / CHECKPOINTS, config, config_digest(folder.first_config()), note, writes=self.world.main
         )
         self.state = TrainState()
         self.saved = 0
@@ -74,18 +78,9 @@ class RunState:
                 f"template), so its run cannot be resumed. Restore the data as it was, or start anew with "
                 f"{HOW_TO_START_ANEW}."
             )
-        copy_weights(saved.weights, self.weights())
-        try:
-            moments = stored.of_all_ranks(saved.moments)
-            self.optimizer.load(moments, saved.state.optimizer)
-            self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
-            self.loss_scale.load(saved.state.loss_scale)
+        with _readable(saved):
+            self._restore(saved)
             self.monitor.load(saved.state.step, saved.state.numbers)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise StorageError(
-                f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove this "
-                "checkpoint, and the run resumes from the one before."
-            ) from error
         self.note(f"Resuming {self.folder.path} after step {saved.state.step} ({HOW_TO_START_ANEW}, starts anew).")
         self.state, self.saved, self._saved_rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state
@@ -102,6 +97,48 @@ class RunState:
                     f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. What each rank had "
                     "of its own is shared out anew, so losses differ from here on (docs/distributed.md)."
                 )
+
+    def _restore(self, saved: Checkpoint) -> None:
+        copy_weights(saved.weights, self.weights())
+        moments = stored.of_all_ranks(saved.moments)
+        self.optimizer.load(moments, saved.state.optimizer)
+        self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
+        self.loss_scale.load(saved.state.loss_scale)
+
+    def schedule(self, planned: Schedule) -> Schedule:
+        """The schedule of the run: `planned`, that of its config, or what was decided since it was started."""
+        if not self.state.schedule:
+            self.state.schedule = planned.saved()
+            return planned
+        try:
+            return planned.resumed(self.state.schedule)
+        except ValueError as error:
+            raise StorageError(
+                f"The checkpoint of step {self.state.step} in {self.checkpoints.folder}: {error}. Remove it, and the "
+                "run resumes from the one before."
+            ) from error
+
+    def go_back(self, step: int) -> TrainState | None:
+        """Restore weights, moments and the loss window of the checkpoint of `step`, which this run saved. The rest of
+        the state stays. Returns the state of the checkpoint, or None if it cannot be read.
+        """
+
+        def read() -> Checkpoint:
+            try:
+                return self.checkpoints.read(step, self.weights(), with_moments=True)
+            except ValueError as reason:
+                raise StorageError(f"The checkpoint of step {step} cannot be read: {reason}.") from reason
+
+        try:
+            saved = self.world.main_first(read, "waiting for rank 0 to read the checkpoint")
+        except StorageError as problem:
+            self.note(str(problem))
+            return None
+        self.checkpoints.wait_for_copy()
+        with _readable(saved):
+            self._restore(saved)
+            self.monitor.spikes.load(saved.state.numbers.get("window", {}))
+        return saved.state
 
     def compare_ranks(self) -> None:
         """Raise ConfigError if the ranks are about to train different recipes, data or weights."""
@@ -136,6 +173,7 @@ class RunState:
                 own = {name: tensor for name, tensor in tensors.items() if rank or name not in moments}
                 moments |= {stored.name_of_rank(rank, name): tensor for name, tensor in own.items()}
         state.loss_scale, state.numbers = self.loss_scale.state(), self.monitor.state()
+        state.clock = self.clock.state()
         self.checkpoints.save(state, self.weights(), moments, since)
         self.saved, self._saved_rows = state.step, dict(state.rows)
 
@@ -184,13 +222,25 @@ class RunState:
 
     def make_room(self, export_all: bool) -> None:
         """Remove the oldest checkpoints if the export would not fit; never the best and the newest."""
-        self.checkpoints.make_room(self._export_bytes(export_all), self.state.best_step)
+        self.checkpoints.make_room(self._export_bytes(export_all), self.state.best_step, self.state.branch_step)
 
     def _export_bytes(self, export_all: bool) -> int:
         return sum(weight.nbytes for weight in (self.model.parameters() if export_all else self.weights().values()))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return trained_weights(self.model)
+
+
+@contextmanager
+def _readable(saved: Checkpoint) -> Iterator[None]:
+    """Raise StorageError if the body cannot use the state of `saved`."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise StorageError(
+            f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove this "
+            "checkpoint, and the run resumes from the one before."
+        ) from error
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -206,11 +256,12 @@ def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
 
 def weights_note(step: int, state: TrainState) -> str:
     """Which weights are exported: those of `step` of a run that ended with `state`. Empty without held-out data."""
-    if state.best_loss is None:
+    if state.best_step is None:
         return ""
+    if state.best_match is not None:
+        best, which = f"{state.best_match:.1%}", "most exact answers"
+    else:
+        best, which = f"{state.best_loss or 0.0:.4f}", "lowest held-out loss"
     if step == state.best_step:
-        return f"weights of step {step}, which have the lowest held-out loss, {state.best_loss:.4f}"
-    return (
-        f"weights of step {step}, the last; the lowest held-out loss was {state.best_loss:.4f}, at step "
-        f"{state.best_step}"
-    )
+        return f"weights of step {step}, which have the {which}, {best}"
+    return f"weights of step {step}, the last; the {which}: {best}, at step {state.best_step}"

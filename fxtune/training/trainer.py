@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -26,6 +25,7 @@ from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, Use
 from fxtune.models.save import save_model
 from fxtune.objectives.base import Objective
 from fxtune.objectives.causal_lm import CausalLM
+from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.system import progress
 from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
@@ -40,6 +40,8 @@ from fxtune.training.bad_batches import BadBatches
 from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.run_clock import RunClock
+from fxtune.training.run_end import Decision, RunEnd
 from fxtune.training.run_log import RunLog, introduction
 from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
@@ -66,7 +68,15 @@ def _run_in_folder(
     screen = display(shown)
     progress.show(shown)
     try:
-        if folder.finished:
+        if folder.extends and config.schedule.name not in EXTENDABLE:
+            names = " or ".join(name.value for name in EXTENDABLE)
+            raise ConfigError(
+                f"{folder.path} holds this run with another train.epochs or train.max_steps, and schedule.name="
+                f"{config.schedule.name.value} is laid out for a number of steps, so the run cannot be extended or "
+                f"shortened. Put these keys back, or start another run: run.dir=NEW, with model.adapter or model.path "
+                f"if it is to go on from these weights. Runs with schedule.name={names} can be extended."
+            )
+        if folder.finished and not folder.extends:
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )
@@ -91,10 +101,10 @@ def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
         return claim(run.name, run.dir, run.resume.value, recipe, completed) if world.main else None
 
     found = world.main_first(work, "waiting for rank 0 to find the run folder")
-    path, resumed, before = world.broadcast(
-        (found.path, found.resumed, found.config) if found else (Path(), False, {})
+    path, resumed, before, extends = world.broadcast(
+        (found.path, found.resumed, found.config, found.extends) if found else (Path(), False, {}, False)
     )
-    return found or RunFolder(path, resumed, None, before)
+    return found or RunFolder(path, resumed, None, before, extends)
 
 
 class Trainer:
@@ -111,6 +121,7 @@ class Trainer:
         self.config, self.folder, self.screen, self.recipe = config, folder, screen, recipe
         self.objective = objective or CausalLM()
         self.startup = StartupTimer()
+        self.clock = RunClock(self.startup.seconds.get("imports", 0.0))
         # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.
         builder, resume_check = build_for_run(config, folder, screen.note)
         self.builder = builder
@@ -146,10 +157,17 @@ class Trainer:
         self.monitor = StepMonitor(
             config.train, self.train_step.spikes, self.bad_batches, self.train_step.loss_scale.active
         )
-        self.run_state = RunState(folder, config.checkpoint, self.model, self.train_step, self.monitor, screen.note)
+        self.run_state = RunState(
+            folder, config.checkpoint, self.model, self.train_step, self.monitor, self.clock, screen.note
+        )
         with phase("Loading the checkpoint", announce=False), builder.oom_context("Loading the checkpoint"):
             self.state = self.run_state.load(self.plan.fingerprint)
         self.run_state.compare_ranks()
+        self.clock.load(self.state.clock)
+        self.end = RunEnd(config, folder.path, self.world, self.clock, self.state)
+        self.schedule = self.run_state.schedule(Schedule.of(config.schedule, config.optimizer.lr, self.plan.steps))
+        if folder.extends or self.schedule.planned != self.plan.steps:
+            self._extend()
         self.batch_sizes = BatchSizes(
             self.world.device,
             self.state.rows,
@@ -157,7 +175,8 @@ class Trainer:
             self._out_of_memory_error,
             self._drop_recordings,
         )
-        self._cut_plan(self.batch_sizes.rows("training", config.train.micro_batch_size))
+        rows = self.batch_sizes.rows("training", config.train.micro_batch_size)
+        self._set_plan(self.plan.with_micro_batch_size(rows).until(self.schedule.last, self.schedule.dropped))
         self.held_out: HeldOutEvaluation | None = None
         if self.data.evaluation:
             self.held_out = builder.held_out(self.data.evaluation, self.language_model, self.objective)
@@ -182,6 +201,35 @@ class Trainer:
         self.unlogged_lr: float | None = None
         """The learning rate of a step whose log line is due; None: no line is due."""
 
+    def _extend(self) -> None:
+        """Prepare a run that was to be shorter to go on until the last step of the plan. Raises ConfigError if it was
+        to be longer, or if it has no weights from before its decay.
+        """
+        state, before, steps = self.state, self.schedule, self.plan.steps
+        if state.step and steps <= before.planned:
+            raise ConfigError(
+                f"{self.folder.path} was started for {before.planned} steps, and train.epochs and train.max_steps now "
+                f"ask for {steps}. A run can be extended, not shortened: raise them, or put them back."
+            )
+        origin, since = state.step, state
+        if before.branches and state.step > before.decay_start:
+            origin = state.branch_step or 0
+            found = self.run_state.go_back(origin) if origin else None
+            if found is None:
+                raise ConfigError(
+                    f"{self.folder.path} cannot be extended: its learning rate has decayed, and the checkpoint from "
+                    "before the decay is not there. Start another run from its weights (model.adapter, or model.path)."
+                )
+            since = found
+        if state.step:
+            origin -= since.schedule.get("dropped", 0)
+            self.schedule = self.end.extend(before, steps, origin)
+            text = f"Extending {self.folder.path} from {before.planned} to {steps} steps"
+            if self.schedule.dropped > before.dropped:
+                text += f". It goes on from its weights before the decay, after {origin} steps of the data"
+            self.screen.note(f"{text}.")
+        self.folder.extend(self.recipe)
+
     def run(self) -> dict[str, Any]:
         """Train from the current state to the last step. Returns the last value of each metric."""
         with (
@@ -198,6 +246,7 @@ class Trainer:
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
                 self.startup.done("optimizer and questions")
+                self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, announce=False) as self.training:
                     self._loop()
                 return self._finish()
@@ -214,11 +263,11 @@ class Trainer:
                 loading.close()
 
     def _loop(self) -> None:
-        config, state, plan, statistics = self.config, self.state, self.plan, self.monitor.statistics
-        meter = self.meter = self.builder.meter(self.model, plan, state.tokens, state.supervised_tokens)
-        if state.evaluation_due:  # a signal interrupted the evaluation
-            self._evaluate()
-            self.run_state.save()
+        config, state, statistics = self.config, self.state, self.monitor.statistics
+        meter = self.meter = self.builder.meter(self.model, self.plan, state.tokens, state.supervised_tokens)
+        self.clock.start(state.step)
+        if state.step:  # a signal may have interrupted the evaluation, and the run may have been told to finish
+            self._end_step(evaluate=state.evaluation_due, save=state.evaluation_due, looks=True)
         for step, lr, metrics in self.steps():
             if self.unlogged_lr is not None:
                 self._log_line(self.unlogged_lr)
@@ -226,11 +275,12 @@ class Trainer:
             meter.add(step.index, step.wait_seconds)
             self.training.done = step.index + 1
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
-            last = state.step == plan.steps
-            evaluate, save = (
-                last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every)
-            )
-            self.unlogged_lr = lr if last or state.step % config.train.log_every == 0 else None
+            last = state.step == self.schedule.last
+            evaluate = self.end.evaluation_due(state.step, self.schedule)
+            save = self.end.begins_decay(self.schedule) or last or _due(state.step, config.checkpoint.every)
+            looks = state.step % config.train.log_every == 0
+            # A run may end with any evaluation that can stop it.
+            self.unlogged_lr = lr if last or looks or (evaluate and config.train.stop.patience) else None
             state.evaluation_due = evaluate
             if self.world.size == 1:  # several ranks agree on a signal in the next step
                 SIGNALS.check()
@@ -239,28 +289,55 @@ class Trainer:
                 if evaluate or save or not self.logs_late:
                     self._log_line(self.unlogged_lr)
             self._stop_if_not_finite()
-            if evaluate:
-                with meter.paused():
-                    save = self._evaluate() or save
-            if save:
-                self.run_state.save()
+            self._end_step(evaluate, save, looks)
+
+    def _end_step(self, evaluate: bool, save: bool, looks: bool) -> None:
+        """Evaluate, decide whether the run ends early, and save, each if it is due. `looks`: see RunEnd.decide()."""
+        if evaluate:
+            with self.meter.paused():
+                save = self._evaluate() or save
+        decision = self.end.decide(self.schedule, evaluate, looks)
+        if decision is not None and self.unlogged_lr is not None:
+            self._log_line(self.unlogged_lr)
+        if decision is not None and decision.origin is not None and not self.run_state.go_back(decision.origin):
+            self.screen.note("The decay begins from the present weights.")
+            self.state.branch_step = None
+            decision = self.end.decide(self.schedule, evaluate, looks)
+        if decision is not None:
+            self._end_early(decision)
+            save = True
+        if save:
+            self.run_state.save()
+
+    def _end_early(self, decision: Decision) -> None:
+        """Follow a decision about the end of the run. The state must be saved then: the decision is noted in it."""
+        self.end.take(decision)
+        self.schedule = decision.schedule
+        self._set_plan(self.plan.until(self.schedule.last, self.schedule.dropped))
+        self.meter.plan = self.plan
+        self.training.total = self.schedule.last
+        self.screen.ends_at(self.schedule.last)
+        self.screen.note(decision.text)
+        self.log.log({"train/last_step": self.schedule.last, "train/dropped_steps": self.schedule.dropped})
 
     def steps(self) -> Iterator[tuple[StepBatches, float, Metrics]]:
         """Take the remaining optimizer steps. Yields each step, its learning rate, and its metrics on the device."""
         self.model.train()
         index = self.first_step = self.state.step
         while index < self.plan.steps:
-            exhausted = None
-            self.loader = Loader(self._own(self.plan), self.config.loader, self.world.device)
+            exhausted, plan = None, self.plan
+            self.loader = Loader(self._own(plan), self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
-                lr = self.builder.learning_rate(index, self.plan.steps)
+                lr = self.schedule.rate(index)
                 metrics = catch_out_of_memory(partial(self.step, step, lr))
                 if isinstance(metrics, MemoryExhausted):
                     exhausted = metrics
                     break
                 yield step, lr, metrics
                 index += 1
+                if self.plan is not plan:  # the run ends early
+                    break
             del step  # and the batches on the device
             self.loader.close()
             if exhausted is not None:
@@ -306,13 +383,12 @@ class Trainer:
         sizes = self.plan.sizes
         again = f"Step {index + 1} is repeated; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
-        self._cut_plan(
-            self.batch_sizes.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
-        )
+        rows = self.batch_sizes.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
+        self._set_plan(self.plan.with_micro_batch_size(rows))
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
 
-    def _cut_plan(self, micro_batch_size: int) -> None:
-        self.plan = self.bad_batches.plan = self.plan.with_micro_batch_size(micro_batch_size)
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = self.bad_batches.plan = plan
 
     def _drop_recordings(self) -> None:
         """Free the memory of recorded CUDA graphs; they are recorded again."""
@@ -365,41 +441,53 @@ class Trainer:
         self.unlogged_lr = None
         figures = self.monitor.read()
         self.log.started()
+        self.clock.reached(self.state.step)
+        timings = self.run_state.checkpoints.save_timings()
+        self.clock.takes["saving"] = timings.get("checkpoint/seconds", self.clock.takes["saving"])
+        end = self.end.end_time(self.schedule)
         self.log.log(
             {
                 "train/epoch": self.plan.epoch(self.state.step),
                 "train/lr": lr,
                 **figures,
                 **self.meter.read(),
-                **self.run_state.checkpoints.save_timings(),
+                **timings,
+                **({} if end is None else {"train/end_time": end}),
             }
         )
         self.log.compiled("training")
 
     def _evaluate(self) -> bool:
-        """Evaluate on the held-out data and log the figures. Returns whether to keep this state as the best so far."""
-        if self.held_out is None:
-            self.state.evaluation_due = False
+        """Evaluate on the held-out data, or on the questions if they can stop the run, and log the figures. Returns
+        whether to save this state.
+        """
+        self.state.evaluation_due = self.held_out is not None or self.end.by_match
+        if not self.state.evaluation_due:
             return False
         self.run_state.average()
-        with self._interruptible():
-            figures = self.batch_sizes.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
+        figures: dict[str, float] = {}
+        with self.clock.evaluation(), self._interruptible():
+            if self.held_out is not None:
+                measure, rows = self.held_out.measure, self.config.train.micro_batch_size
+                means = self.batch_sizes.run("evaluation", rows, measure)
+                figures = {f"eval/{name}": value for name, value in means.items()}
+            if self.end.by_match:
+                figures["questions/exact_match"] = self._exact_match()
         self.state.evaluation_due = False
-        self.log.log({f"eval/{name}": value for name, value in figures.items()})
+        self.log.log({**figures, "eval/share_of_time": self.clock.evaluation_share})
         self.log.compiled("evaluation")
-        if not figures["loss"] < (math.inf if self.state.best_loss is None else self.state.best_loss):  # also if NaN
-            return False
-        self.state.best_loss, self.state.best_step = figures["loss"], self.state.step
-        return self.config.checkpoint.keep_best
+        return self.end.evaluated(figures, self.schedule, self.techniques.compile.enabled)
 
     def _ask_questions(self, when: str) -> None:
-        assert self.questions is not None
-        share = 0.0
-        with self._interruptible():
-            if self.world.main:
-                share = self.questions.ask(self.model, when, self.batch_sizes)
-            share = self.world.broadcast(share, "waiting for rank 0 to ask the questions")
+        with self.clock.timed("questions"), self._interruptible():
+            share = self._exact_match(when)
         self.log.log({"questions/exact_match": share})
+
+    def _exact_match(self, when: str = "") -> float:
+        """The share of the questions that rank 0 answers exactly right. `when`: the name that its answers get."""
+        assert self.questions is not None
+        share = self.questions.ask(self.model, when, self.batch_sizes) if self.world.main else 0.0
+        return self.world.broadcast(share, "waiting for rank 0 to ask the questions")
 
     def _finish(self) -> dict[str, Any]:
         """Export the best or the last weights, ask the questions again, and tell the user where everything is."""
@@ -414,7 +502,9 @@ class Trainer:
             self._ask_questions("after")
         figures, note = dict(state.figures), weights_note(step, state)
         if note:
-            figures |= {"eval/best_loss": state.best_loss, "eval/best_step": state.best_step, "export/step": step}
+            best = {"eval/best_loss": state.best_loss, "eval/best_match": state.best_match}
+            figures |= {name: value for name, value in best.items() if value is not None}
+            figures |= {"eval/best_step": state.best_step, "export/step": step}
         card = {
             "data": self.plan.fingerprint,
             "weights": note,
@@ -432,8 +522,11 @@ class Trainer:
         if timings := self.run_state.checkpoints.save_timings():
             self.log.log(timings)
             figures |= timings
+        if reason := state.ending.get("reason"):
+            figures["train/ended_early"] = reason
         self.tracker.summary(figures)
         self.folder.finish(figures)
+        self.end.done()
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)

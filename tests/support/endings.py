@@ -78,6 +78,7 @@ class Ending:
         sums = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
         state = json.loads((newest / "state.json").read_text())
         state["figures"] = timeless(state["figures"])
+        del state["clock"]
         lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [line for line in lines if set(line) != {"train/step"}]  # a late line with the duration of a save
         steps = [(line["step"], line["documents"], line["random"]) for line in lineage(attempts)]

@@ -38,6 +38,10 @@ class BatchSizes:
     piece: int = 0
     pieces: int = 1
     """This plan has piece number `piece` of `pieces` of each row, which is padded to a multiple of `pieces`."""
+    last: Optional[int] = None
+    """The plan ends after this step; None: where max_steps and epochs say."""
+    dropped: int = 0
+    """Step s has the rows of step s - dropped: the run went back by so many steps and takes them again."""
 
 
 class DocumentSlice(NamedTuple):
@@ -57,7 +61,7 @@ class Plan:
         self.stream = stream
         self.sizes = sizes
         self._row_count = self._count_rows()
-        self.steps = -(-self._row_count // sizes.global_batch_size)
+        self.steps = -(-self._row_count // sizes.global_batch_size) + sizes.dropped
         # Slots for rows that all have as many documents as the fullest row of the first epoch, and
         # padding. Few batches need more.
         fullest = int(np.diff(stream.epoch(0).offsets).max()) + 1 if stream.settings.packing else 2
@@ -87,6 +91,12 @@ class Plan:
     def cut(self, piece: int, pieces: int) -> Plan:
         """The same steps and micro-batches, with one of `pieces` pieces of each row."""
         return Plan(self.stream, replace(self.sizes, piece=piece, pieces=pieces))
+
+    def until(self, last: int, dropped: int = 0) -> Plan:
+        """The plan up to step `last`, in which step s has the rows of this plan's step s - dropped."""
+        if (last, dropped) == (self.steps, self.sizes.dropped):
+            return self
+        return Plan(self.stream, replace(self.sizes, last=last, dropped=dropped))
 
     def dealt_out(self, rank: int, ranks: int) -> Plan:
         """A plan of one micro-batch a step, as an evaluation has it, dealt out: one for each rank a step."""
@@ -128,7 +138,8 @@ class Plan:
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""
-        epoch, row = self.stream.locate(min(steps * self.sizes.global_batch_size, self._row_count))
+        done = (steps - self.sizes.dropped) * self.sizes.global_batch_size
+        epoch, row = self.stream.locate(min(done, self._row_count))
         return epoch + row / len(self.stream.epoch(epoch)) if row else float(epoch)
 
     def documents(self, step: int, micro: int) -> list[tuple[int, int]]:
@@ -279,6 +290,11 @@ class Plan:
 
     def _count_rows(self) -> int:
         """Rows of the run."""
+        rows, sizes = self._count_planned_rows(), self.sizes
+        return rows if sizes.last is None else min(rows, (sizes.last - sizes.dropped) * sizes.global_batch_size)
+
+    def _count_planned_rows(self) -> int:
+        """Rows of a run of max_steps and epochs."""
         step = self.sizes.global_batch_size
         limit = math.inf if self.sizes.max_steps is None else self.sizes.max_steps * step
         epochs = self.sizes.epochs
@@ -294,9 +310,9 @@ class Plan:
         return int(min(max(rows, 1), limit))
 
     def _row_range(self, step: int) -> tuple[int, int]:
-        if not 0 <= step < self.steps:
+        if not self.sizes.dropped <= step < self.steps:
             raise IndexError(f"step {step} of a plan of {self.steps} steps")
-        first = step * self.sizes.global_batch_size
+        first = (step - self.sizes.dropped) * self.sizes.global_batch_size
         return first, min(first + self.sizes.global_batch_size, self._row_count)
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:

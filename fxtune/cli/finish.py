@@ -1,0 +1,69 @@
+"""`fxtune finish RUN`: end a run before its last step, with a finished model.
+
+    fxtune finish quickstart              # a run's name (the newest of runs/quickstart, runs/quickstart-2, ...)
+    fxtune finish runs/quickstart-2       # or its folder
+
+With schedule.name=wsd the learning rate decays first, from the best weights so far; with other schedules the run ends
+at once. Then the run ends as always: it evaluates, exports and answers its questions. A run that is alive does so by
+itself, and this command returns at once. A run that was stopped goes on here until it is done.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from fxtune.checkpoint import folder as stored
+from fxtune.checkpoint.run_folder import CHECKPOINTS, RESULT, require_own_files
+from fxtune.cli.run_output import run_folder
+from fxtune.config import compose
+from fxtune.config.root import Resume
+from fxtune.distributed.launch import launch, ranks_to_start
+from fxtune.distributed.ranks import place
+from fxtune.errors import ConfigError, StorageError
+from fxtune.system.console import say
+from fxtune.training.run_end import FINISH
+
+
+def run(run: str, *, trust_remote_code: bool = False) -> None:
+    """End the run `run`. Raises ConfigError if there is none, or if it has no checkpoint to go on from; StorageError
+    if its folder cannot be written; and, for a stopped run, the errors of training.
+    """
+    folder = run_folder(run)
+    config = compose.of_run(folder, trust_remote_code)
+    config.run.dir, config.run.resume = str(folder), Resume.must
+    if place()[1] == 1:  # else this is one of the ranks that are started below
+        if (folder / RESULT).exists():
+            say(f"{folder} is finished already: there is nothing to do.")
+            return
+        try:
+            require_own_files(folder)
+            alive = _is_alive(folder / ".lock")
+            if not alive and not stored.paths(folder / CHECKPOINTS):
+                raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
+            (folder / FINISH).touch()
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error
+        if alive:
+            say(f"{folder} is running and will end: it says when, at its next line of figures.")
+            return
+        sizes = config.train.global_batch_size // config.train.micro_batch_size
+        ranks = ranks_to_start(config.run.gpus, config.run.device.value == "cpu", sizes)
+        if ranks > 1:
+            sys.exit(launch(ranks, ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
+    from fxtune.training import trainer
+
+    trainer.run(config)
+
+
+def _is_alive(lock: Path) -> bool:
+    """Whether a process holds the lock of a run."""
+    found = FileLock(lock)
+    try:
+        found.acquire(timeout=0)
+    except Timeout:
+        return True
+    found.release()
+    return False

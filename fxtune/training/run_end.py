@@ -1,0 +1,285 @@
+"""When a run ends: after its last step, early because no evaluation has been better for long, because it was told to
+(`fxtune finish RUN`), or in time for a deadline (`train.max_minutes`).
+
+With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable
+phase: it goes back to their checkpoint and takes the steps that follow it in the data plan, at a falling rate. So the
+model is the one that a shorter run would have trained. With other schedules the run ends at once.
+
+A decision that depends on a clock is taken by rank 0, is part of the state, and is saved at once: a run that is killed
+afterwards repeats it, and ends with the same bits. One that is killed before decides anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from fxtune.checkpoint.manager import TrainState
+from fxtune.config.root import Config, StopMetric
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
+from fxtune.optim.schedule import Schedule
+from fxtune.training.run_clock import RunClock
+
+FINISH = "finish"
+"""A file of this name in the run's folder tells the run to end (`fxtune finish`)."""
+EVALUATIONS = 20
+"""Evaluations of a run with train.stop whose train.eval_every is 0."""
+FOREVER = 2**31
+"""More steps than any run has."""
+SLACK = 0.1
+"""A decay is cut off for the deadline only if more than this share of it would be late."""
+EVAL_SHARE = 0.05
+"""train.eval_share of a run with train.stop."""
+
+
+class Reason(IntEnum):
+    """Why a run ends before its last planned step. The highest one counts where several hold."""
+
+    none = 0
+    deadline = 1
+    finish = 2
+    early = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The run ends as `schedule` says, from the weights of the checkpoint of `origin`; None: from the present ones."""
+
+    reason: Reason
+    schedule: Schedule
+    origin: int | None
+    text: str
+    """What was decided and why, for the user."""
+
+
+class RunEnd:
+    """Decides where a run ends. Its memory is `state.ending`."""
+
+    def __init__(self, config: Config, folder: Path, world: World, clock: RunClock, state: TrainState) -> None:
+        self.config, self.world, self.clock, self.state = config, world, clock, state
+        self.file = folder / FINISH
+        train = config.train
+        self.stop, self.every = train.stop, train.log_every
+        self.deadline = None if train.max_minutes is None else 60 * train.max_minutes
+        """Seconds of the run after which it is to be done."""
+        share = EVAL_SHARE if self.stop.patience and not config.run.deterministic else 0.0
+        self.share = share if train.eval_share is None else train.eval_share
+        """The largest share of the time that evaluations may take; 0: any."""
+
+    def evaluation_due(self, step: int, schedule: Schedule) -> bool:
+        """Whether to evaluate after `step` steps."""
+        interval = self.state.ending.get("interval") or self._least_interval(schedule)
+        return step == schedule.last or (interval > 0 and step % interval == 0)
+
+    def _least_interval(self, schedule: Schedule) -> int:
+        every = self.config.train.eval_every
+        return every or (max(1, schedule.planned // EVALUATIONS) if self.stop.patience else 0)
+
+    def evaluated(self, figures: Mapping[str, float], schedule: Schedule, compiles: bool) -> bool:
+        """Take the figures of an evaluation. Returns whether the state must be saved: these weights are the best so
+        far, or the interval of evaluations was decided. `compiles`: the first evaluation includes compilation.
+        """
+        state, ending = self.state, self.state.ending
+        ending["evaluations"] = ending.get("evaluations", 0) + 1
+        save = self._decide_interval(schedule, 2 if compiles else 1)
+        quality, tie = self._quality(figures)
+        best = state.best_match if self.by_match else None if state.best_loss is None else -state.best_loss
+        best_tie = -math.inf if state.best_loss is None else -state.best_loss
+        if quality > (-math.inf if best is None else best) or (self.by_match and quality == best and tie > best_tie):
+            state.best_step, state.best_loss = state.step, figures.get("eval/loss")
+            state.best_match = quality if self.by_match else None
+            save = save or self.config.checkpoint.keep_best
+        ending["last_evaluation"] = state.step
+        if self._decays(schedule):
+            return save
+        if quality > ending.get("branch_quality", -math.inf):
+            ending["branch_quality"] = quality
+            if schedule.branches and self.config.checkpoint.keep_best:
+                state.branch_step, save = state.step, True
+        if quality > ending.get("reference", -math.inf) + self.stop.min_delta:
+            ending["reference"], ending["since"] = quality, 0
+        else:
+            ending["since"] = ending.get("since", 0) + 1
+        return save
+
+    def begins_decay(self, schedule: Schedule) -> bool:
+        """Whether the decay that was planned from the start begins now. Its checkpoint is then due, and kept."""
+        begins = schedule.branches and 0 < self.state.step == schedule.decay_start < schedule.steps
+        if begins:
+            self.state.branch_step = self.state.step
+        return begins
+
+    @property
+    def by_match(self) -> bool:
+        """Whether exact match says which weights are the best, in place of the held-out loss."""
+        return self.stop.patience > 0 and self.stop.metric is StopMetric.exact_match
+
+    def _quality(self, figures: Mapping[str, float]) -> tuple[float, float]:
+        """What is to be as high as possible, and what decides where it is equal."""
+        loss = -figures.get("eval/loss", math.inf)
+        return (figures["questions/exact_match"], loss) if self.by_match else (loss, 0.0)
+
+    def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
+        """Stretch the interval of evaluations, once, so that they take no more than their share of the time."""
+        ending, step_seconds = self.state.ending, self.clock.step_seconds
+        if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
+            return False
+        least, measured = self._least_interval(schedule), 0
+        if self.world.main and step_seconds is not None and least:
+            steps = self.clock.takes["evaluation"] * (1 - self.share) / (self.share * step_seconds)
+            measured = least * max(1, math.ceil(steps / least))
+        measured = self.world.agree(measured, "deciding when to evaluate")
+        if measured:
+            ending["interval"] = measured
+        return measured > 0
+
+    def _decays(self, schedule: Schedule) -> bool:
+        return schedule.branches and self.state.step >= schedule.decay_start
+
+    def decide(self, schedule: Schedule, evaluated: bool, looks: bool) -> Decision | None:
+        """Whether the run is to end otherwise than `schedule` says; all ranks get the same answer.
+
+        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file that
+        `fxtune finish` writes.
+        """
+        if self.state.step >= schedule.last:
+            return None
+        reason, steps = Reason.none, FOREVER
+        if looks or evaluated:
+            reason, steps = self._look(schedule) if self.world.main else (Reason.none, 0)
+            reason = Reason(self.world.agree(reason, "deciding whether to end"))
+            steps = self.world.agree(steps, "deciding when to end")
+        patience = self.stop.patience
+        if evaluated and patience and not self._decays(schedule) and self.state.ending.get("since", 0) >= patience:
+            reason = Reason.early
+        if reason is Reason.none:
+            return None
+        if not schedule.branches:
+            # One more step, unless the weights have just been evaluated: the last step of a run is evaluated.
+            last = self.state.step + (0 if evaluated else 1)
+            last = min(self.state.step + steps, schedule.last) if reason is Reason.deadline else last
+            return self._decided(reason, schedule.ending(last), None, self._unfinished(schedule, last))
+        if not self._decays(schedule):
+            return self._branch(schedule, reason, steps)
+        last = min(self.state.step + steps, schedule.last)
+        text = "the decay, which has begun, ends there" + ", earlier than planned" * (last < schedule.last)
+        return self._decided(reason, schedule.ending(last), None, text)
+
+    def _look(self, schedule: Schedule) -> tuple[Reason, int]:
+        """Whether to end because it was told to or for the deadline, and how many steps there is time for, at least
+        one.
+        """
+        decided = bool(self.state.ending.get("reason"))
+        told = Reason.finish if not decided and self.file.exists() else Reason.none
+        step_seconds = self.clock.step_seconds
+        if self.deadline is None or step_seconds is None:
+            return told, FOREVER
+        steps = max(1, int((self.deadline - self.clock.seconds - self.reserve) / step_seconds))
+        left = schedule.last - self.state.step
+        if steps >= left:
+            return told, steps
+        if decided:  # not for a small difference: each decision is saved
+            short = left - steps > max(1, SLACK * schedule.decay)
+        else:
+            # The last moment is now if the steps until the next look, and then the decay, would take too long.
+            branches = schedule.branches and not self._decays(schedule)
+            short = steps < self.every + (self._decay(schedule)[1] if branches else 1)
+        return max(told, Reason.deadline if short else Reason.none), steps
+
+    @property
+    def reserve(self) -> float:
+        """Seconds of what comes after the last step: an evaluation, the questions, a checkpoint and the export."""
+        takes = self.clock.takes
+        return takes["evaluation"] + takes["questions"] + 2 * takes["saving"] + 1.0
+
+    def _decay(self, schedule: Schedule) -> tuple[int, int]:
+        """(the step from whose weights a decay would begin now, its length). They are the present weights, unless the
+        latest evaluation found them to be worse than earlier ones.
+        """
+        best = self.state.branch_step
+        origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
+        assert origin is not None
+        return origin, schedule.decay_from(origin - schedule.dropped)
+
+    def _branch(self, schedule: Schedule, reason: Reason, steps: int) -> Decision:
+        """The decision to decay, over `steps` steps at most."""
+        step, (origin, decay) = self.state.step, self._decay(schedule)
+        decay = min(decay, steps)
+        text = f"its learning rate decays over {decay} steps"
+        if origin != step:
+            text += (
+                f", from the best weights, those of step {origin}. Steps {origin + 1} to {step} are dropped, and "
+                "their rows are learned from there"
+            )
+        branch = schedule.decaying(step, origin - schedule.dropped, decay)
+        return self._decided(reason, branch, None if origin == step else origin, text)
+
+    def _decided(self, reason: Reason, schedule: Schedule, origin: int | None, text: str) -> Decision:
+        step, count = self.state.step, self.state.ending.get("since", 0)
+        if reason is Reason.early:
+            judged = "share of exact answers" if self.by_match else "held-out loss"
+            why = f"Early stopping after step {step}: the {judged} has not become better in {count} evaluations"
+        elif reason is Reason.finish:
+            why = f"Told to finish after step {step}"
+        else:
+            why = f"Ending in time for train.max_minutes={self.config.train.max_minutes:g}"
+        return Decision(reason, schedule, origin, f"{why}. The run ends after step {schedule.last}: {text}.")
+
+    def _unfinished(self, schedule: Schedule, last: int) -> str:
+        name = schedule.config.name.value
+        if not schedule.decay or last >= schedule.steps:
+            return f"schedule.name={name} has no decay to finish"
+        return (
+            f"schedule.name={name} was laid out for {schedule.steps - schedule.dropped} steps and is cut off at "
+            f"{schedule.rate(last) / schedule.peak:.0%} of its peak. With schedule.name=wsd the decay would come first"
+        )
+
+    def take(self, decision: Decision) -> None:
+        """Note the decision in the state, after the weights of its origin were restored."""
+        state, schedule = self.state, decision.schedule
+        if schedule.branches and state.step == schedule.decay_start and decision.origin is None:
+            state.branch_step = state.step
+        state.ending["reason"] = decision.reason.name
+        state.schedule = schedule.saved()
+
+    def extend(self, schedule: Schedule, planned: int, origin: int) -> Schedule:
+        """The schedule of a run that ended as `schedule` says and is now to take `planned` steps, from weights that
+        have taken `origin` steps of the data plan. Noted in the state.
+        """
+        state = self.state
+        longer = schedule.extended(planned, state.step, origin)
+        state.schedule, state.branch_step = longer.saved(), None
+        for name in ("reason", "since", "reference", "branch_quality", "last_evaluation"):
+            state.ending.pop(name, None)
+        return longer
+
+    def end_time(self, schedule: Schedule) -> float | None:
+        """When the run will be done, in seconds since 1970; None without a deadline and a decision to end early."""
+        step_seconds = self.clock.step_seconds
+        if step_seconds is None or (self.deadline is None and not self.state.ending.get("reason")):
+            return None
+        left = (schedule.last - self.state.step) * step_seconds + self.reserve
+        if self.deadline is not None and not self.state.ending.get("reason"):
+            left = min(left, max(self.deadline - self.clock.seconds, 0.0))
+        return time.time() + left
+
+    def done(self) -> None:
+        """The run is finished: remove the file that told it to end."""
+        if self.world.main:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+    def require_time(self) -> None:
+        """Raise ConfigError if the deadline is over before the first step."""
+        late = self.deadline is not None and self.state.step == 0 and self.clock.seconds >= self.deadline
+        if self.world.agree(int(late), "looking at the deadline"):
+            raise ConfigError(
+                f"train.max_minutes={self.config.train.max_minutes:g} is over before the first step: start-up alone "
+                f"took {self.clock.seconds / 60:.2g} minutes. Raise it."
+            )

@@ -1,0 +1,296 @@
+"""Runs that end early: by early stopping, by `fxtune finish`, and for a deadline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.endings import timeless
+from support.runs import history
+
+from fxtune.cli.main import main
+from fxtune.config.root import Config, Export, StopMetric
+from fxtune.data.config import OnOverlap, SourceConfig
+from fxtune.errors import ConfigError
+from fxtune.optim.schedule import ScheduleName
+from fxtune.training import trainer as train
+from fxtune.training.run_clock import RunClock
+from fxtune.training.run_end import RunEnd
+
+SCRIPT = {2: 3.0, 4: 2.0, 6: 1.0, 8: 1.5, 10: 1.5, 12: 0.9}
+"""Held-out losses by step: step 6 is the best one until the decay."""
+
+
+@pytest.fixture
+def stopping(narrow, chats) -> Config:
+    """A run that evaluates every two steps of twenty and stops after two evaluations that are not better."""
+    narrow.data.eval_sources = [SourceConfig(path=str(chats), limit=6)]
+    narrow.data.on_overlap = OnOverlap.keep
+    narrow.train.max_steps, narrow.train.eval_every, narrow.train.stop.patience = 20, 2, 2
+    narrow.train.eval_share = 0.999
+    narrow.train.log_every = 3
+    narrow.schedule.name, narrow.schedule.decay_ratio = ScheduleName.wsd, 0.25
+    narrow.run.dir = "run"
+    return narrow
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Evaluations give the losses of SCRIPT."""
+    evaluated = RunEnd.evaluated
+
+    def replace(self, figures, schedule, compiles):
+        return evaluated(self, {**figures, "eval/loss": SCRIPT.get(self.state.step, 9.0)}, schedule, compiles)
+
+    monkeypatch.setattr(RunEnd, "evaluated", replace)
+
+
+def exported(folder: str) -> dict[str, torch.Tensor]:
+    return load_file(f"{folder}/adapter/adapter_model.safetensors")
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def rates(folder: str) -> dict[int, float]:
+    return {line["train/step"]: line["train/lr"] for line in history(Path(folder)) if "train/lr" in line}
+
+
+def test_early_stop_decays_from_the_best_weights_like_a_shorter_run(stopping, scripted, cwd, said):
+    stopping.train.log_every = 1
+    result = train.run(stopping)
+    assert [result[name] for name in ("train/step", "eval/best_step", "train/ended_early")] == [12, 12, "early"]
+    assert any(
+        "Early stopping after step 10" in line and "from the best weights, those of step 6. Steps 7 to 10" in line
+        for line in said
+    )
+    stopping.run.dir, stopping.train.max_steps, stopping.train.stop.patience = "plain", 8, 0
+    stopping.run.export = Export.last
+    train.run(stopping)
+    assert list(rates("run").values())[10:] == list(rates("plain").values())[6:] == [1e-3, 5e-4]
+    assert same(exported("run"), exported("plain"))
+
+
+def test_early_stop_without_a_decay_exports_the_best_weights(stopping, scripted, cwd, said):
+    stopping.schedule.name = ScheduleName.cosine
+    result = train.run(stopping)
+    assert [result[name] for name in ("train/step", "export/step", "train/ended_early")] == [10, 6, "early"]
+    assert any("laid out for 20 steps and is cut off at" in line and "schedule.name=wsd" in line for line in said)
+    assert {line["train/step"] for line in history(Path("run")) if "train/loss" in line} == {2, 3, 4, 6, 8, 9, 10}
+    assert result == json.loads(Path("run/result.json").read_text())
+    assert train.run(stopping) == result, "the same command finds the run finished"
+
+
+@pytest.mark.parametrize("place", ["evaluated", "take", "go_back"])
+def test_run_killed_at_its_early_stop_ends_with_the_same_bits(stopping, scripted, cwd, monkeypatch, place):
+    stopping.checkpoint.every = 5
+    stopping.run.dir = "undisturbed"
+    undisturbed = train.run(stopping)
+    stopping.run.dir = "killed"
+    owner = train.RunState if place == "go_back" else RunEnd
+    usual, calls = getattr(owner, place), []
+
+    def killing(self, *arguments):
+        result = usual(self, *arguments)
+        calls.append(self.state.step)
+        if calls.count(10) == 1 and calls[-1] == 10:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, place, killing)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(stopping)
+    taken = train.Trainer.step
+    monkeypatch.setattr(train.Trainer, "step", lambda self, step, lr: _kill_once(taken, calls, self, step, lr))
+    with pytest.raises(KeyboardInterrupt):
+        train.run(stopping)
+    result = train.run(stopping)
+    assert same(exported("killed"), exported("undisturbed"))
+    assert timeless(result) == timeless(undisturbed)
+    steps = [
+        [line["train/step"] for line in history(Path(run)) if "train/loss" in line]
+        for run in ("killed", "undisturbed")
+    ]
+    assert steps[0] == steps[1]
+
+
+def _kill_once(step_of, calls, trainer, step, lr):
+    """Kill the run in its second step of the decay."""
+    if step.index == 11 and "decay" not in calls:
+        calls.append("decay")
+        raise KeyboardInterrupt
+    return step_of(trainer, step, lr)
+
+
+def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkeypatch):
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, 0.5, 1
+    monkeypatch.setattr("fxtune.training.run_clock.RunClock.step_seconds", property(lambda self: 1.0))
+    taken = RunEnd.evaluated
+
+    def slow(self, *arguments):
+        self.clock.takes["evaluation"] = 4.5
+        return taken(self, *arguments)
+
+    monkeypatch.setattr(RunEnd, "evaluated", slow)
+    stop = train.Trainer.step
+
+    def once(self, step, lr):
+        if step.index == 3:
+            monkeypatch.setattr(train.Trainer, "step", stop)
+            raise KeyboardInterrupt
+        return stop(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", once)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(stopping)
+    monkeypatch.setattr("fxtune.training.run_clock.RunClock.step_seconds", property(lambda self: 0.01))
+    train.run(stopping)
+    lines = [line for line in history(Path("run")) if "eval/loss" in line]
+    assert [line["train/step"] for line in lines] == [2, 6, 12, 18, 20]
+    assert all(0 < line["eval/share_of_time"] < 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data.eval_sources", [], "nothing is held out to judge by"),
+        ("train.stop.metric", StopMetric.exact_match, "there are no questions to ask"),
+        ("checkpoint.keep_best", False, "needs checkpoint.keep_best=true"),
+        ("run.deterministic", True, "leave train.eval_share out"),
+        ("train.stop.patience", 0, ""),
+    ],
+)
+def test_early_stopping_without_its_needs_is_refused(stopping, key, value, message):
+    *sections, name = key.split(".")
+    target = stopping
+    for section in sections:
+        target = getattr(target, section)
+    setattr(target, name, value)
+    stopping.train.eval_every = 0 if name == "eval_sources" else 2
+    found = list(stopping.conflicts())
+    assert len(found) == (1 if message else 0)
+    assert not message or message in found[0]
+
+
+def test_run_that_is_told_to_finish_decays_from_where_it_is(stopping, cwd, monkeypatch, said):
+    """The latest evaluation, of step 4, is the best one, so nothing is dropped."""
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
+    step_of = train.Trainer.step
+
+    def tell(self, step, lr):
+        if step.index == 5:
+            Path("run/finish").touch()
+        return step_of(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", tell)
+    monkeypatch.setitem(SCRIPT, 6, 1.0)
+    result = train.run(stopping)
+    assert [result[name] for name in ("train/step", "train/dropped_steps", "train/ended_early")] == [8, 0, "finish"]
+    assert list(rates("run").values())[6:] == [1e-3, 5e-4]
+    assert not Path("run/finish").exists()
+
+
+def test_stopped_run_is_finished_by_its_name(stopping, cwd, monkeypatch, capsys):
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
+    stopping.checkpoint.every, stopping.run.dir = 1, "runs/mine"
+    step_of = train.Trainer.step
+
+    def kill(self, step, lr):
+        if step.index == 6:
+            raise KeyboardInterrupt
+        return step_of(self, step, lr)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "step", kill)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(stopping)
+    assert main(["finish", "mine"]) == 0
+    result = json.loads(Path("runs/mine/result.json").read_text())
+    assert [result[name] for name in ("train/step", "train/ended_early")] == [8, "finish"]
+    capsys.readouterr()
+    assert main(["finish", "mine"]) == 0
+    assert "is finished already" in capsys.readouterr().out
+    assert main(["finish", "mime"]) == 2
+    assert "there is no run `mime`" in capsys.readouterr().err
+
+
+def test_deadline_leaves_time_for_the_decay(stopping, cwd, monkeypatch, said):
+    """A clock in which each step takes ten seconds, and what comes after the last one takes one."""
+    seconds = {"now": 0.0}
+    monkeypatch.setattr(RunClock, "seconds", property(lambda self: seconds["now"]))
+    monkeypatch.setattr(RunClock, "step_seconds", property(lambda self: 10.0))
+    monkeypatch.setattr(RunEnd, "reserve", property(lambda self: 1.0))
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
+    stopping.data.eval_sources, stopping.train.eval_every = [], 0
+    stopping.train.max_minutes = 121 / 60
+    step_of = train.Trainer.step
+
+    def count(self, step, lr):
+        seconds["now"] += 10.0
+        return step_of(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", count)
+    result = train.run(stopping)
+    # After step 9 there is time for 3 steps, just what the decay of a run of 12 takes.
+    assert [result[name] for name in ("train/step", "train/last_step", "train/ended_early")] == [12, 12, "deadline"]
+    assert list(rates("run").values())[8:] == pytest.approx([1e-3, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    assert all("train/end_time" in line for line in history(Path("run")) if "train/loss" in line)
+    stopping.run.dir, stopping.schedule.name, seconds["now"] = "cosine", ScheduleName.cosine, 0.0
+    assert train.run(stopping)["train/step"] == 12
+    assert any("laid out for 20 steps and is cut off" in line for line in said)
+    stopping.run.dir, seconds["now"] = "late", 121.0
+    with pytest.raises(ConfigError, match=r"train.max_minutes=2.01667 is over before the first step"):
+        train.run(stopping)
+
+
+@pytest.mark.parametrize("name", [ScheduleName.wsd, ScheduleName.constant])
+def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, monkeypatch, said, name):
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
+    stopping.schedule.name, stopping.run.export = name, Export.last
+    stopping.run.dir, stopping.train.max_steps = "long", 12
+    train.run(stopping)
+    stopping.run.dir, stopping.train.max_steps = "run", 8
+    short = train.run(stopping)
+    stopping.train.max_steps = 12
+    step_of = train.Trainer.step
+
+    def kill(self, step, lr):
+        if step.index == 9:
+            monkeypatch.setattr(train.Trainer, "step", step_of)
+            raise KeyboardInterrupt
+        return step_of(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", kill)
+    with pytest.raises(KeyboardInterrupt):  # before the extended run has saved anything
+        train.run(stopping)
+    result = train.run(stopping)
+    assert same(exported("run"), exported("long"))
+    dropped = 2 if name is ScheduleName.wsd else 0  # the decay of the short run
+    assert result["train/step"] == 12 + dropped
+    assert any("from 8 to 12 steps" in line for line in said)
+    assert json.loads(Path("run/result-1.json").read_text()) == short
+    assert train.run(stopping) == result, "the same command finds the extended run finished"
+    stopping.train.max_steps = 8
+    with pytest.raises(ConfigError, match="can be extended, not shortened"):
+        train.run(stopping)
+    assert train.run(with_steps(stopping, 12)) == result, "a refused command changes nothing"
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    config.train.max_steps = steps
+    return config
+
+
+def test_run_with_another_schedule_is_not_extended(stopping, cwd):
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.max_steps = 0, None, 3
+    stopping.schedule.name = ScheduleName.cosine
+    train.run(stopping)
+    with pytest.raises(
+        ConfigError, match=r"schedule.name=cosine is laid out for a number of steps.*schedule.name=wsd"
+    ):
+        train.run(with_steps(stopping, 6))
+    assert train.run(with_steps(stopping, 3))["train/step"] == 3

@@ -259,9 +259,9 @@ def weights_note(step: int, state: TrainState) -> str:
     if state.best_step is None:
         return ""
     if state.best_match is not None:
-        best, which = f"{state.best_match:.1%}", "most exact answers"
+        best, which = f"{state.best_match:.1%}", "highest share of exact answers"
     else:
         best, which = f"{state.best_loss or 0.0:.4f}", "lowest held-out loss"
     if step == state.best_step:
         return f"weights of step {step}, which have the {which}, {best}"
-    return f"weights of step {step}, the last; the {which}: {best}, at step {state.best_step}"
+    return f"weights of step {step}, the last; the {which} was {best}, at step {state.best_step}"

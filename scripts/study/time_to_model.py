@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--epochs", type=float, default=3)
-    parser.add_argument("--rows", type=int, default=400, help="rows of the data, a tenth of them held out")
+    parser.add_argument("--rows", type=int, default=240, help="rows of the data, a tenth of them held out")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--smoke", action="store_true", help="one seed and a few rows")
     options = parser.parse_args()

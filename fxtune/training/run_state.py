@@ -134,6 +134,7 @@ class RunState:
         except StorageError as problem:
             self.note(str(problem))
             return None
+        self.average()  # the state of local steps is over
         self.checkpoints.wait_for_copy()
         with _readable(saved):
             self._restore(saved)

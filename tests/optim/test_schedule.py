@@ -1,9 +1,10 @@
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.optim.schedule import ScheduleConfig, ScheduleName, learning_rate
+from fxtune.optim.schedule import Schedule, ScheduleConfig, ScheduleName, learning_rate
 
 configs = st.builds(
     ScheduleConfig,
@@ -45,3 +46,23 @@ def test_wsd_decays_over_the_last_share():
     assert rates[9:81] == [1.0] * 72
     assert math.isclose(rates[90], 0.5)
     assert math.isclose(rates[99], 0.05)
+
+
+def test_decay_that_begins_early_has_the_rates_of_a_shorter_run():
+    config = ScheduleConfig(ScheduleName.wsd, warmup_steps=5, decay_ratio=0.2)
+    whole = Schedule.of(config, 1.0, 1000)
+    early = whole.decaying(step=100, origin=80, decay=whole.decay_from(80))
+    assert (early.last, early.dropped, early.decay) == (120, 20, 20)
+    short = Schedule.of(config, 1.0, 100)
+    assert [early.rate(step) for step in range(100, 120)] == [short.rate(step) for step in range(80, 100)]
+    assert whole.resumed(early.saved()) == early
+    longer = early.extended(planned=200, step=120, origin=80)
+    assert (longer.last, longer.dropped, longer.decay) == (240, 40, 40)
+    assert [longer.rate(step) for step in (120, 199, 220)] == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("change", [{"last": -1}, {"last": 2000}, {"decay": 5.0}, {"more": 1}, {"dropped": 999}])
+def test_lengths_of_a_strange_state_are_refused(change):
+    schedule = Schedule.of(ScheduleConfig(ScheduleName.wsd), 1.0, 1000)
+    with pytest.raises(ValueError, match="schedule:"):
+        schedule.resumed({**schedule.saved(), **change})

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from support.endings import timeless
 from support.runs import history
 
-from fxtune.cli.main import main
 from fxtune.config.root import Config, Export, StopMetric
 from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.errors import ConfigError
@@ -192,30 +191,6 @@ def test_run_that_is_told_to_finish_decays_from_where_it_is(stopping, cwd, monke
     assert [result[name] for name in ("train/step", "train/dropped_steps", "train/ended_early")] == [8, 0, "finish"]
     assert list(rates("run").values())[6:] == [1e-3, 5e-4]
     assert not Path("run/finish").exists()
-
-
-def test_stopped_run_is_finished_by_its_name(stopping, cwd, monkeypatch, capsys):
-    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
-    stopping.checkpoint.every, stopping.run.dir = 1, "runs/mine"
-    step_of = train.Trainer.step
-
-    def kill(self, step, lr):
-        if step.index == 6:
-            raise KeyboardInterrupt
-        return step_of(self, step, lr)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", kill)
-        with pytest.raises(KeyboardInterrupt):
-            train.run(stopping)
-    assert main(["finish", "mine"]) == 0
-    result = json.loads(Path("runs/mine/result.json").read_text())
-    assert [result[name] for name in ("train/step", "train/ended_early")] == [8, "finish"]
-    capsys.readouterr()
-    assert main(["finish", "mine"]) == 0
-    assert "is finished already" in capsys.readouterr().out
-    assert main(["finish", "mime"]) == 2
-    assert "there is no run `mime`" in capsys.readouterr().err
 
 
 def test_deadline_leaves_time_for_the_decay(stopping, cwd, monkeypatch, said):

@@ -283,3 +283,19 @@ def test_batches_are_unchanged_since_the_first_release():
         for packing, weights in ((True, None), (False, None), (True, [1.0, 2.0]))
     ]
     assert hashlib.sha256(str(seen).encode()).hexdigest()[:16] == "45321ea2646574c7"
+
+
+def test_plan_that_goes_back_repeats_the_rows_of_earlier_steps():
+    whole = training([natural(60, 20, 0)], micro=2, step=4, sequence_length=64, max_steps=12)
+    again = whole.until(9, dropped=3)
+    assert again.steps == 9
+    assert [again.documents(step, 0) for step in range(6, 9)] == [whole.documents(step, 0) for step in range(3, 6)]
+    assert again.epoch(9) == whole.epoch(6)
+    assert again.fingerprint == whole.fingerprint
+    ones = again.with_micro_batch_size(1)
+    assert ones.documents(6, 0) + ones.documents(6, 1) == again.documents(6, 0)
+    assert whole.until(12) is whole
+    assert whole.until(9, dropped=3).until(15, dropped=3).steps == 15
+    for step in (2, 9):
+        with pytest.raises(IndexError):
+            again.documents(step, 0)

@@ -2,7 +2,8 @@
 
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
-It is written under a name that begins with a dot, synced and renamed; the next save removes unfinished ones.
+Ranks that hold different parts of the tensors write two files each (parts.py). A checkpoint is written under a name
+that begins with a dot, synced and renamed; the next save removes unfinished ones.
 `aside-step-00000120` is no longer a checkpoint of the run; only the user removes it. No file read here contains code,
 and no name in a file is used as a path.
 """
@@ -13,12 +14,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from fxtune.checkpoint.parts import Chunks, StoredTensor, StoredTensors, chunks_of, torch_record
+from fxtune.distributed.chunks import Chunk
 from fxtune.system.atomic_files import (
     DTYPES,
     Damage,
@@ -32,11 +36,12 @@ from fxtune.system.atomic_files import (
 )
 
 MANIFEST, STATE, WEIGHTS, MOMENTS = "manifest.json", "state.json", "weights.safetensors", "optimizer.safetensors"
-FORMAT = 2
-"""Version of the manifest. Raise it when an older fxtune cannot read the new files."""
+FORMAT, PARTS_FORMAT = 2, 3
+"""Versions of the manifest, without parts and with them. Raise one when an older fxtune cannot read the new files."""
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{8,})")
 _OF_RANK = re.compile(r"rank-(\d+)/(.*)", re.DOTALL)
+Moment = TypeVar("Moment", torch.Tensor, StoredTensor)
 _WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Moments that have the shape of their weight."""
 
@@ -58,33 +63,57 @@ def was_best(path: Path) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which of the files of a checkpoint a rank writes, and where its tensors lie in the whole ones."""
+
+    number: int = 1
+    count: int = 1
+    chunks: Mapping[str, Chunk] = field(default_factory=dict)
+    """By the name of the tensor; not read if there is one part."""
+
+    def file_name(self, kind: str) -> str:
+        """weights-1-of-2.safetensors of WEIGHTS or MOMENTS; their plain name if there is one part."""
+        return kind if self.count == 1 else kind.replace(".", f"-{self.number}-of-{self.count}.")
+
+
+def stage(folder: Path, step: int) -> Path:
+    """Make the folder in which the checkpoint of `step` is put together. Raises OSError."""
+    staging = folder / f".staging-step-{step:08d}"
+    staging.mkdir()
+    return staging
+
+
 def write(
-    folder: Path,
-    step: int,
-    recipe: str,
-    state: str,
-    weights: Mapping[str, torch.Tensor],
-    moments: Mapping[str, torch.Tensor],
-) -> Path:
-    """Write the checkpoint of `step`, replacing an existing one, and return its path. Raises OSError, and leaves no
-    files. `recipe`: config_digest() of the run's config. `state`: JSON.
+    staging: Path, part: Part, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Write the two files of a part and return their entries in the manifest. Raises OSError."""
+    entries = {}
+    for kind, tensors in ((WEIGHTS, weights), (MOMENTS, moments)):
+        name = part.file_name(kind)
+        if part.count == 1:
+            entries[name] = asdict(write_tensors(staging / name, tensors))
+            continue
+        chunks = {tensor: part.chunks[tensor] for tensor in tensors}
+        digest = write_tensors(staging / name, tensors, torch_record(chunks))
+        entries[name] = {**asdict(digest), "tensors": chunks_of(chunks)}
+    return entries
+
+
+def complete(staging: Path, recipe: str, state: str, entries: Iterable[Mapping[str, Mapping[str, Any]]]) -> Path:
+    """Make a checkpoint of the parts in `staging`, replacing an existing one, and return its path. Raises OSError.
+
+    `recipe`: config_digest() of the run's config. `state`: JSON. `entries`: what write() returned on each rank, empty
+    where it wrote nothing.
     """
-    final = folder / f"step-{step:08d}"
-    staging = folder / f".staging-{final.name}"
-    try:
-        staging.mkdir()
-        files = {
-            WEIGHTS: write_tensors(staging / WEIGHTS, weights),
-            MOMENTS: write_tensors(staging / MOMENTS, moments),
-            STATE: write_text(staging / STATE, state),
-        }
-        manifest = {"format": FORMAT, "recipe": recipe, "files": {name: asdict(file) for name, file in files.items()}}
-        write_text(staging / MANIFEST, json.dumps(manifest, indent=1))
-        sync(staging)
-        replace_folder(staging, final, folder / f"{_REPLACED}{final.name}")
-    except OSError:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    final = staging.with_name(staging.name.removeprefix(".staging-"))
+    parts = [entry for entry in entries if entry]
+    files = {name: entry for part in parts for name, entry in part.items()}
+    files[STATE] = asdict(write_text(staging / STATE, state))
+    manifest = {"format": FORMAT if len(parts) == 1 else PARTS_FORMAT, "recipe": recipe, "files": files}
+    write_text(staging / MANIFEST, json.dumps(manifest, indent=1 if len(parts) == 1 else None))
+    sync(staging)
+    replace_folder(staging, final, staging.with_name(f"{_REPLACED}{final.name}"))
     return final
 
 
@@ -119,8 +148,11 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def damage_of(path: Path) -> Damage | None:
-    """Why the checkpoint at `path` is not exactly the files of its manifest, each as it was written; None if it is."""
+def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
+    """Why the checkpoint at `path` is not exactly the files of its manifest, each as it was written; None if it is.
+
+    `share`: (n, of m): only each m-th file is read, from the n-th on, because other ranks read the others.
+    """
     if path.is_symlink():
         return Damage("it is a link")
     try:
@@ -128,10 +160,11 @@ def damage_of(path: Path) -> Damage | None:
     except ValueError as error:
         return Damage(str(error), lost=isinstance(error.__cause__, (FileNotFoundError, ValueError)))
     try:
-        if manifest.get("format") != FORMAT:
+        if manifest.get("format") not in (FORMAT, PARTS_FORMAT):
             return Damage(f"{MANIFEST} is not of this version of fxtune")
-        files = {name: FileDigest(**file) for name, file in manifest["files"].items()}
-        if set(files) != {WEIGHTS, MOMENTS, STATE} or not isinstance(manifest["recipe"], str):
+        files = {name: FileDigest(file["sha256"], file["bytes"]) for name, file in manifest["files"].items()}
+        known = {name for kind in (WEIGHTS, MOMENTS) for name in _tensor_files(manifest, kind)}
+        if set(files) != known | {STATE} or not isinstance(manifest["recipe"], str):
             return Damage(f"{MANIFEST} is none of a checkpoint")
         # File systems and desktops leave names with a leading dot (.nfs0001, .DS_Store).
         strange = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {*files, MANIFEST}
@@ -141,7 +174,35 @@ def damage_of(path: Path) -> Damage | None:
         return Damage(f"it cannot be read: {error.strerror or error}")
     if strange:
         return Damage(f"{min(strange)} was not saved with it")
-    return next(filter(None, (find_damage(path / name, file) for name, file in files.items())), None)
+    mine = list(files.items())[share[0] :: share[1]]
+    return next(filter(None, (find_damage(path / name, file) for name, file in mine)), None)
+
+
+def open_tensors(path: Path, kind: str) -> StoredTensors:
+    """The tensors of the checkpoint at `path`, which damage_of() finds intact: its WEIGHTS or its MOMENTS. Raises
+    ValueError.
+    """
+    files = _tensor_files(read_json(path / MANIFEST), kind)
+    return StoredTensors({path / name: chunks for name, chunks in files.items()})
+
+
+def _tensor_files(manifest: Mapping[str, Any], kind: str) -> dict[str, Chunks | None]:
+    """The files of a checkpoint's WEIGHTS or MOMENTS, by the names that fxtune gives them, with the chunks of their
+    parts; None for a file of whole tensors.
+
+    Raises KeyError, TypeError or AttributeError if the manifest is none of a checkpoint.
+    """
+    if manifest["format"] == FORMAT:
+        return {kind: None}
+    count = len(manifest["files"]) // 2
+    found: dict[str, Chunks | None] = {}
+    for name in [Part(number + 1, count).file_name(kind) for number in range(count)]:
+        chunks = found[name] = manifest["files"][name]["tensors"]
+        for chunk in chunks.values():
+            numbers = [*chunk["shape"], *chunk["offset"]]
+            if len(chunk["shape"]) != len(chunk["offset"]) or any(type(one) is not int for one in numbers):
+                raise TypeError(f"{name}: a chunk of a part is none")
+    return found
 
 
 def name_of_rank(rank: int, name: str) -> str:
@@ -149,7 +210,7 @@ def name_of_rank(rank: int, name: str) -> str:
     return f"rank-{rank}/{name}"
 
 
-def of_all_ranks(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def of_all_ranks(moments: Mapping[str, Moment]) -> dict[str, Moment]:
     """The `moments` that are not of one rank."""
     return {name: tensor for name, tensor in moments.items() if not _OF_RANK.fullmatch(name)}
 
@@ -164,18 +225,18 @@ def by_rank(moments: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
 
 
 def misfits(
-    weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
+    weights: Mapping[str, StoredTensor], moments: Mapping[str, StoredTensor], model: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
     """Yield each reason why the tensors of a checkpoint do not fit the trained weights `model`."""
     for name in sorted(weights.keys() ^ model.keys()):
         yield f"{name} is only in {WEIGHTS if name in weights else 'the model'}"
     for name in sorted(weights.keys() & model.keys()):
         found, wanted = weights[name], model[name]
+        kind = DTYPES.get(wanted.dtype, str(wanted.dtype))
         if found.shape != wanted.shape:
             yield f"{name} is {list(found.shape)} in {WEIGHTS}, and {list(wanted.shape)} in the model"
-        elif found.dtype != wanted.dtype:
-            names = [DTYPES.get(tensor.dtype, tensor.dtype) for tensor in (found, wanted)]
-            yield f"{name} is {names[0]} in {WEIGHTS}, and {names[1]} in the model"
+        elif found.dtype != kind:
+            yield f"{name} is {found.dtype} in {WEIGHTS}, and {kind} in the model"
     for full, moment in sorted(of_all_ranks(moments).items()):
         name, _, key = full.rpartition("/")
         if name not in model:

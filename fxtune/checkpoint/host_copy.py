@@ -41,13 +41,16 @@ class HostCopy:
         self._sources: list[torch.Tensor] = []
         """The tensors being copied. They are kept alive because some exist only for the copy."""
 
-    def take(self, tensors: Mapping[Any, torch.Tensor]) -> Tensors | None:
-        """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them."""
+    def take(self, tensors: Mapping[Any, torch.Tensor], sharers: int = 1) -> Tensors | None:
+        """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them.
+
+        `sharers`: how many processes of this host take as much at the same time.
+        """
         on_gpu = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_cuda}
         on_host = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in on_gpu.items()}
         allocated = [*on_host.values(), *(on_gpu.values() if layout != self._layout else ())]
-        if 2 * sum(tensor.nbytes for tensor in allocated) > memory()[1]:
+        if 2 * sharers * sum(tensor.nbytes for tensor in allocated) > memory()[1]:
             return None
         if layout != self._layout:
             self._pinned, self._layout = {}, {}

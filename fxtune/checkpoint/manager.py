@@ -7,6 +7,12 @@ The training loop stops only while the tensors are copied (host_copy.py). A thre
 checkpoints; at most one save is in flight. A failed save is reported once and the next one tries again. Only a run
 whose last save failed ends with an error (`wait`).
 
+With several ranks each writes the parts of which it is the first holder, all at the same time, in two phases: rank 0
+makes the folder and room for all parts, each rank writes its own and says its digests, and only then rank 0 writes the
+manifest and renames the folder. The threads of the ranks tell each other of every phase over a group of their own
+(distributed/background.py). So a save succeeds or fails on all ranks, and a rank that dies in between leaves no
+checkpoint.
+
 The newest usable checkpoint is loaded, and each newer one is reported with the reason. When the run then saves, a
 newer one is removed if its bytes are known to be lost. Otherwise it is set aside: another version of fxtune, or the
 same one once the disk works again, may be able to read it.
@@ -19,26 +25,31 @@ import json
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, damage_of, step_of
+from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, Part, damage_of, step_of
 from fxtune.checkpoint.host_copy import HostCopy
 from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
+from fxtune.distributed.background import BackgroundGroup
+from fxtune.distributed.chunks import Coordinates, chunk_of, coordinates, divided_like, is_divided, local
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
 from fxtune.system.oom import out_of_memory_reason
 
+Result = TypeVar("Result")
+
 SPARE = 2**20
 """Bytes that a save leaves free on the disk, for metrics and other small files."""
+SHOWN_WITHIN = 15.0
+"""Seconds within which a rank must see what rank 0 has made on a network disk."""
 
 
 @dataclass
@@ -98,15 +109,17 @@ class Checkpoint:
     path: Path
     state: TrainState
     weights: dict[str, torch.Tensor]
+    """On the CPU; of a sharded weight the part of this rank."""
     moments: dict[str, torch.Tensor]
+    """Moments of the shape of a sharded weight are sharded like it."""
 
 
 class Checkpoints:
     """The checkpoints of one run, in `folder`. As a context manager it waits at the end for the save in flight.
 
     `recipe`: run_folder.config_digest() of the run; checkpoints with another digest are not loaded. `note` gets
-    one-line messages for the user, always in the thread that calls this object. `writes`: false on all ranks but one,
-    which only load.
+    one-line messages for the user, always in the thread that calls this object. `ranks`: those of the run, which call
+    each method together; None means this process alone.
     """
 
     def __init__(
@@ -115,9 +128,10 @@ class Checkpoints:
         config: CheckpointConfig,
         recipe: str = "",
         note: Callable[[str], None] = print,
-        writes: bool = True,
+        ranks: BackgroundGroup | None = None,
     ) -> None:
-        self.folder, self.config, self.recipe, self.note, self.writes = folder, config, recipe, note, writes
+        self.folder, self.config, self.recipe, self.note = folder, config, recipe, note
+        self.ranks = ranks or BackgroundGroup()
         self.failure: StorageError | None = None
         """The error of the latest finished save; None if that save is on the disk."""
         self._host_copy = HostCopy()
@@ -129,6 +143,45 @@ class Checkpoints:
         self._step: int | None = None
         """The step that was loaded or saved last. Later checkpoints in the folder are not of this run's history."""
         self._noted_memory = False
+        self._holders: dict[Coordinates, int] = {(): 0}
+        """The first rank that holds each part of sharded tensors; rank 0 holds all others."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks write."""
+        return len(set(self._holders.values())) > 1
+
+    def prepare(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Find out which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
+        several write and one of them does not see the folder of rank 0.
+        """
+        mine = sorted({coordinates(weight) for weight in weights.values()})
+        for rank, held in enumerate(self.ranks.gather(mine, "comparing the parts of sharded weights")):
+            for part in held:
+                self._holders.setdefault(part, rank)
+        if self.sharded:
+            self._require_shared_folder()
+
+    def _require_shared_folder(self) -> None:
+        probe, doing = self.folder.parent / ".shared", "looking for the run folder of rank 0"
+
+        def write() -> str:
+            token = uuid.uuid4().hex
+            if self.ranks.main:
+                probe.write_text(token)
+            return token
+
+        try:
+            token = self.ranks.together(write, doing)[0]
+        except OSError as error:
+            raise StorageError(
+                f"{probe.parent} cannot be written to: {error}. Set run.dir to another folder."
+            ) from error
+        seen = self.ranks.gather((_appears(probe, token), self.ranks.name), doing)
+        if self.ranks.main:
+            probe.unlink(missing_ok=True)
+        if blind := [rank for found, rank in seen if not found]:
+            raise StorageError(_not_shared(probe.parent, blind[0]))
 
     def save(
         self,
@@ -136,43 +189,74 @@ class Checkpoints:
         weights: Mapping[str, torch.Tensor],
         moments: Mapping[str, torch.Tensor],
         since: float | None = None,
+        alone: bool = False,
     ) -> None:
         """Copy a checkpoint and write it in the background. Waits for the previous save first.
+
+        `alone`: only rank 0, which holds everything, calls this.
 
         Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`: the
         time.perf_counter() at which the loop stopped for this save. Does not raise disk errors: see `failure`, `wait`.
         """
-        if not self.writes:
-            return
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
         self._end_save()
-        if text == self._saved_state:
+        unchanged = text == self._saved_state
+        if unchanged and self.ranks.size == 1:
             return
         self.failure, self._saved_state = None, ""
         tensors = {(WEIGHTS, name): tensor for name, tensor in weights.items()}
         tensors |= {(MOMENTS, name): tensor for name, tensor in moments.items()}
-        copies = self._host_copy.take(tensors)
-        save = self._save = _Save(self, state, text, tensors if copies is None else copies)
+        part, tensors = self._own_part(tensors)
+        copies = self._host_copy.take(tensors, self.ranks.on_this_host if self.sharded else 1)
+        save = self._save = _Save(self, state, text, part, tensors if copies is None else copies)
+        save.unchanged, save.waits = unchanged, copies is None
+        if alone:
+            save.ranks = BackgroundGroup()
         if copies is not None:
             save.start_or_run()
             save.stall = time.perf_counter() - since
             return
-        if not self._noted_memory:
-            self._noted_memory = True
-            self.note(
-                "This host's memory has no room for a copy of what a checkpoint holds "
-                f"({_readable(save.size)}), so training stands still while one is written."
-            )
+        self._note_memory("This host's", save.size)
         save.run()
         save.stall = time.perf_counter() - since
         self._end_save()
+
+    def _own_part(
+        self, tensors: Mapping[tuple[str, str], torch.Tensor]
+    ) -> tuple[Part, dict[tuple[str, str], torch.Tensor]]:
+        """The tensors that this rank writes, of each its part, and where they lie in the whole ones."""
+        own = {key: one for key, one in tensors.items() if self._holders[coordinates(one)] == self.ranks.rank}
+        writers = sorted(set(self._holders.values()))
+        if len(writers) == 1 or self.ranks.rank not in writers:
+            return Part(), {key: local(one) for key, one in own.items()}
+        chunks = {(kind, name): chunk_of(one) for (kind, name), one in own.items()}
+        part = Part(
+            writers.index(self.ranks.rank) + 1, len(writers), {name: found for (_, name), found in chunks.items()}
+        )
+        return part, {key: local(one) for key, one in own.items() if not chunks[key].empty}
+
+    def _note_memory(self, whose: str, size: int) -> None:
+        if not self._noted_memory:
+            self._noted_memory = True
+            self.note(
+                f"{whose} memory has no room for a copy of what a checkpoint holds ({_readable(size)}), so training "
+                "stands still while one is written."
+            )
 
     def check_room(self, size: int, exported: int) -> None:
         """Raise StorageError if the disk cannot take a checkpoint of `size` bytes and an export of `exported` bytes.
 
         Warns if fewer checkpoints fit than are kept.
         """
+
+        def check() -> None:
+            if self.ranks.main:
+                self._check_room(size, exported)
+
+        self.ranks.together(check, "looking at the disk", StorageError)
+
+    def _check_room(self, size: int, exported: int) -> None:
         try:
             free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
         except OSError as error:
@@ -235,16 +319,20 @@ class Checkpoints:
         if save is None:
             return
         if save.ident is not None:
-            save.join()
+            with self.ranks.waiting("waiting for the checkpoint to be written"):
+                save.join()
         self._save, self._step = None, save.own_step
         for text in save.notes:
             self.note(text)
+        if save.waiting is not None:
+            self._note_memory(f"{save.waiting}: the host's", save.total)
         if save.error is None:
             self._saved_state = save.text
-            self._timings = {"checkpoint/stall_seconds": save.stall, "checkpoint/seconds": save.seconds}
+            if save.written:
+                self._timings = {"checkpoint/stall_seconds": save.stall, "checkpoint/seconds": save.seconds}
             return
-        if not (isinstance(save.error, (OSError, SafetensorError)) or out_of_memory_reason(save.error)):
-            raise save.error  # a bug in fxtune, or the device died
+        if not (isinstance(save.error, OSError) or out_of_memory_reason(save.error)):
+            raise save.error  # a bug in fxtune, or the device or another rank died
         reason = f"The checkpoint of step {save.step} could not be written to {self.folder}: {save.error}."
         if report:
             self.note(
@@ -256,19 +344,20 @@ class Checkpoints:
         self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest usable checkpoint, None if there is no checkpoint. `model`: the weights that it must fit.
+        """The newest usable checkpoint, None if there is no checkpoint. `model`: the weights that it must fit, as they
+        are sharded here; None: whatever it holds, whole.
 
-        Raises StorageError if there are checkpoints and none is usable.
+        Raises StorageError if there are checkpoints and none is usable, or if the ranks see different ones.
         """
         self._end_save()
         self._saved_state = ""  # the saved checkpoint may have been damaged since, so save an equal state again
         with contextlib.suppress(OSError):  # here too, because a run killed in its last save may never save again
-            if self.writes:
+            if self.ranks.main:
                 stored.remove_leftovers(self.folder)
         passed_over = []
-        for path in reversed(stored.paths(self.folder)):
+        for path in self._common_paths():
             try:
-                found = read(path, model, self.recipe)
+                found = read(path, model, self.recipe, ranks=self.ranks)
             except ValueError as reason:
                 passed_over.append(f"{path.name}: {reason}")
                 continue
@@ -284,10 +373,24 @@ class Checkpoints:
             )
         return None
 
+    def _common_paths(self) -> list[Path]:
+        """The paths of all checkpoints, newest first. Raises StorageError unless all ranks see the same."""
+        doing = "comparing checkpoints"
+        self.ranks.gather(None, doing)  # rank 0 has removed what it removes
+        found = [step_of(path) for path in reversed(stored.paths(self.folder))]
+        seen = self.ranks.gather(found, doing)
+        if any(steps != seen[0] for steps in seen):
+            newest = [next(iter(steps), 0) for steps in seen]
+            raise StorageError(
+                f"The ranks found different newest checkpoints in {self.folder}: of steps {newest}, in the order of "
+                "the ranks. Every host must see the same folder: put run.dir on a shared disk."
+            )
+        return [self.folder / f"step-{step:08d}" for step in found]
+
     def read(self, step: int, model: Mapping[str, torch.Tensor], with_moments: bool = False) -> Checkpoint:
-        """The checkpoint of `step`. Raises ValueError if it is not usable."""
+        """The checkpoint of `step`. Raises ValueError, on all ranks, if it is not usable."""
         self._end_save(report=False)  # wait() raises it
-        return read(self.folder / f"step-{step:08d}", model, self.recipe, with_moments)
+        return read(self.folder / f"step-{step:08d}", model, self.recipe, with_moments, self.ranks)
 
     def make_room(self, size: int, best_step: int | None, branch_step: int | None = None) -> None:
         """Remove the oldest checkpoints if `size` bytes would not fit on their disk; never the best, the newest, and
@@ -304,16 +407,27 @@ class _Save(threading.Thread):
     """One save. It is a daemon thread, so a process can exit at once: the unfinished folder has a name with a dot."""
 
     def __init__(
-        self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[tuple[str, str], torch.Tensor]
+        self,
+        owner: Checkpoints,
+        state: TrainState,
+        text: str,
+        part: Part,
+        tensors: Mapping[tuple[str, str], torch.Tensor],
     ) -> None:
+        """`part`, `tensors`: what this rank writes."""
         super().__init__(name="checkpoint", daemon=True)
-        self.folder, self.config, self.recipe = owner.folder, owner.config, owner.recipe
+        self.folder, self.config, self.recipe, self.ranks = owner.folder, owner.config, owner.recipe, owner.ranks
         self.copied = owner._host_copy.wait_on_host
         self.step, self.own_step = state.step, owner._step
         best_step = state.best_step if self.config.keep_best else None
         self.kept = partial(kept_of, best_step=best_step, branch_step=state.branch_step)
-        self.text, self.tensors = text, tensors
-        self.size = sum(tensor.nbytes for tensor in tensors.values())
+        self.text, self.part, self.tensors = text, part, tensors
+        self.size = self.total = sum(tensor.nbytes for tensor in tensors.values())
+        """Bytes of the tensors of this rank, and of all."""
+        self.unchanged = self.waits = self.written = False
+        """Whether this state is on the disk already; whether training waits for this save; whether it is written."""
+        self.waiting: str | None = None
+        """A rank whose training waits for it."""
         self.error: BaseException | None = None
         self.notes: list[str] = []
         self.stall = self.seconds = 0.0
@@ -328,7 +442,6 @@ class _Save(threading.Thread):
     def run(self) -> None:
         began = time.perf_counter()
         try:
-            self.copied()
             self._write()
         except BaseException as error:  # noqa: BLE001  handled in the loop's thread
             self.error = error
@@ -336,16 +449,70 @@ class _Save(threading.Thread):
         self.seconds = time.perf_counter() - began
 
     def _write(self) -> None:
+        staging: Path | None = None
+        try:
+            mine = (self.size, self.unchanged, self.waits, self.ranks.name)
+            saves = self.ranks.gather(mine, "beginning a checkpoint")
+            if saves[0][1]:
+                return
+            self.total = sum(size for size, *_ in saves)
+            self.waiting = next((name for _, _, waits, name in saves[1:] if waits), None)
+            staging = self._together(self._begin, "making room for a checkpoint")[0]
+            assert staging is not None
+            entries = self._together(partial(self._write_part, staging), "writing the parts of a checkpoint")
+            self._together(partial(self._complete, staging, entries), "completing a checkpoint")
+        except BaseException as error:
+            if self.ranks.main and staging is not None:
+                shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, OSError):  # all ranks have it
+                self.ranks.gather(None, "removing an unfinished checkpoint")
+            raise
+        self.written = True
+        if self.ranks.main:
+            self._remove_old()
+
+    def _together(self, work: Callable[[], Result], doing: str) -> list[Result]:
+        """What work() returns on each rank. Raises OSError on all if the disk or the memory of one refuses."""
+
+        def named() -> Result:
+            try:
+                return work()
+            except (OSError, RuntimeError, MemoryError) as error:
+                if self.ranks.size == 1 or not (isinstance(error, OSError) or out_of_memory_reason(error)):
+                    raise
+                raise OSError(f"{self.ranks.name}: {error or type(error).__name__}") from error
+
+        return self.ranks.together(named, doing)
+
+    def _begin(self) -> Path | None:
+        """Rank 0 makes room, and the folder in which the checkpoint is put together."""
+        if not self.ranks.main:
+            self.own_step = self.step
+            return None
         self.folder.mkdir(parents=True, exist_ok=True)
         stored.remove_leftovers(self.folder)
         older = [path for path in stored.paths(self.folder) if step_of(path) < self.step]
-        make_room(self.folder, older, self.kept(older), self.size + len(self.text) + SPARE)
+        make_room(self.folder, older, self.kept(older), self.total + len(self.text) + SPARE)
         self._set_newer_aside()
+        return stored.stage(self.folder, self.step)
+
+    def _write_part(self, staging: Path) -> dict[str, dict[str, Any]]:
+        self.copied()
+        if not self.tensors and not self.ranks.main and self.part.count == 1:
+            return {}
+        if not self.ranks.main and not _appears(staging):
+            raise OSError(_not_shared(self.folder, self.ranks.name))
         weights, moments = (
             {name: tensor for (file, name), tensor in self.tensors.items() if file == kind}
             for kind in (WEIGHTS, MOMENTS)
         )
-        stored.write(self.folder, self.step, self.recipe, self.text, weights, moments)
+        return stored.write(staging, self.part, weights, moments)
+
+    def _complete(self, staging: Path, entries: Sequence[dict[str, dict[str, Any]]]) -> None:
+        if self.ranks.main:
+            stored.complete(staging, self.recipe, self.text, entries)
+
+    def _remove_old(self) -> None:
         paths = stored.paths(self.folder)
         own = [path for path in paths if step_of(path) <= self.step]
         lost = paths[len(own) :]  # of later steps: all others were set aside
@@ -370,26 +537,54 @@ class _Save(threading.Thread):
 
 
 def read(
-    path: Path, model: Mapping[str, torch.Tensor] | None, recipe: str | None = None, with_moments: bool = True
+    path: Path,
+    model: Mapping[str, torch.Tensor] | None,
+    recipe: str | None = None,
+    with_moments: bool = True,
+    ranks: BackgroundGroup | None = None,
 ) -> Checkpoint:
     """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable.
 
-    `model`: the weights that it must fit. `recipe`: the digest that it must have; None: any.
+    `model`: the weights that it must fit. `recipe`: the digest that it must have; None: any. `ranks`: those that read
+    it together; each hashes some of the files, and all raise the reason that one found.
     """
-    if damage := damage_of(path):
-        raise ValueError(damage.reason)
+    group = ranks or BackgroundGroup()
+
+    def verify() -> None:
+        if damage := damage_of(path, (group.rank, group.size)):
+            raise ValueError(damage.reason)
+
+    def load() -> Checkpoint:
+        return _load(path, model or {}, model is None, recipe, with_moments)
+
+    group.together(verify, f"verifying {path.name}", ValueError)
+    found: list[Checkpoint] = []
+    group.together(lambda: found.append(load()), f"reading {path.name}", ValueError)
+    return found[0]
+
+
+def _load(
+    path: Path, model: Mapping[str, torch.Tensor], any_model: bool, recipe: str | None, with_moments: bool
+) -> Checkpoint:
+    """read() of a checkpoint whose files are intact."""
     if recipe is not None and read_json(path / MANIFEST)["recipe"] != recipe:
         raise ValueError("it is of a run of another recipe")
     state = _parse_state(read_json(path / STATE))
     if state.step != step_of(path):
         raise ValueError(f"it is of step {state.step}, under another's name")
-    try:
-        weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS) if with_moments else {}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"its tensors cannot be read: {error}") from error
-    if model is not None and (reason := next(stored.misfits(weights, moments, model), None)):
-        raise ValueError(reason)
-    return Checkpoint(path, state, weights, moments)
+    with stored.open_tensors(path, WEIGHTS) as weights, stored.open_tensors(path, MOMENTS) as moments:
+        if not any_model and (reason := next(stored.misfits(weights, moments, model), None)):
+            raise ValueError(reason)
+        sharded = {name: weight for name, weight in model.items() if is_divided(weight)}
+        parts = {name: weights.read(name, chunk_of(sharded[name]) if name in sharded else None) for name in weights}
+        found: dict[str, torch.Tensor] = {}
+        for full, moment in moments.items() if with_moments else ():
+            weight = sharded.get(full.rpartition("/")[0])
+            if weight is None or moment.shape != weight.shape:
+                found[full] = moments.read(full)
+            else:
+                found[full] = divided_like(moments.read(full, chunk_of(weight)), weight)
+    return Checkpoint(path, state, parts, found)
 
 
 def best_of(paths: Sequence[Path], best_step: int | None) -> Path | None:
@@ -431,6 +626,26 @@ def make_room(folder: Path, paths: list[Path], kept: Collection[Path], need: int
         stored.remove(path)
     if (free := shutil.disk_usage(folder).free) < need:
         raise OSError(f"it takes {_readable(need)}, and {_readable(free)} are free there")
+
+
+def _appears(path: Path, text: str | None = None) -> bool:
+    """Whether `path` is there, with this text. A network disk may show it some seconds after another host made it."""
+    until = time.monotonic() + SHOWN_WITHIN
+    while True:
+        with contextlib.suppress(OSError):
+            if path.exists() and (text is None or path.read_text() == text):
+                return True
+            next(path.parent.iterdir(), None)  # makes NFS look again
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+
+
+def _not_shared(folder: Path, rank: str) -> str:
+    return (
+        f"{rank} does not see {folder} as rank 0 does, and each rank writes its part of a checkpoint there. Put "
+        "run.dir on a disk that all hosts share."
+    )
 
 
 def _readable(size: float) -> str:

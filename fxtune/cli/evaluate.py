@@ -20,6 +20,7 @@ from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.data.batches.build import prepare_evaluation
 from fxtune.data.batches.plan import Plan
+from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.causal_lm import CausalLM
@@ -40,7 +41,9 @@ def run_checkpoint(checkpoint: str, *, trust_remote_code: bool = False) -> dict[
             f"{checkpoint} is no checkpoint of a run (runs/NAME/checkpoints/step-70). An adapter or a model is "
             "evaluated by its recipe: fxtune eval +recipe=NAME model.adapter=FOLDER, or model.path=FOLDER."
         )
-    return run(compose.of_run(run_folder(found), trust_remote_code), found)
+    # The run may have divided its weights over more ranks than there are here.
+    config = replace(compose.of_run(run_folder(found), trust_remote_code), parallel=ParallelConfig())
+    return run(config, found)
 
 
 def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:

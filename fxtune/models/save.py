@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fxtune.distributed.world import World
 from fxtune.errors import StorageError
+from fxtune.models.exported_weights import ExportedWeights, on_main
 from fxtune.models.model_card import write_card
-from fxtune.system.atomic_files import replace_folder
+from fxtune.system.atomic_files import replace_folder, sync
 
 
 def staging_folders(folder: Path) -> tuple[Path, Path]:
@@ -17,7 +21,9 @@ def staging_folders(folder: Path) -> tuple[Path, Path]:
     return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None) -> Path:
+def save_model(
+    model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None, world: World | None = None
+) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
     With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
@@ -25,46 +31,40 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | 
     Without adapters: the whole model in safetensors, and a config.json with rope_parameters and the raised
     max_position_embeddings, the keys that transformers 5 and vLLM read.
 
-    The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
-    one. Raises StorageError if the disk refuses it.
+    The weights are read back and compared with those of the model. The folder is written under another name and then
+    renamed, so it is complete or absent. It replaces an existing one. `world`: the ranks that hold the model, which
+    all call this; rank 0 writes. Raises StorageError, on all of them, if the disk refuses it or returns other weights.
     """
-    from safetensors import SafetensorError
-
-    folder = Path(folder)
+    world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
-    try:
+
+    def begin() -> None:
         for leftover in (staging, old):
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
-        _write_weights(model, staging)
+
+    def end() -> None:
         _write_tokenizer(tokenizer, staging)
         origin = {"base": model.name_or_path, "revision": model.base_revision}
         write_card(staging, {"title": folder.name, **origin, **(card or {})})
         readable = (staging / "README.md").stat().st_mode
         for file in staging.iterdir():
             file.chmod(readable)  # safetensors makes its files readable by their owner alone
-            with file.open("rb") as opened:  # before the renaming: a power cut must not leave empty files
-                os.fsync(opened.fileno())
-        replace_folder(staging, folder, old)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(staging, ignore_errors=True)
+            sync(file)  # before the renaming: a power cut must not leave empty files
+
+    try:
+        on_main(world, begin)
+        written = ExportedWeights.write(model, staging, world)
+        on_main(world, end)
+        written.compare(world)
+        on_main(world, partial(replace_folder, staging, folder, old))
+    except OSError as error:
+        if world.main:
+            shutil.rmtree(staging, ignore_errors=True)
         raise StorageError(
             f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."
         ) from error
     return folder
-
-
-def _write_weights(model: Any, folder: Path) -> None:
-    if not type(model).__module__.startswith("peft."):
-        model.save_pretrained(folder)
-        return
-    for adapter in model.peft_config.values():
-        if isinstance(adapter.target_modules, set):  # whose order differs between processes
-            adapter.target_modules = sorted(adapter.target_modules)
-    # By default peft asks the hub whether the base's vocabulary was resized. Ours never is.
-    model.save_pretrained(folder, save_embedding_layers=False)
-    if model.config_edited:
-        model.config.save_pretrained(folder)
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:

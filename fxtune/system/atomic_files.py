@@ -136,11 +136,16 @@ def write_text(path: Path, text: str) -> FileDigest:
     return out.digest
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileDigest:
-    """Write a new safetensors file, one tensor at a time from any device. Raises OSError."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileDigest:
+    """Write a new safetensors file, one tensor at a time from any device. Raises OSError.
+
+    `metadata`: further texts for the header of the file.
+    """
     # Larger elements first, so that each tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
         tensor = tensors[name]

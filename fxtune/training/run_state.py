@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from torch import nn
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints, TrainState
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
+from fxtune.distributed.background import BackgroundGroup
+from fxtune.distributed.chunks import divided_like, is_divided, local, whole
 from fxtune.errors import ConfigError, StorageError
 from fxtune.optim.optimizer import moment_bytes
 from fxtune.optim.schedule import Schedule
@@ -41,9 +42,10 @@ class RunState:
         self.folder, self.note, self.model, self.monitor, self.clock = folder, note, model, monitor, clock
         self.train_step, self.optimizer, self.loss_scale = train_step, train_step.optimizer, train_step.loss_scale
         self.world = train_step.world
-        self.checkpoints = Checkpoints(
-            folder.path / CHECKPOINTS, config, config_digest(folder.first_config()), note, writes=self.world.main
-        )
+        self._weights = trained_weights(model)
+        recipe, ranks = config_digest(folder.first_config()), BackgroundGroup(self.world)
+        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, ranks)
+        self.checkpoints.prepare(self.weights())
         self.state = TrainState()
         self.saved = 0
         """The last step for which a save was started."""
@@ -59,14 +61,7 @@ class RunState:
         """
         saved = None
         if self.folder.resumed:
-            newest = partial(self.checkpoints.load_newest, self.weights())
-            saved = self.world.main_first(newest, "waiting for rank 0 to read the checkpoint")
-            steps = self.world.gather(saved.state.step if saved else 0, "comparing checkpoints")
-            if len(set(steps)) > 1:
-                raise StorageError(
-                    f"The ranks found different newest checkpoints in {self.checkpoints.folder}: of steps {steps}, in "
-                    "the order of the ranks. Every host must see the same folder: put run.dir on a shared disk."
-                )
+            saved = self.checkpoints.load_newest(self.weights())
         if saved is None:
             if self.folder.resumed:
                 self.note(f"{self.folder.path} was interrupted before its first checkpoint, so it starts again.")
@@ -100,7 +95,7 @@ class RunState:
 
     def _restore(self, saved: Checkpoint) -> None:
         copy_weights(saved.weights, self.weights())
-        moments = stored.of_all_ranks(saved.moments)
+        moments = {full: local(one) for full, one in stored.of_all_ranks(saved.moments).items()}
         self.optimizer.load(moments, saved.state.optimizer)
         self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
         self.loss_scale.load(saved.state.loss_scale)
@@ -122,17 +117,10 @@ class RunState:
         """Restore weights, moments and the loss window of the checkpoint of `step`, which this run saved. The rest of
         the state stays. Returns the state of the checkpoint, or None if it cannot be read.
         """
-
-        def read() -> Checkpoint:
-            try:
-                return self.checkpoints.read(step, self.weights(), with_moments=True)
-            except ValueError as reason:
-                raise StorageError(f"The checkpoint of step {step} cannot be read: {reason}.") from reason
-
         try:
-            saved = self.world.main_first(read, "waiting for rank 0 to read the checkpoint")
-        except StorageError as problem:
-            self.note(str(problem))
+            saved = self.checkpoints.read(step, self.weights(), with_moments=True)
+        except ValueError as reason:
+            self.note(f"The checkpoint of step {step} cannot be read: {reason}.")
             return None
         self.average()  # the state of local steps is over
         self.checkpoints.wait_for_copy()
@@ -146,7 +134,7 @@ class RunState:
         if self.world.size == 1:
             return
         weights = sum(
-            (weight.detach().double().sum() for weight in self.weights().values()),
+            (whole(weight.detach().double().sum()) for weight in self.weights().values()),
             torch.zeros((), dtype=torch.double),
         )
         mine = {
@@ -162,12 +150,15 @@ class RunState:
                     "same command and files."
                 )
 
-    def save(self) -> None:
-        """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together."""
+    def save(self, alone: bool = False) -> None:
+        """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together,
+        unless `alone`.
+        """
         since = time.perf_counter()
         self.average()
         state = self.state
         moments, state.optimizer = self.optimizer.state()
+        moments = {full: self._like_its_weight(full, moment) for full, moment in moments.items()}
         if self.train_step.keeps_rank_state:
             ranks = self.world.collect(self.train_step.rank_state(), "collecting each rank's own state")
             for rank, tensors in enumerate(ranks):
@@ -175,7 +166,7 @@ class RunState:
                 moments |= {stored.name_of_rank(rank, name): tensor for name, tensor in own.items()}
         state.loss_scale, state.numbers = self.loss_scale.state(), self.monitor.state()
         state.clock = self.clock.state()
-        self.checkpoints.save(state, self.weights(), moments, since)
+        self.checkpoints.save(state, self.weights(), moments, since, alone)
         self.saved, self._saved_rows = state.step, dict(state.rows)
 
     def average(self) -> None:
@@ -187,14 +178,16 @@ class RunState:
     def ensure_saved(self, alone: bool = False) -> None:
         """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError.
 
-        `alone`: only this rank calls it, so it does not save what the other ranks have of their own.
+        `alone`: only rank 0 calls it. It saves nothing if the other ranks have a part in a checkpoint.
         """
         failed = self.checkpoints.settle()
         unsaved = bool(failed or self.state.step > self.saved or self.state.rows != self._saved_rows)
         if self.train_step.keeps_rank_state:  # all take part in a save
             unsaved = not alone and bool(self.world.agree(int(unsaved)))
+        if alone and self.checkpoints.sharded:
+            unsaved = False
         if self.state.step and not self._holds_best and unsaved:
-            self.save()
+            self.save(alone)
         self.checkpoints.wait()
 
     def load_best(self) -> int:
@@ -218,7 +211,9 @@ class RunState:
         """
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
-            moments = self.train_step.all_rank_bytes(moment_bytes(optimizer, self.optimizer.parts))
+            own = sum(local(weight).nbytes for weight in self.weights().values())
+            moments = moment_bytes(optimizer, self.optimizer.parts) * size // max(own, 1)
+            moments = self.train_step.all_rank_bytes(moments)
             self.checkpoints.check_room(size + moments, self._export_bytes(export_all))
 
     def make_room(self, export_all: bool) -> None:
@@ -229,7 +224,15 @@ class RunState:
         return sum(weight.nbytes for weight in (self.model.parameters() if export_all else self.weights().values()))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return trained_weights(self.model)
+        """The trained weights by name, as they were at the start. While a divided module has gathered its weights for
+        a pass, its parameters are others.
+        """
+        return self._weights
+
+    def _like_its_weight(self, full: str, moment: torch.Tensor) -> torch.Tensor:
+        """A moment, named `full`, of a divided weight as a divided tensor: the optimizer keeps that of its rows."""
+        weight = self._weights[full.rpartition("/")[0]]
+        return divided_like(moment, weight) if is_divided(weight) and moment.shape == local(weight).shape else moment
 
 
 @contextmanager
@@ -251,8 +254,9 @@ def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's weights, each this rank's part, into those of a model."""
     for name, weight in weights.items():
-        weight.copy_(saved[name])
+        local(weight).copy_(saved[name])
 
 
 def weights_note(step: int, state: TrainState) -> str:

@@ -496,7 +496,7 @@ class Trainer:
         output = self.folder.path / kind
         self.monitor.refuse_broken_weights(self.plan.steps, self.run_state.checkpoints.folder, self._gives_finite_loss)
         step = state.step
-        if self.config.run.export is Export.best and self.world.main:
+        if self.config.run.export is Export.best:
             step = self.run_state.load_best()
         if self.questions:
             self._ask_questions("after")
@@ -515,8 +515,7 @@ class Trainer:
         with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
             if self.world.main:
                 self.run_state.make_room(whole_model)
-                save_model(self.model, self.tokenizer, output, card=card)
-            self.world.agree(0, "waiting for rank 0 to export the weights")
+            save_model(self.model, self.tokenizer, output, card=card, world=self.world)
         with phase("Writing the last checkpoint", announce=False):
             self.run_state.checkpoints.wait()
         if timings := self.run_state.checkpoints.save_timings():

@@ -101,16 +101,16 @@ def test_signal_waits_for_the_current_save(run_, monkeypatch):
     run_.checkpoint.every = 3
     real, written = stored.write, []
 
-    def slow(folder, step, *given):
+    def slow(staging, *given):
         time.sleep(0.5)
-        written.append(step)
-        return real(folder, step, *given)
+        written.append(staging.name)
+        return real(staging, *given)
 
     monkeypatch.setattr(stored, "write", slow)
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
-    assert written == [3]
+    assert written == [".staging-step-00000003"]
     assert state()["step"] == 3
 
 
@@ -119,7 +119,7 @@ def test_save_that_fails_during_a_signal_is_retried_once(run_, monkeypatch, said
     real, tries = stored.write, []
 
     def failing(*given):
-        tries.append(given[1])
+        tries.append(given[0].name)
         if len(tries) == 1:
             time.sleep(0.3)
             raise OSError(28, "No space left on device")
@@ -129,7 +129,7 @@ def test_save_that_fails_during_a_signal_is_retried_once(run_, monkeypatch, said
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
-    assert tries == [3, 3]
+    assert tries == [".staging-step-00000003"] * 2
     assert state()["step"] == 3
 
 

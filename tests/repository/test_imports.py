@@ -14,7 +14,7 @@ ALLOWED = {
     "kernels": "errors system",
     "data": "errors system",
     "models": "errors system distributed",
-    "checkpoint": "errors system",
+    "checkpoint": "errors system distributed",
     "techniques": "errors system distributed kernels models",
     "objectives": "errors system distributed kernels data models techniques",
     "optim": "errors system distributed techniques",

@@ -1,0 +1,149 @@
+"""The tensors of a checkpoint as its files hold them: whole, or in a part for each rank that wrote one.
+
+    step-00000120/  weights-1-of-2.safetensors  optimizer-1-of-2.safetensors    of rank 0, with all that is not sharded
+                    weights-2-of-2.safetensors  optimizer-2-of-2.safetensors    of rank 1
+                    state.json  manifest.json
+
+The manifest has the shape of each whole tensor and the offset of each part. Any number of ranks, and one process, read
+the rectangles that they need out of the files, which are memory maps: nobody reads more than it keeps.
+
+torch's own engine for this, `torch.distributed.checkpoint`, keeps fewer promises: its writers hash nothing, its
+safetensors writer leaves no record of which files belong together, and its own format is a pickle. So fxtune writes
+and verifies the files itself (folder.py, manager.py) and shares the format: each part carries torch's record of
+offsets (`DCP_SHARDING_INFO`), so that torch.distributed.checkpoint.load() with a HuggingFaceStorageReader reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fxtune.distributed.chunks import Chunk
+from fxtune.system.atomic_files import DTYPES
+
+_KINDS = {name: dtype for dtype, name in DTYPES.items()}
+Chunks = dict[str, dict[str, list[int]]]
+"""The manifest's entry of the tensors of one file: `shape` and `offset` by name."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    """As safetensors calls it."""
+    parts: tuple[tuple[Any, Chunk], ...]
+    """(open file, chunk of its part)."""
+
+
+class StoredTensors(Mapping[str, StoredTensor], AbstractContextManager["StoredTensors"]):
+    """The tensors in `files` by name. A context manager, which closes the files.
+
+    `files`: the chunks of each file's tensors, or None where each is whole. Raises ValueError if a file is none of
+    safetensors, and if a tensor is not complete or not what `chunks` say.
+    """
+
+    def __init__(self, files: Mapping[Path, Chunks | None]) -> None:
+        self._open, self._tensors = ExitStack(), {}
+        try:
+            self._tensors = dict(self._read(files))
+        except (SafetensorError, OSError) as error:
+            self._open.close()
+            raise ValueError(f"its tensors cannot be read: {error}") from error
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def read(self, name: str, wanted: Chunk | None = None) -> torch.Tensor:
+        """The rectangle `wanted` of a tensor, on the CPU; None: all of it. Raises ValueError."""
+        stored = self[name]
+        wanted = wanted or Chunk.whole(stored.shape)
+        out: torch.Tensor | None = None
+        try:
+            for file, part in stored.parts:
+                common = part.overlap(wanted)
+                if common is None:
+                    continue
+                data = file.get_tensor(name)
+                if common != part:
+                    data = file.get_slice(name)[common.within(part)]
+                if common == wanted:
+                    return data
+                out = torch.empty(wanted.size, dtype=data.dtype) if out is None else out
+                out[common.within(wanted)] = data
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{name} cannot be read: {error}") from error
+        return torch.empty(wanted.size, dtype=_KINDS[stored.dtype]) if out is None else out
+
+    def _read(self, files: Mapping[Path, Chunks | None]) -> Iterator[tuple[str, StoredTensor]]:
+        found: dict[str, list[tuple[str, Any, Chunk]]] = {}
+        for path, chunks in files.items():
+            file: Any = self._open.enter_context(safe_open(path, "pt"))
+            names = set(file.keys())
+            if chunks is not None and names != chunks.keys():
+                raise ValueError(f"{path.name} does not hold the tensors of the manifest")
+            for name in names:
+                part = file.get_slice(name)
+                size = tuple(part.get_shape())
+                where = Chunk.whole(size)
+                if chunks is not None:
+                    where = Chunk(tuple(chunks[name]["shape"]), tuple(chunks[name]["offset"]), size)
+                found.setdefault(name, []).append((part.get_dtype(), file, where))
+        for name, parts in found.items():
+            kinds, shapes = {kind for kind, _, _ in parts}, {chunk.shape for _, _, chunk in parts}
+            if len(kinds) != 1 or len(shapes) != 1 or not _complete([chunk for _, _, chunk in parts]):
+                raise ValueError(f"the parts of {name} do not make a whole")
+            held = tuple((file, chunk) for _, file, chunk in parts)
+            yield name, StoredTensor(shapes.pop(), kinds.pop(), held)
+
+
+def chunks_of(chunks: Mapping[str, Chunk]) -> Chunks:
+    """The manifest's entry of a file with these parts."""
+    return {name: {"shape": list(chunk.shape), "offset": list(chunk.offset)} for name, chunk in chunks.items()}
+
+
+def torch_record(chunks: Mapping[str, Chunk]) -> dict[str, str]:
+    """What torch's HuggingFaceStorageReader looks for in the header of a file with these parts."""
+    offsets = {name: {"saved_offsets": list(chunk.offset)} for name, chunk in chunks.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+
+
+def _complete(chunks: list[Chunk]) -> bool:
+    """Whether the parts lie inside their tensor, do not overlap, and fill it."""
+    shape = chunks[0].shape
+    if any(len(chunk.offset) != len(shape) or len(chunk.size) != len(shape) for chunk in chunks):
+        return False
+    inside = all(
+        start >= 0 and start + length <= end
+        for chunk in chunks
+        for start, length, end in zip(chunk.offset, chunk.size, shape, strict=True)
+    )
+    apart = all(one.overlap(other) is None for index, one in enumerate(chunks) for other in chunks[:index])
+    filled = sum(_elements(chunk.size) for chunk in chunks)
+    return inside and (apart or not shape) and filled == _elements(shape)
+
+
+def _elements(size: tuple[int, ...]) -> int:
+    count = 1
+    for length in size:
+        count *= length
+    return count

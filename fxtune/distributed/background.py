@@ -1,0 +1,86 @@
+"""What the ranks tell each other from a thread beside the training loop.
+
+The collectives of one process group must come in the same order on every rank, and a thread has no fixed place among
+those of the loop. So the thread has a gloo group of its own: connections of the hosts, which never wait for a GPU. A
+rank that dies closes its connections, and the others get a RankError at once.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fxtune.distributed.world import PATIENCE, World
+from fxtune.errors import RankError, first_line
+
+Result = TypeVar("Result")
+
+
+class BackgroundGroup:
+    """The ranks of `world` for one thread at a time. Making it is a collective; None means this process alone."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.rank, self.size = (world.rank, world.size) if world else (0, 1)
+        self._heartbeat = world.heartbeat if world else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
+        hosts = self.gather(socket.gethostname(), "counting the ranks of each host")
+        self.on_this_host = hosts.count(hosts[self.rank])
+        """How many ranks share the memory of this host."""
+        self.name = f"rank {self.rank} ({hosts[self.rank]})" if self.size > 1 else ""
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Result, doing: str) -> list[Result]:
+        """The `value` of every rank, in their order, on every rank. Raises RankError if a rank is gone."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise RankError(
+                f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "
+                f"{first_line(error)}. The same command goes on from the last checkpoint."
+            ) from error
+        return values
+
+    def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
+        """What work() returns on every rank, in their order. If it raises an `expected` error on one of them, all
+        raise one with the same words. After any other error that rank raises it, and the others RankError.
+        """
+        if self.size == 1:
+            return [work()]
+        error: BaseException | None = None
+        result: Any = None
+        try:
+            result = work()
+        except BaseException as problem:  # noqa: BLE001  the other ranks wait for it
+            error = problem
+        mine = None if error is None else (isinstance(error, expected), str(error) or type(error).__name__)
+        found = self.gather((result, mine), doing)
+        failures = {rank: failure for rank, (_, failure) in enumerate(found) if failure is not None}
+        if not failures:
+            return [one for one, _ in found]
+        if error is not None and not isinstance(error, expected):
+            raise error
+        rank, (usual, words) = min(failures.items(), key=lambda item: (item[1][0], item[0]))
+        if usual:
+            raise expected(words) from error
+        raise RankError(
+            f"Rank {rank} failed while {doing}: {words}. The same command goes on from the last checkpoint."
+        )
+
+    @contextmanager
+    def waiting(self, doing: str) -> Iterator[None]:
+        """In the body the training loop waits for the thread, and so for other ranks."""
+        if self._heartbeat is None or self.size == 1:
+            yield
+            return
+        with self._heartbeat.waiting(doing):
+            yield

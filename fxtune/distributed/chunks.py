@@ -1,0 +1,100 @@
+"""Tensors of which each rank holds a chunk: where that lies, and the whole tensor.
+
+A divided parameter is torch's DTensor, as `fully_shard` makes it. A plain tensor counts as a chunk that is the whole.
+`torch.distributed.tensor` is imported where it is used, because that takes half a second and the command line needs
+none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Coordinates = tuple[tuple[str, int, int], ...]
+"""(placement, size, position) for each dimension of the mesh that divides a tensor. Ranks with the same coordinates
+hold the same chunk; a plain tensor has none."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rectangle of a tensor that is held or stored apart. All three have an entry for each dimension."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """Of the chunk's first element in it."""
+    size: tuple[int, ...]
+    """Of the chunk."""
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Chunk:
+        return Chunk(shape, (0,) * len(shape), shape)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.size
+
+    def overlap(self, other: Chunk) -> Chunk | None:
+        """What both hold; None if that is nothing."""
+        begin = tuple(max(pair) for pair in zip(self.offset, other.offset, strict=True))
+        ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
+        size = tuple(min(a + m, b + n) - start for start, (a, m, b, n) in zip(begin, ends, strict=True))
+        return None if any(length <= 0 for length in size) else Chunk(self.shape, begin, size)
+
+    def within(self, other: Chunk) -> tuple[slice, ...]:
+        """The slices of this chunk in a tensor that holds `other`, of which it is a part."""
+        starts = [mine - theirs for mine, theirs in zip(self.offset, other.offset, strict=True)]
+        return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's chunk, which shares its memory with `tensor`."""
+    chunk: torch.Tensor = tensor.detach()
+    return chunk.to_local() if is_divided(chunk) else chunk  # type: ignore[attr-defined]
+
+
+def chunk_of(tensor: torch.Tensor) -> Chunk:
+    """Where local(tensor) lies in the whole tensor."""
+    shape = tuple(tensor.shape)
+    if not is_divided(tensor):
+        return Chunk.whole(shape)
+    (found,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's protocol
+    size = tuple(local(tensor).shape)
+    return Chunk(shape, tuple(found.offsets) if 0 not in size else (0,) * len(shape), size)
+
+
+def coordinates(tensor: torch.Tensor) -> Coordinates:
+    """Which chunk of `tensor` this rank holds, in the same words on every rank that holds it."""
+    if not is_divided(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    dimensions = zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True)  # type: ignore[attr-defined]
+    return tuple(
+        (str(placement), size, position) for placement, size, position in dimensions if not placement.is_replicate()
+    )
+
+
+def divided_like(chunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The tensor of which this rank holds `chunk`, with the shape and the layout of `weight`."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(weight, DTensor):
+        return chunk
+    return DTensor.from_local(
+        chunk, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of `tensor`, on every rank: for a divided one a collective, which all ranks of its mesh join."""
+    full: torch.Tensor = tensor.detach()
+    return full.full_tensor() if is_divided(full) else full  # type: ignore[attr-defined]

@@ -1,0 +1,248 @@
+"""The weights of an export: written by rank 0 in files of bounded size, read back, and compared with the live ones.
+
+A model whose weights are divided over ranks is gathered one decoder layer at a time, so no rank ever holds it whole:
+rank 0 needs host memory for one file and one layer. Names and shapes are those of the family's files on the hub
+(transformers merges experts, and renames some weights, when it loads them; this is undone for each layer). Then each
+rank reads its own rows out of the files and compares them, bit by bit, with what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
+from fxtune.distributed.world import World
+from fxtune.system.atomic_files import DTYPES, write_tensors
+
+Result = TypeVar("Result")
+
+FILE_BYTES = 5 * 10**9
+"""Bytes of the largest file of a model, unless one layer is larger."""
+ADAPTER = "adapter_model.safetensors"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class ExportedWeights:
+    """What write() has written to `folder`."""
+
+    folder: Path
+    files: Mapping[str, str]
+    """The file of each tensor."""
+    live: Tensors
+    """The tensors of the model that must equal those of the same name in the files."""
+    converted: list[Tensors] = field(default_factory=list)
+    """Layers whose tensors have other names or shapes in the files, as the model has them."""
+    model: Any = None
+    _handles: dict[Path, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def write(model: Any, folder: Path, world: World) -> ExportedWeights:
+        """Write the adapter of a PEFT model with its options, or a whole model with its config. All ranks of `world`
+        call it. Raises OSError on all of them.
+        """
+        if hasattr(model, "get_base_model"):
+            return _write_adapter(model, folder, world)
+        return _write_model(model, folder, world)
+
+    def compare(self, world: World) -> None:
+        """Raise OSError, on all ranks, unless the files hold the weights of the model."""
+        with ExitStack() as opened:
+            on_all(world, partial(self._compare_live, opened, world.main))
+            for layer in self.converted:
+                on_main(world, partial(self._compare_converted, opened, _gathered(layer, world)))
+
+    def _compare_live(self, opened: ExitStack, main: bool) -> None:
+        """Compare what this rank holds of each tensor; undivided ones on rank 0 only."""
+        for name, tensor in self.live.items():
+            if is_divided(tensor) or main:
+                self._require_equal(opened, name, local(tensor), chunk_of(tensor))
+
+    def _compare_converted(self, opened: ExitStack, layer: Tensors) -> None:
+        for name, tensor in _as_stored(self.model, layer).items():
+            self._require_equal(opened, name, tensor, Chunk.whole(tuple(tensor.shape)))
+
+    def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
+        """Raise OSError unless the file of `name` has `held` as its `chunk`. `opened` closes the file."""
+        from safetensors import SafetensorError, safe_open
+
+        if chunk.empty:
+            return
+        path = self.folder / self.files.get(name, "model.safetensors")
+        try:
+            if path not in self._handles:
+                self._handles[path] = opened.enter_context(safe_open(path, "pt"))
+            file = self._handles[path]
+            header = file.get_slice(name)
+            same = tuple(header.get_shape()) == chunk.shape and header.get_dtype() == DTYPES[held.dtype]
+            read = header[chunk.within(Chunk.whole(chunk.shape))] if same and chunk.shape else file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise OSError(f"{name} cannot be read back from {path.name}: {error}") from error
+        if not (same and torch.equal(_bits(read), _bits(held))):
+            raise OSError(f"{name}, read back from {path.name}, is not what the model holds")
+
+
+def on_main(world: World, work: Callable[[], Result]) -> Result:
+    """What work() returns on rank 0, which alone calls it. Raises its OSError on all ranks."""
+    found: Result = on_all(world, lambda: work() if world.main else None)[0]  # type: ignore[assignment]
+    return found
+
+
+def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
+    """What work() returns on each rank. If it raises OSError on one of them, all raise that."""
+    error: OSError | None = None
+    result: Any = None
+    try:
+        result = work()
+    except OSError as problem:
+        error = problem
+    found = world.gather((result, None if error is None else str(error)), "exporting")
+    for rank, (_, words) in enumerate(found):
+        if words is not None:
+            raise OSError(f"rank {rank}: {words}" if rank else words) from error
+    return [one for one, _ in found]
+
+
+def _write_adapter(model: Any, folder: Path, world: World) -> ExportedWeights:
+    from peft import get_peft_model_state_dict
+    from safetensors import SafetensorError
+
+    state = model.state_dict()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    divided = {name: tensor for name, tensor in state.items() if name in trained and is_divided(tensor)}
+    gathered = _gathered(divided, world)
+
+    def write() -> None:
+        for adapter in model.peft_config.values():
+            if isinstance(adapter.target_modules, set):  # whose order differs between processes
+                adapter.target_modules = sorted(adapter.target_modules)
+        try:
+            # By default peft asks the hub whether the base's vocabulary was resized. Ours never is.
+            model.save_pretrained(folder, save_embedding_layers=False, state_dict={**state, **gathered})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        if model.config_edited:
+            model.config.save_pretrained(folder)
+
+    on_main(world, write)
+    with warnings.catch_warnings(action="ignore"):
+        live = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    return ExportedWeights(folder, dict.fromkeys(live, ADAPTER), live)
+
+
+def _write_model(model: Any, folder: Path, world: World) -> ExportedWeights:
+    files, live, converted = _Files(folder), {}, []
+    on_main(world, lambda: model.save_pretrained(folder, state_dict={}))  # the config, and code that came with it
+    for layer in _layers(_state(model)):
+        if on_main(world, partial(_add, files, model, layer, _gathered(layer, world))):
+            live.update(layer)
+        else:
+            converted.append(layer)
+    return ExportedWeights(folder, on_main(world, files.finish), live, converted, model)
+
+
+def _add(files: _Files, model: Any, layer: Tensors, gathered: Tensors) -> bool:
+    """Write a layer. Returns whether its tensors are in the files as the model has them."""
+    stored = _as_stored(model, gathered)
+    files.add(stored)
+    return {name: one.shape for name, one in stored.items()} == {name: one.shape for name, one in layer.items()}
+
+
+class _Files:
+    """Files of a model, written when they are full."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tensors: Tensors = {}
+        self._bytes: list[int] = [0]
+        self._names: list[list[str]] = []
+        self._parameters = 0
+
+    def add(self, tensors: Tensors) -> None:
+        """Add tensors, which are not to change until finish(). Raises OSError."""
+        for name, tensor in tensors.items():
+            if self._tensors and self._bytes[-1] + tensor.nbytes > FILE_BYTES:
+                self._flush()
+            self._tensors[name] = tensor.detach()
+            self._bytes[-1] += tensor.nbytes
+            self._parameters += tensor.numel()
+
+    def finish(self) -> dict[str, str]:
+        """Write the last file, and the index if there are several. Returns the file of each tensor. Raises OSError."""
+        self._flush()
+        count = len(self._names)
+        if count == 1:
+            (self.folder / self._staged(0)).rename(self.folder / "model.safetensors")
+            return dict.fromkeys(self._names[0], "model.safetensors")
+        files = {}
+        for number, names in enumerate(self._names):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self.folder / self._staged(number)).rename(self.folder / name)
+            files.update(dict.fromkeys(names, name))
+        sizes = {"total_parameters": self._parameters, "total_size": sum(self._bytes)}
+        index = json.dumps({"metadata": sizes, "weight_map": files}, indent=2, sort_keys=True)
+        (self.folder / "model.safetensors.index.json").write_text(index + "\n")
+        return files
+
+    def _flush(self) -> None:
+        write_tensors(self.folder / self._staged(len(self._names)), self._tensors)
+        self._names.append(list(self._tensors))
+        self._bytes.append(0)
+        self._tensors = {}
+
+    @staticmethod
+    def _staged(number: int) -> str:
+        return f"model-{number + 1:05d}.safetensors"
+
+
+def _state(model: Any) -> Tensors:
+    """The tensors of a model that its files hold, as they are divided here: without second names of tied weights."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state = model.state_dict(keep_vars=True)
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    # transformers tells tied weights by their memory, and an empty part of a divided one has none.
+    ones = {id(tensor): torch.empty(1) for tensor in state.values()}
+    kept = remove_tied_weights_from_state_dict({name: ones[id(tensor)] for name, tensor in state.items()}, model)
+    return {name: state[name] for name in kept}
+
+
+def _layers(state: Tensors) -> list[Tensors]:
+    """`state` by decoder layer; first what is in none."""
+    layers: dict[str, Tensors] = {"": {}}
+    for name, tensor in state.items():
+        found = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(found[0] if found else "", {})[name] = tensor
+    return list(layers.values())
+
+
+def _gathered(layer: Tensors, world: World) -> Tensors:
+    """The tensors of `layer` on rank 0, whole; nothing on the others. One tensor is gathered after the other."""
+    found = {}
+    for name, tensor in layer.items():
+        full = whole(tensor)
+        if world.main:
+            found[name] = full.cpu() if is_divided(tensor) else full
+    return found
+
+
+def _as_stored(model: Any, layer: Tensors) -> Tensors:
+    """The tensors of a layer as the files of its family have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(layer)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -53,7 +53,8 @@ def test_rows_are_cut_where_one_does_not_fit():
     assert not fits(facts, Degrees(shard=2))
     chosen, need = choose(facts, possible(2))
     assert chosen == Degrees(context=2)
-    assert need.layer < 0.6 * need_with(facts, Degrees(shard=2)).layer
+    # Half of it, and what ranks hold to exchange their pieces.
+    assert need.layer < 0.65 * need_with(facts, Degrees(shard=2)).layer
 
 
 def test_the_smallest_is_chosen_if_nothing_fits():

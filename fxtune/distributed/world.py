@@ -194,6 +194,15 @@ class World:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
+    def exchange(self, numbers: list[float], doing: str = "collecting from all ranks") -> list[list[float]]:
+        """The `numbers` of every rank, in the order of the ranks; each has as many. The hosts wait for each other, not
+        for their GPUs."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._waiting(doing):
+            dist.all_gather(everyone, mine)
+        return [each.tolist() for each in everyone]
+
     def broadcast(self, value: Result, doing: str = "following rank 0") -> Result:
         """Rank 0's `value`, which can be pickled, on every rank."""
         if self.size == 1:

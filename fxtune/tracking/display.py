@@ -21,6 +21,7 @@ from fxtune.system import progress
 from fxtune.system.console import answers_table, console, is_live, plain, say, table, tick, unicode
 from fxtune.techniques.base import Evidence
 
+BEHIND = 0.05  # the slowest rank is named if its passes take this much longer than those of the others
 WINDOW = 50  # log intervals that "time left" is estimated from
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -220,11 +221,15 @@ COLUMNS = {
     "train/lr": Column("lr", ".2e"),
     "train/grad_norm": Column("grad_norm", ".3g", "grad"),
     "train/tokens_per_second": Column("tok/s", ".0f"),
+    "train/tokens_per_second_per_rank": Column("tok/s/rank", ".0f"),
     "train/mfu": Column("mfu", ".3f", "MFU"),
     "train/memory_gib": Column("mem_gib", ".2f", "mem"),
     "train/memory_reserved_gib": Column("reserved_gib", ".2f", live=False),
     "train/data_wait": Column("data_wait", ".3f", "data wait"),
     "train/step_seconds": Column("step_s", ".3f", live=False),
+    "train/ranks": Column("ranks", ".0f"),
+    "train/slowest_rank": Column("slowest_rank", ".0f", "slowest rank"),
+    "train/slowest_behind": Column("behind", ".3f"),
     "train/epoch": Column("epoch", ".2f"),
     "train/tokens": Column("tokens", ".0f", live=False),
     "train/supervised_tokens": Column("supervised_tokens", ".0f", live=False),
@@ -244,9 +249,11 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
     for metric in [*(name for name in COLUMNS if name in metrics), *(name for name in metrics if name not in COLUMNS)]:
         other = Column("_".join(metric.replace("/", " ").split()), ".4g", live=not metric.startswith("checkpoint/"))
         shape = COLUMNS.get(metric, other)
-        if metric == "train/step" or (live and not shape.live):
-            continue
         number = math.nan if metrics[metric] is None else _number(metrics[metric])
+        alone = metric == "train/ranks" and number == 1
+        in_step = metric.startswith("train/slowest_") and not metrics["train/slowest_behind"] >= BEHIND
+        if metric == "train/step" or alone or in_step or (live and not shape.live):
+            continue
         if number is None:
             text = str(plain(metrics[metric]))
         elif shape.format == "time":
@@ -274,9 +281,9 @@ def clock_time(seconds: float) -> str:
 
 
 def _human(name: str, text: str) -> str:
-    if name in ("mfu", "data_wait", "exact_match"):
+    if name in ("mfu", "data_wait", "exact_match", "behind"):
         return f"{float(text):.1%}"
-    if name == "tok/s":
+    if name in ("tok/s", "tok/s/rank"):
         return f"{float(text):,.0f}"
     return f"{text} GiB" if name == "mem_gib" else text
 

@@ -211,16 +211,20 @@ class Meter:
             self._synchronize()
             self._began += self._clock() - began
 
-    def read(self) -> dict[str, float]:
-        """The metrics of the steps since the last read(). Call it after the loop has waited for the device."""
+    def read(self, waited: float | None = None) -> dict[str, float]:
+        """The metrics of the steps since the last read(). Call it after the loop has waited for the device. `waited`:
+        seconds that the rank which waited longest waited for data; None: this process is the only one."""
         seconds = max(self._clock() - self._began, 1e-9)
         figures = {
             "train/tokens": float(self.tokens),
             "train/supervised_tokens": float(self.supervised_tokens),
             "train/tokens_per_second": self._tokens / seconds,
+            "train/ranks": float(self.ranks),
             "train/step_seconds": seconds / max(self._steps, 1),
-            "train/data_wait": min(self._waited / seconds, 1.0),
+            "train/data_wait": min((self._waited if waited is None else waited) / seconds, 1.0),
         }
+        if self.ranks > 1:
+            figures["train/tokens_per_second_per_rank"] = self._tokens / seconds / self.ranks
         if self.cost and self.peak:
             figures["train/mfu"] = self._flops / seconds / self.peak / self.ranks
         figures["train/memory_gib"] = memory_gib(self._device)

@@ -18,10 +18,15 @@ OUT_OF_MEMORY = 1000
 
 
 def together(
-    world: World, work: Callable[[], Result], start_sums: Callable[[], None] = lambda: None, stops: bool = True
+    world: World,
+    work: Callable[[], Result],
+    start_sums: Callable[[], None] = lambda: None,
+    stops: bool = True,
+    agree: Callable[[int], int] | None = None,
 ) -> Result:
     """work() on every rank. It must wait for no collective, and it may start those that start_sums() starts if it has
-    not: each rank calls start_sums() after work(), also one that ran out of memory.
+    not: each rank calls start_sums() after work(), also one that ran out of memory. `agree` is called in place of
+    world.agree().
 
     Raises MemoryShortError on all ranks if one of them ran out of memory, and Stopped if one of them was signalled;
     with stops=False a signal waits for a later call. With one rank this is only work(): the signal handler raises
@@ -33,7 +38,7 @@ def together(
         result = catch_out_of_memory(work)
         start_sums()
     exhausted = isinstance(result, MemoryExhausted)
-    verdict = world.agree(OUT_OF_MEMORY if exhausted else (stops and SIGNALS.received) or 0)
+    verdict = (agree or world.agree)(OUT_OF_MEMORY if exhausted else (stops and SIGNALS.received) or 0)
     if verdict == OUT_OF_MEMORY:
         reasons = world.gather(result.reason if isinstance(result, MemoryExhausted) else "")
         rank = next(rank for rank, reason in enumerate(reasons) if reason)

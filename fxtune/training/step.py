@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.compile.cuda_graphs import Recorder
 from fxtune.techniques.precision import LossScale, Precision
+from fxtune.training.rank_report import RankReport
 from fxtune.training.spikes import SpikeWindow
 
 Metrics = dict[str, torch.Tensor]
@@ -67,6 +69,7 @@ class TrainStep:
         self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None
         self.world = world or World(device)
         parallel = parallel or ParallelConfig()
+        self.rank_report = RankReport(self.world)
         self.gradient_sum: GradientSum | None = None
         self.weight_average: WeightAverage | None = None
         """With parallel.average_every, in place of the sum of gradients."""
@@ -86,7 +89,8 @@ class TrainStep:
         updated), `loss_scale`, and `spike_limit`, the loss above which this step is a spike.
         """
         normalizer = self.objective.normalizer(plan, step.index)
-        metrics = self.sum_over_ranks(self.backward(step.micro_batches, normalizer, step.index, step.own))
+        backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.own)
+        metrics = self.sum_over_ranks(self.rank_report.timed(backward))
         self.clip(metrics)
         self.update(metrics, lr)
         return metrics

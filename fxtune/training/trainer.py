@@ -154,6 +154,7 @@ class Trainer:
         self.bad_batches = BadBatches(
             folder.path, self.plan, self.tokenizer.decode, screen.note, writes=self.world.main
         )
+        self.rank_report = self.train_step.rank_report
         self.monitor = StepMonitor(
             config.train, self.train_step.spikes, self.bad_batches, self.train_step.loss_scale.active
         )
@@ -348,6 +349,7 @@ class Trainer:
         take, first = self.train_step, step.index == self.first_step
         normalizer = self.objective.normalizer(self.plan, step.index)
         self.world.heartbeat.doing("forward and backward", step.index + 1)
+        self.rank_report.waited += step.wait_seconds
         name = f"Step {step.index + 1:,} of {self.plan.steps:,}"
         name += ", compiling" if first and self.techniques.compile.enabled else ""
         counted = phase(
@@ -356,10 +358,12 @@ class Trainer:
         # Interruptible, because nothing has changed yet, and compiling can take minutes.
         with self._interruptible(), counted as work:
             batches = work.over(step.micro_batches)
-            backward = partial(take.backward, batches, normalizer, step.index, step.own)
+            passes = partial(take.backward, batches, normalizer, step.index, step.own)
+            backward = partial(self.rank_report.timed, passes)
+            agree = self.rank_report.agree if self._collects(step.index + 1) else None
             # A signal between two averages of the ranks' weights waits for the next: what is saved there goes on as if
             # nothing had happened.
-            metrics = together(self.world, backward, take.start_sums, stops=take.ranks_agree)
+            metrics = together(self.world, backward, take.start_sums, take.ranks_agree, agree)
         # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
         with nullcontext() if self.world.size == 1 else self.builder.oom_context(f"Clipping in step {step.index + 1}"):
             metrics = take.sum_over_ranks(metrics)
@@ -375,6 +379,10 @@ class Trainer:
         """A signal ends the body at once. With several ranks it waits: they must agree first, to stop together."""
         with SIGNALS.interruptible() if self.world.size == 1 else SIGNALS.held():
             yield
+
+    def _collects(self, step: int) -> bool:
+        """Whether the ranks exchange their figures after `step` steps: before each log line that the plan knows of."""
+        return step == self.plan.steps or step % self.config.train.log_every == 0
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
@@ -450,7 +458,8 @@ class Trainer:
                 "train/epoch": self.plan.epoch(self.state.step),
                 "train/lr": lr,
                 **figures,
-                **self.meter.read(),
+                **self.meter.read(self.rank_report.longest_wait()),
+                **self.rank_report.figures(),
                 **timings,
                 **({} if end is None else {"train/end_time": end}),
             }

@@ -53,6 +53,10 @@ def test_two_ranks_learn_what_one_process_learns(ranks, forks, tmp_path, words, 
     one, two = (losses(tmp_path / name / "run") for name in ("alone", "two"))
     assert len(one) == len(two) > 5
     assert one == pytest.approx(two, abs=tolerance, rel=0)
+    result = json.loads((tmp_path / "two" / "run" / "result.json").read_text())
+    assert result["train/ranks"] == 2
+    assert result["train/tokens_per_second_per_rank"] == result["train/tokens_per_second"] / 2
+    assert result["train/slowest_rank"] in (0, 1)
     ours, theirs = adapter(tmp_path / "two"), adapter(tmp_path / "alone")
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():

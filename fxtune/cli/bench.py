@@ -6,8 +6,10 @@
     fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-It writes nothing but the file of --json. --ablate replaces attention by torch's own kernel, because packed rows need
-one that isolates documents. If the recipe is refused or does not fit without a technique, its row says why.
+It writes nothing but the file of --json. Several GPUs (run.gpus) share each step, and figures are of all: the memory
+of the fullest, the energy of all, the kernels of the first. --ablate replaces attention by torch's own kernel, because
+packed rows need one that isolates documents. If the recipe is refused or does not fit without a technique, its row
+says why.
 """
 
 from __future__ import annotations
@@ -84,11 +86,14 @@ def figures_table(figures: Figures) -> Any:
     joules, skipped = figures["joules_per_token"], figures["skipped_steps"]
     used = f"{joules:.3g} J per token, {figures['watts']:,.0f} W ({figures['energy']})" if joules else ""
     not_finite = f"; {skipped} steps were not finite and changed nothing" if skipped else ""
+    ranks, slowest, behind = (figures[name] for name in ("ranks", "slowest_rank", "slowest_behind"))
     rows = [
         ("tokens per second", f"{real:,.0f} of documents"),
+        *([("", f"{real / ranks:,.0f} of documents on each of {ranks} ranks")] if ranks > 1 else []),
         ("", f"{figures['supervised_tokens_per_second']:,.0f} supervised"),
         ("padding", f"{padding / (real + padding):.1%} of the rows ({padding:,.0f} tokens per second)"),
         ("step", f"{middle} ms, p5 to p95: {low} to {high} ms"),
+        *([("slowest rank", f"{slowest}, {behind:.1%} behind the others")] if behind else []),
         ("MFU", known(figures["mfu"], "{:.1%} of the card's dense peak")),
         ("peak memory", memory if reserved is None else f"{memory}, {reserved:.2f} GiB reserved"),
         ("waiting for data", f"{figures['data_wait']:.1%} of the time"),
@@ -103,7 +108,8 @@ def figures_table(figures: Figures) -> Any:
         ("compiling", "off" if figures["compile_seconds"] is None else f"{figures['compile_seconds']:.1f} s"),
         ("loss", known(figures["loss"], "{:.4f}") + not_finite),
     ]
-    title = f"{figures['device']}: {figures['steps']} steps after {figures['warm_up']} to warm up"
+    device = f"{f'{ranks} x ' if ranks > 1 else ''}{figures['device']}"
+    title = f"{device}: {figures['steps']} steps after {figures['warm_up']} to warm up"
     return table(f"{title}, micro-batches of up to {figures['rows']} tokens", ["", ""], rows)
 
 

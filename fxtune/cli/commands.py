@@ -28,6 +28,10 @@ class Command:
     """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
     config_optional: bool = False
     """Without a recipe or key, `run(None)` is called."""
+    ranks: bool = False
+    """It works on the ranks of `run.gpus`. Other commands run in one process, also if torchrun starts several."""
+    alone_with: tuple[str, ...] = ()
+    """Options with which it runs in one process all the same, and starts what has ranks itself."""
 
 
 def _flag(text: str) -> dict[str, Any]:
@@ -52,6 +56,7 @@ COMMANDS = {
         "train the recipe's model; this is the default",
         TRAIN,
         reads_data=True,
+        ranks=True,
     ),
     "finish": Command(
         "fxtune.cli.finish",
@@ -70,6 +75,7 @@ COMMANDS = {
             "--each": _flag("the same, also with each technique off in turn"),
             **_JSON,
         },
+        ranks=True,
     ),
     "bench": Command(
         "fxtune.cli.bench",
@@ -88,6 +94,8 @@ COMMANDS = {
             **_JSON,
         },
         gets_overrides=True,
+        ranks=True,
+        alone_with=("ablate",),
     ),
     "tune": Command(
         "fxtune.cli.tune",
@@ -120,6 +128,7 @@ COMMANDS = {
         reads_data=True,
         positional="run_checkpoint",
         options=_TRUST,
+        ranks=True,
     ),
     "merge": Command(
         "fxtune.cli.merge",

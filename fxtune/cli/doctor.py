@@ -3,9 +3,10 @@
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a process of its own, so that one that crashes or hangs is only a line of the page. Secrets
-are not printed, only whether there is one. Exit code 1: an installed package does not work, or the recipe cannot run
-here.
+Each package is checked in a process of its own, so that one that crashes or hangs is only a line of the page. On a
+machine with several GPUs, processes on all of them add up numbers together for a few seconds, which shows how fast
+their links are; with a recipe, on as many as it trains on. Secrets are not printed, only whether there is one. Exit
+code 1: an installed package or the links do not work, or the recipe cannot run here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from rich.text import Text
 
 from fxtune.cli.options import write_json
-from fxtune.diagnostics import system_report
+from fxtune.diagnostics import links, system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
 from fxtune.system.console import plain, say, table, unicode
@@ -125,6 +126,8 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
         yield "Network", [server.result() for server in servers]
         packages = [_package(package, checks[package.check].result()) for package in PACKAGES]
         yield "Packages", [_compiler(checks["torch.compile"].result()), *packages]
+    if ranks := _ranks(config, checks["torch"].result().get("facts") or {}):
+        yield "Links", links.check(*ranks)
     if config is not None:
         yield "Recipe", [_recipe(config)]
 
@@ -193,19 +196,37 @@ def _shared_memory(config: Optional[Config]) -> Iterator[Finding]:
         yield Finding("shared memory", seen, State.warning, remedy)
 
 
+def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] | None:
+    """How many ranks the recipe (without one: this machine) trains on, and on which device; None for a single one."""
+    device = "cpu" if not facts.get("gpus") or (config and config.run.device.value == "cpu") else "cuda"
+    ranks = facts.get("gpus", 1)
+    if config is not None:
+        from fxtune.training.ranks import ranks_of
+
+        try:
+            ranks = ranks_of(config)
+        except UserError:  # told below
+            return None
+    return (ranks, device) if ranks > 1 else None
+
+
 def _recipe(config: Config) -> Finding:
+    from fxtune.techniques.estimate.degrees import need_with
     from fxtune.training.builder import RunBuilder
+    from fxtune.training.ranks import facts_on_ranks, of_one_rank
 
     name = config.run.name
     try:
-        builder = RunBuilder(config)
+        builder = RunBuilder(of_one_rank(config))
+        facts = facts_on_ranks(builder.facts, config)
+        need = need_with(replace(facts, techniques=config.techniques), facts.degrees).device
     except UserError as error:
         return Finding(name, f"cannot run here: {redact(str(error))}", State.broken)
     notes = "".join(f"\n{note}" for note in [*builder.config.techniques.ignored_options(), *builder.decided])
-    seen = f"can run on {builder.facts.device_name}, weights in {builder.facts.dtype}"
+    several = f"{facts.degrees.ranks} x " if facts.degrees.ranks > 1 else ""
+    seen = f"can run on {several}{facts.device_name}, weights in {facts.dtype}"
     verify = "(`fxtune verify` builds it and checks that each technique acts)"
-    need, free = builder.techniques.memory_need(builder.facts).device, builder.facts.free_memory
-    if need <= free:
+    if need <= (free := facts.free_memory):
         return Finding(name, f"{seen}{notes}\n{verify}", State.works)
     seen += f", but may run out of memory: a step needs about {need / GIB:.1f} GiB, and {free / GIB:.1f} are free"
     remedy = (

@@ -5,7 +5,8 @@
     fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
     fxtune eval runs/quickstart/checkpoints/step-70                             # any checkpoint, with its run's config
 
-Data, masks and loss are those of training, so the figures compare with those of a run.
+Data, masks and loss are those of training, so the figures compare with those of a run. Several GPUs share the held-out
+data of a recipe; the first one answers the questions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,12 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
         )
     builder = RunBuilder(config if checkpoint else replace(config, techniques=_trained_techniques(config)))
-    tokenizer = models.load_tokenizer(config.model)
-    plan = prepare_evaluation(data, tokenizer, config.train.micro_batch_size)
+    world = builder.world
+    tokenizer = world.main_first(partial(models.load_tokenizer, config.model), "waiting for the tokenizer")
+    prepare = partial(prepare_evaluation, data, tokenizer, config.train.micro_batch_size, progress=world.main)
+    plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
-    if data.questions.path:
+    if data.questions.path and world.main:
         questions = load_questions(data.questions, tokenizer, data.chat_template, data.system)
     model = builder.build()
     language_model = builder.language_model(model)

@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fxtune import __version__
 from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
-from fxtune.distributed.ranks import place, should_tell
+from fxtune.distributed.ranks import act_alone, place, should_tell
 from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.redact import redact_text, redacted_output
 from fxtune.system.signals import SIGNALS
@@ -106,6 +106,8 @@ def _run(argv: list[str]) -> None:
         options = _parse(parser, words)
     given = vars(options)
     own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}
+    if not (command.ranks and own.keys().isdisjoint(command.alone_with)) and not act_alone():
+        return
     has_keys = any(text.startswith(("-", "+")) or ("=" in text and not _in_folder(text)) for text in words)
     if not argv or (options.help and argv[0] not in (name, "help")) or argv == ["help"]:
         print(_help())
@@ -258,12 +260,18 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         )
     from fxtune.system import progress
 
-    rank = place()[0]
+    if rank := place()[0]:
+        from fxtune.system.console import console
+
+        console().quiet = True
     progress.show(config.tracking.display.value if rank == 0 else "none")
-    if command is COMMANDS["train"] and (ranks := _ranks(config)) > 1:
+    from fxtune.training.ranks import ranks_of
+
+    if command.ranks and own.keys().isdisjoint(command.alone_with) and (ranks := ranks_of(config)) > 1:
         from fxtune.distributed.launch import launch
 
-        if code := launch(ranks, ["train", *overrides]):
+        name = next(name for name, each in COMMANDS.items() if each is command)
+        if code := launch(ranks, [name, *overrides, *_words(own)]):
             raise _Ended(code)
         return None
     with progress.phase("Loading the libraries", announce=command.module not in sys.modules):
@@ -274,12 +282,12 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
     return result
 
 
-def _ranks(config: Config) -> int:
-    from fxtune.distributed.launch import ranks_to_start
-
-    run, train = config.run, config.train
-    micro_batches = train.global_batch_size // train.micro_batch_size
-    return ranks_to_start(run.gpus, run.device.value == "cpu", micro_batches, config.parallel)
+def _words(own: dict[str, Any]) -> Iterator[str]:
+    """A command's own options as they are typed."""
+    for name, value in own.items():
+        if name != "overrides":
+            yield f"--{name.replace('_', '-')}"
+            yield from [] if value is True else [str(value)]
 
 
 class _Ended(Exception):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fxtune.distributed.ranks import place
 from fxtune.errors import StorageError
 
 
@@ -37,7 +38,9 @@ def positive_number(what: str) -> Callable[[str], float]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write `value` as JSON. Raises StorageError."""
+    """Write `value` as JSON; of several ranks, rank 0 does. Raises StorageError."""
+    if place()[0]:
+        return
     try:
         file.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:

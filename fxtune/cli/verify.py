@@ -29,6 +29,7 @@ from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
+from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.structure import beside_text, observed, parameter_counts
 from fxtune.objectives.causal_lm import CausalLM
@@ -62,6 +63,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
             say(note)
         model = builder.language_model(builder.build())
         seen = [*builder.observe(model), *observe_data(data), *observe_step(builder, model, data.training)]
+        seen = of_all_ranks(builder.world, seen)
         del model
         gc.collect()
         say(evidence_table(seen, "What was asked for, and what was observed"))
@@ -85,6 +87,13 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
     if failed:
         raise CheckError(f"{len(failed)} of {count} are not as asked for:\n" + "\n".join(failed))
     say(f"All {count} as asked for.")
+
+
+def of_all_ranks(world: World, seen: list[Evidence]) -> list[Evidence]:
+    """What rank 0 has seen, and what did not act on another rank."""
+    others = enumerate(world.gather(seen, "comparing what the ranks have seen"))
+    failed = [(rank, one) for rank, evidence in others if rank for one in evidence if not one.acted]
+    return [*seen, *(replace(one, observed=f"rank {rank}: {one.observed}") for rank, one in failed)]
 
 
 def observe_data(data: PreparedData) -> Iterator[Evidence]:
@@ -118,7 +127,8 @@ def observe_data(data: PreparedData) -> Iterator[Evidence]:
 def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan) -> Iterator[Evidence]:
     """Forward, backward and optimizer step of one micro-batch of real data. The model cannot be used afterwards."""
     device, model, options = builder.world.device, language_model.model, builder.config.optimizer
-    batch = plan.batch(0, 0).to(device)
+    world = builder.world
+    batch = plan.for_rank(world.data_rank, world.data_ranks).batch(0, 0).to(device)
     if isolation := _observe_isolation(builder, language_model, batch):
         yield isolation
     scale = parity.loss_scale(builder, batch.supervised)
@@ -128,7 +138,8 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model.train()
-    metrics = train_step.backward([batch], batch.supervised)
+    supervised = sum(world.gather(batch.supervised, "counting targets")) / world.context_ranks
+    metrics = train_step.sum_over_ranks(train_step.backward([batch], supervised))
     yield _observe_gradients(builder, model, {name: parameter.grad for parameter, name in names.items()})
     train_step.clip(metrics)
     size = _vocabulary(language_model)
@@ -150,6 +161,15 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
         f"{sum(moved.values())} of {len(moved)} {noun} moved in one step at lr {options.lr:g}",
         any(moved.values()),
     )
+    if world.size > 1 and world.degrees.shard == 1:
+        sums = [sum(_sample(parameter).double().sum().item() for parameter in names)]
+        same = len({repr(one) for one in world.gather(sums, "comparing weights")}) == 1
+        yield Evidence(
+            "ranks",
+            "all ranks hold the same weights after the step",
+            f"{world.degrees}: {'equal sums' if same else 'other sums'} of what is trained",
+            same,
+        )
     if device.type == "cuda":
         peak, total = torch.cuda.max_memory_allocated(device), builder.facts.memory
         yield Evidence(

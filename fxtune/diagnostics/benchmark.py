@@ -4,6 +4,7 @@
 and fill caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device
 only where training does (every `train.log_every` steps) and at both ends. The time of a step is the time between two
 events on the device's own stream. Tokens per second count the tokens of documents; padding is counted separately.
+Of several ranks each takes its part of every step, and the figures are of all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from fxtune.diagnostics.energy import Energy
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
-from fxtune.system.units import GIB
 from fxtune.tracking.throughput import StartupTimer, memory_gib
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training.builder import RunBuilder
@@ -50,7 +50,12 @@ class Measured:
     """Figures of the measured steps, unless a field says otherwise. None: not known on this machine."""
 
     tokens_per_second: float
-    """Tokens of documents, from the end of the warm-up to the end of the last measured step."""
+    """Tokens of documents, from the end of the warm-up to the end of the last measured step, of all ranks."""
+    ranks: int
+    slowest_rank: Optional[int]
+    """The rank whose forward and backward passes take the longest; None with one rank."""
+    slowest_behind: Optional[float]
+    """By what share they take longer than the median of the others."""
     supervised_tokens_per_second: float
     padding_per_second: float
     step_seconds: float
@@ -60,14 +65,15 @@ class Measured:
     mfu: Optional[float]
     """Model FLOPs, with attention per document (fxtune/tracking/throughput.py), over the card's dense peak."""
     memory_gib: float
-    """Peak since the process began, building and compiling included: what has to fit."""
+    """Peak since the process began, building and compiling included, of the fullest card: what has to fit."""
     memory_reserved_gib: Optional[float]
     """Peak of the allocator's reserved memory."""
     step_memory_gib: float
     """Peak of the measured steps only; on a CPU the same as memory_gib."""
     data_wait: float
-    """Share of the time that the loop waited for data."""
+    """Share of the time that the loop waited for data, of the rank that waited longest."""
     joules_per_token: Optional[float]
+    """Of all cards."""
     watts: Optional[float]
     energy: str
     """The source of the joules, or why there are none."""
@@ -106,13 +112,14 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     assert steps >= 1
     startup = StartupTimer()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
-    plan = builder.read()[1].training
+    world, plan = builder.world, builder.read()[1].training
     model = builder.language_model(builder.build())
     builder.prove(model)
     train_step = builder.train_step(model, CausalLM())
     model.model.train()
+    own = plan.for_rank(world.data_rank, world.data_ranks)
     with (
-        contextlib.closing(Loader(plan, config.loader, builder.world.device)) as loader,
+        contextlib.closing(Loader(own, config.loader, builder.world.device)) as loader,
         builder.oom_context("Measuring", MemoryPhase.training),
         phase("Measuring", plan.steps, "steps") as work,
     ):
@@ -146,7 +153,7 @@ def _measure(
     warm_up: int,
     profile: bool,
 ) -> Measured:
-    device, log_every = builder.world.device, builder.config.train.log_every
+    world, device, log_every = builder.world, builder.world.device, builder.config.train.log_every
     statistics, times_of_steps = StepStatistics(scaled=train_step.loss_scale.active), StepTimes(device)
     meter, since_start = builder.meter(train_step.model.model, plan), []
     for _, metrics in islice(taken, warm_up):
@@ -158,8 +165,11 @@ def _measure(
     peak = memory_gib(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    report = train_step.rank_report
+    world.agree(0, "beginning the measured steps together")
     with Energy(device) as energy:
         meter.read()  # resets it
+        report.restart()
         times_of_steps.mark()
         due = False
         for number, (step, metrics) in enumerate(islice(taken, steps), 1):
@@ -167,6 +177,7 @@ def _measure(
                 statistics.settle()  # as training does: for the previous step, while this one runs
             statistics.add(metrics)
             meter.add(step.index, step.wait_seconds)
+            report.waited += step.wait_seconds
             times_of_steps.mark()
             due = number % log_every == 0
             if due:
@@ -174,6 +185,12 @@ def _measure(
         _synchronize(device)
         figures = meter.read()
     statistics.settle()
+    if world.size > 1:
+        report.agree(0)
+        figures["train/data_wait"] = min((report.longest_wait() or 0.0) / (figures["train/step_seconds"] * steps), 1.0)
+    figures |= report.figures()
+    peaks, joules = zip(*world.gather((peak, energy.joules), "collecting figures"), strict=True)
+    energy.joules = None if None in joules else sum(joules)
     kernels = None
     if profile:
         spent = sorted(kernel_times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
@@ -188,17 +205,20 @@ def _measure(
     low, middle, high = np.percentile(times_of_steps.seconds(), (5, 50, 95))
     losses = [record.loss if math.isfinite(record.loss) else None for record in statistics.records]
     finite = [loss for loss in losses[warm_up:] if loss is not None]
-    compiled, cuda = builder.techniques.compile, device.type == "cuda"
+    compiled = builder.techniques.compile
     return Measured(
         tokens_per_second=tokens / seconds,
+        ranks=world.size,
+        slowest_rank=int(figures["train/slowest_rank"]) if "train/slowest_rank" in figures else None,
+        slowest_behind=figures.get("train/slowest_behind"),
         supervised_tokens_per_second=supervised / seconds,
         padding_per_second=(sum(map(math.prod, shapes)) - tokens) / seconds,
         step_seconds=float(middle),
         step_seconds_p5=float(low),
         step_seconds_p95=float(high),
         mfu=figures.get("train/mfu"),
-        memory_gib=max(peak, figures["train/memory_gib"]),
-        memory_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB if cuda else None,
+        memory_gib=max(*peaks, figures["train/memory_gib"]),
+        memory_reserved_gib=figures.get("train/memory_reserved_gib"),
         step_memory_gib=figures["train/memory_gib"],
         data_wait=figures["train/data_wait"],
         joules_per_token=energy.joules / tokens if energy.joules else None,

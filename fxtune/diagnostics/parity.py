@@ -9,7 +9,8 @@ that precision measures the error of rounding alone, and the error of fxtune may
 the dtype's epsilon.
 
 The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. One model is in
-memory at a time, and the plain ones run before those with fxtune's own code.
+memory at a time, and the plain ones run before those with fxtune's own code. Several ranks run the step together as in
+training, and are compared with plain transformers in one process, that of rank 0.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,13 +33,15 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
-from fxtune.errors import ConfigError, HardwareError
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
+from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
 
 BY_DESIGN = ("rope", "precision", "quantize", "lora")
@@ -131,7 +135,7 @@ def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
 
 class _Comparison:
     def __init__(self, builder: RunBuilder, plan: Plan, tell: Callable[[str], None]) -> None:
-        self.builder, self.plan, self.tell = builder, plan, tell
+        self.builder, self.plan, self.tell, self.world = builder, plan, tell, builder.world
         self.supervised = plan.supervised(0)
         self.scale = loss_scale(builder, self.supervised)
         self.techniques = copy.deepcopy(builder.techniques)
@@ -199,7 +203,10 @@ class _Comparison:
         return list(dict.fromkeys([configured, 1, middle, total]))
 
     def _run_plain(self, pipeline: Pipeline, name: str, float32: bool = False) -> _Result:
-        """Each document of the step alone. If its activations do not fit, with transformers' own checkpointing."""
+        """Each document of the step alone. If its activations do not fit, with transformers' own checkpointing. Of
+        several ranks, rank 0 does it and the others wait in _compare()."""
+        if not self.world.main:
+            return _Result(0.0, {})
         try:
             self.tell(f"{name} ...")
             return self._documents(pipeline, float32, checkpointed=False)
@@ -218,7 +225,7 @@ class _Comparison:
     def _documents(self, pipeline: Pipeline, float32: bool, checkpointed: bool) -> _Result:
         device = self.builder.world.device
         loss = torch.zeros((), device=device, dtype=torch.float64)
-        with self._built(pipeline) as model:
+        with self._built(pipeline, World(device)) as model:
             if float32:
                 _to_float32(model)
             if checkpointed:
@@ -248,14 +255,17 @@ class _Comparison:
         builder = copy.copy(self.builder)
         builder.techniques = pipeline
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
-        with self._built(pipeline) as model:
+        ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
+        with self._built(pipeline, self.world) as model:
             for size in splits:
-                title = f"{name}, {total // size} x {size}{' as configured' if size == configured else ''}"
+                title = f"{name}{ranks}, {total // size} x {size}{' as configured' if size == configured else ''}"
                 self.tell(f"{title} ...")
                 try:
                     step = builder.train_step(builder.language_model(model), CausalLM(), self.scale, recorded=False)
-                    result = _collect(model, step.backward(self._batches(size), self.supervised)["loss"])
-                except torch.OutOfMemoryError:
+                    own, batches = self._own_batches(size)
+                    metrics = together(self.world, partial(step.backward, batches, self.supervised, own=own))
+                    result = _collect(model, step.sum_over_ranks(metrics)["loss"])
+                except (torch.OutOfMemoryError, MemoryShortError):
                     if size <= configured:
                         raise
                     self.tell(f"{title}: does not fit this GPU, left out")
@@ -265,10 +275,10 @@ class _Comparison:
                     yield self._compare(title, result, self.bounds)
 
     @contextlib.contextmanager
-    def _built(self, pipeline: Pipeline) -> Iterator[Any]:
+    def _built(self, pipeline: Pipeline, world: World) -> Iterator[Any]:
         builder = self.builder
         _free_memory()  # again, because an error on its way holds the model that raised it
-        model: Any = pipeline.build(builder.config.model, self.hf_config, builder.world, builder.config.run.seed)
+        model: Any = pipeline.build(builder.config.model, self.hf_config, world, builder.config.run.seed)
         _fill_adapters(model)
         try:
             yield model.train()
@@ -281,7 +291,21 @@ class _Comparison:
         for micro in range(plan.micro_batches(0)):
             yield plan.batch(0, micro).to(self.builder.world.device)
 
+    def _own_batches(self, size: int) -> tuple[int, Iterator[Batch]]:
+        """How many micro-batches of this rank count, and the micro-batches."""
+        plan = Plan(self.plan.stream, replace(self.plan.sizes, micro_batch_size=size))
+        plan = plan.for_rank(self.world.data_rank, self.world.data_ranks)
+        batches = (plan.batch(0, micro).to(self.world.device) for micro in range(plan.micro_batches(0)))
+        return plan.own_micro_batches(0), batches
+
     def _compare(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
+        """What rank 0 finds, on every rank."""
+        compared = self._compared(name, result, bounds) if self.world.main else None
+        found = self.world.broadcast(compared, "waiting for rank 0 to compare")
+        assert found is not None, "rank 0 has compared"
+        return found
+
+    def _compared(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
         reference = self.reference.gradients
         if different := sorted(reference.keys() ^ result.gradients.keys()):
             worst = f"{different[0]} (trained in one of them only)"

@@ -27,6 +27,13 @@ def place() -> tuple[int, int, int]:
     return int(rank), int(size), int(local_rank or 0)
 
 
+def act_alone() -> bool:
+    """Whether this process is rank 0, which from now on is the only one: it does what several ranks cannot share."""
+    rank, _, _ = place()
+    place.cache_clear()  # the environment does not say any more that this is a rank
+    return rank == 0
+
+
 def tell_through(store: Any) -> None:
     """Let should_tell() use `store`."""
     _STORES[:] = [store]

@@ -334,7 +334,7 @@ def _installed(module: str) -> bool:
 
 
 def _facts() -> dict[str, Any]:
-    """The Facts of this machine, torch's CUDA version, and why torch does not use a GPU."""
+    """The Facts of this machine, its number of GPUs, torch's CUDA version, and why torch does not use a GPU."""
     import torch
 
     from fxtune.distributed.world import World
@@ -347,7 +347,7 @@ def _facts() -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001  torch reports a faulty driver by many types of errors
             why = str(error).splitlines()[0]
     machine = asdict(World.create().facts())
-    return {**machine, "cuda": torch.version.cuda, "why_no_gpu": why}
+    return {**machine, "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda, "why_no_gpu": why}
 
 
 def _require_adamw_step(optimizer: Callable[[list[Any]], Any], device: torch.device) -> None:

@@ -55,6 +55,11 @@ class RankReport:
         self._count(time.perf_counter() - began)
         return result
 
+    def restart(self) -> None:
+        """Forget the steps so far."""
+        self.steps, self.seconds, self.waited = 0, 0.0, 0.0
+        self._running.clear()
+
     def agree(self, mine: int) -> int:
         """World.agree(), with the figures of each rank in the same message."""
         found = self.world.exchange([float(mine), *self._own()], "deciding together")

@@ -1,0 +1,266 @@
+"""The links between the GPUs of this machine: what connects each two (NVML), and how fast all add up numbers together.
+
+`fxtune doctor` runs this file as a program, because NVML and NCCL may hang: `python -m fxtune.diagnostics.links RANKS
+DEVICE` starts RANKS processes, which all-reduce numbers for a few seconds, and prints its answer as JSON. On a CPU
+they do so through gloo.
+
+Bandwidth is that of one rank: an all-reduce of B bytes over n ranks in t seconds sends 2 (n - 1) / n B / t bytes a
+second over its link, the "bus bandwidth" of NVIDIA's nccl-tests. The NVLink of two H200 (18 links each) reaches 340
+GB/s so measured, PCIe 4 some 20.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from fxtune.diagnostics.system_report import Finding, State
+from fxtune.system.process_group import run_process
+
+TIMEOUT = 120.0
+SECONDS = 1.0
+"""How long the all-reduce is measured."""
+BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
+LEAST = {"NVLink": 60e9, "PCIe": 4e9}
+"""Bytes a second below which a link does not do what it can: half of the slowest NVLink pair (two A6000), PCIe 3 x8
+less a third."""
+ANCESTORS = {
+    0: "two GPUs of one board",
+    10: "through one PCIe switch",
+    20: "through several PCIe switches",
+    30: "through the host bridge of one CPU",
+    40: "through one CPU",
+    50: "through two CPUs",
+}
+"""NVML's nearest common ancestor of two GPUs."""
+SLOW_ANCESTOR = 50
+READ, WRITE, NVLINK = range(3)
+"""NVML_P2P_CAPS_INDEX_*: what one GPU may do with the memory of another, and through what. pynvml's own READ is
+a tuple by mistake."""
+NO_PEERS = {
+    1: ("the chipset does not allow it", "nothing: numbers travel through the host's memory"),
+    2: (
+        "these GPUs do not have it",
+        "nothing: numbers travel through the host's memory, which is fast enough for adapters",
+    ),
+    3: (
+        "the two are at different CPUs that do not pass it on",
+        "choose GPUs of one CPU with CUDA_VISIBLE_DEVICES (`nvidia-smi topo -m` shows them)",
+    ),
+    4: ("an option of the driver switches it off", "remove the option (NVreg_RegistryDwords in /etc/modprobe.d)"),
+    5: ("NVML says: not supported", "see `nvidia-smi topo -p2p r`"),
+}
+"""Why two GPUs cannot read each other's memory, by NVML's status, and what to change."""
+SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO")
+"""Variables of the environment that may take a fast way from NCCL."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two GPUs."""
+
+    first: int
+    second: int
+    nvlinks: int
+    """Active NVLinks of the first GPU, if NVLink connects the two; else 0."""
+    ancestor: int
+    """NVML's nearest common ancestor."""
+    peer: int
+    """NVML's status of reading each other's memory; 0: it works."""
+
+
+@dataclass
+class Links:
+    """What was found out. `device`: cuda or cpu."""
+
+    device: str
+    ranks: int
+    library: str = ""
+    """NCCL's version, or gloo."""
+    pairs: list[Pair] = field(default_factory=list)
+    size: int = 0
+    """Bytes of an all-reduce."""
+    seconds: float = 0.0
+    """Median time of one."""
+    latency: float = 0.0
+    """Median time of one of 8 bytes."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second over the link of one rank."""
+        return 2 * (self.ranks - 1) / self.ranks * self.size / self.seconds
+
+
+def check(ranks: int, device: str) -> list[Finding]:
+    """The links between `ranks` GPUs (or processes on a CPU), for doctor's page. Takes some 15 seconds."""
+    command = [sys.executable, "-m", "fxtune.diagnostics.links", str(ranks), device]
+    code, output, seconds = run_process(command, TIMEOUT)
+    lines = [line for line in output.splitlines() if line.strip()]
+    if code == 0 and lines:
+        found = json.loads(lines[-1])
+        return findings(Links(**{**found, "pairs": [Pair(**pair) for pair in found["pairs"]]}))
+    said = (
+        "it hung" if code is None else next((line for line in reversed(lines) if "Error" in line), "it said nothing")
+    )
+    remedy = (
+        "NCCL_DEBUG=INFO fxtune doctor shows where; in a container: docker run --ipc=host; until then run.gpus=1"
+        if device == "cuda"
+        else "check that the address of this host's name (`hostname -i`) is one of its own"
+    )
+    return [Finding("all-reduce", f"{ranks} ranks, no answer after {seconds:.0f} s: {said}", State.broken, remedy)]
+
+
+def findings(links: Links) -> list[Finding]:
+    """What is good and what is bad about `links`, with what to change."""
+    found = [_pair(pair) for pair in links.pairs]
+    speed = f"{links.bandwidth / 1e9:.3g} GB/s, {links.latency * 1e6:.0f} us for 8 bytes"
+    seen = f"{links.ranks} ranks, {links.size / 2**20:.0f} MiB in {links.seconds * 1e3:.3g} ms: {speed}"
+    kind = "NVLink" if links.pairs and all(pair.nvlinks for pair in links.pairs) else "PCIe"
+    if links.device == "cuda" and links.bandwidth < LEAST[kind]:
+        remedy = f"{kind} gives {LEAST[kind] / 1e9:.0f} GB/s and more. Look for another process on the GPUs"
+        remedy += "; unset NCCL_P2P_DISABLE; in a container: docker run --ipc=host"
+        remedy += "; switch PCIe ACS off in the BIOS" * (kind == "PCIe")
+        found.append(Finding("all-reduce", seen, State.warning, remedy))
+    else:
+        found.append(Finding("all-reduce", seen, State.works))
+    found.append(Finding("through", links.library))
+    if links.device == "cuda" and (set_ := [name for name in SWITCHES if os.environ.get(name)]):
+        seen = ", ".join(f"{name}={os.environ[name]}" for name in set_)
+        found.append(Finding("environment", seen, State.warning, f"unset {' '.join(set_)}, unless you need it"))
+    return found
+
+
+def _pair(pair: Pair) -> Finding:
+    what = f"GPU {pair.first} - GPU {pair.second}"
+    way = ANCESTORS.get(pair.ancestor, "in a way that NVML does not name")
+    if pair.nvlinks:
+        return Finding(what, f"NVLink, {pair.nvlinks} links", State.works)
+    if pair.peer:
+        why, remedy = NO_PEERS.get(pair.peer, NO_PEERS[5])
+        seen = f"PCIe, {way}; neither reads the other's memory: {why}"
+        return Finding(what, seen, State.warning, remedy)
+    if pair.ancestor == SLOW_ANCESTOR:
+        remedy = "choose GPUs of one CPU with CUDA_VISIBLE_DEVICES, if there are (`nvidia-smi topo -m`)"
+        return Finding(what, f"PCIe, {way}", State.warning, remedy)
+    return Finding(what, f"PCIe, {way}", State.works)
+
+
+def pairs(nvml: Any, uuids: list[str]) -> Iterator[Pair]:
+    """What connects each two of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
+    handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+    for (first, one), (second, other) in combinations(enumerate(handles), 2):
+        linked = _status(nvml, one, other, NVLINK) == 0
+        reads = _status(nvml, one, other, READ)
+        writes = _status(nvml, one, other, WRITE)
+        ancestor = int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+        yield Pair(first, second, _active_links(nvml, one) if linked else 0, ancestor, reads or writes)
+
+
+def _status(nvml: Any, one: Any, other: Any, capability: int) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetP2PStatus(one, other, capability))
+    except nvml.NVMLError:
+        return int(nvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+
+
+def _active_links(nvml: Any, handle: Any) -> int:
+    """At least 1: that they are linked is known."""
+    count = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            count += bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+        except nvml.NVMLError:  # the GPU has fewer
+            break
+    return max(count, 1)
+
+
+def main(ranks: int, device: str) -> None:
+    """Find out and print JSON."""
+    import torch
+    from torch import multiprocessing
+
+    links = Links(device, ranks)
+    if device == "cuda":
+        links.library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        links.pairs = _pairs_of_torch(ranks)
+    else:
+        links.library = "gloo"
+    with tempfile.TemporaryDirectory(prefix="fxtune-links-") as folder:
+        multiprocessing.spawn(_rank, (links, folder), ranks)
+        links = Links(**json.loads((Path(folder) / "links.json").read_text()))
+    print(json.dumps(asdict(links)))
+
+
+def _pairs_of_torch(ranks: int) -> list[Pair]:
+    """The pairs of torch's first `ranks` GPUs; none without pynvml."""
+    import torch
+
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(ranks)]
+    try:
+        pynvml.nvmlInit()
+        return list(pairs(pynvml, [uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}" for uuid in found]))
+    except pynvml.NVMLError:
+        return []
+
+
+def _rank(rank: int, links: Links, folder: str) -> None:
+    """One of the processes that all-reduce. Rank 0 writes `folder`/links.json."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as in a run
+    cuda = links.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=links.ranks
+    )
+    try:
+        small = torch.ones(2, device=device)
+        large = torch.ones(BYTES[links.device] // 4, device=device)
+        links.size = large.numel() * large.element_size()
+        links.latency, links.seconds = _median_time(small), _median_time(large)
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        (Path(folder) / "links.json").write_text(json.dumps(asdict(links)))
+
+
+def _median_time(tensor: Any) -> float:
+    """Seconds of an all-reduce of `tensor`, the median of those in SECONDS."""
+    import torch
+    import torch.distributed as dist
+
+    def once() -> float:
+        began = time.perf_counter()
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    once()
+    warm = max(once() for _ in range(3))
+    # All ranks take the same number.
+    count = torch.tensor(float(min(max(SECONDS / max(warm, 1e-9), 5), 200)), device=tensor.device)
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    times = sorted(once() for _ in range(int(count)))
+    return times[len(times) // 2]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

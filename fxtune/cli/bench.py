@@ -63,6 +63,9 @@ def run(
     say(figures_table(figures))
     if profile:
         say(kernels_table(figures["kernels"]))
+        if figures["ranks"] > 1 and (exchange := figures["exchange_seconds"]) is not None:
+            share = exchange / figures["step_seconds"]
+            say(f"Exchange with other GPUs that no other kernel hides: {exchange * 1e3:,.2f} ms a step, {share:.1%}.")
     if json is not None:
         write_json(json, figures)
 

@@ -1,4 +1,5 @@
-"""`fxtune preview`: prints the first samples as the model will see them, after template, split and packing.
+"""`fxtune preview`: prints the first samples as the model will see them, after template, split and packing, and what a
+step will need and take by arithmetic, on each of several GPUs if there are some.
 
 The page is read back from the first batches of the training run. It shows the mistakes by which most runs learn
 nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a template that is applied
@@ -20,7 +21,15 @@ from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.distributed.world import World
 from fxtune.models.load import load_config, load_tokenizer
 from fxtune.system import console as screen
+from fxtune.system.units import GIB
+from fxtune.techniques.estimate.cards import rates
+from fxtune.techniques.estimate.degrees import decided_with
+from fxtune.techniques.estimate.degrees import sent as sent_by_rank
+from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.estimate.step_time import micro_batch_seconds
+from fxtune.techniques.facts import Facts
 from fxtune.training.builder import decide_rows
+from fxtune.training.ranks import facts_on_ranks
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -53,7 +62,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     """Print samples and statistics of the data of a run. Raises as the run itself does."""
     console = console or screen.console()
     tokenizer = load_tokenizer(config.model)
-    rows, padded, _ = decide_rows(config, World.create(config.run.device), load_config(config.model))
+    rows, padded, facts = decide_rows(config, World.create(config.run.device), load_config(config.model))
     data = prepare_data(
         rows,
         tokenizer,
@@ -66,6 +75,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     print_samples(data.training, TokenTexts(tokenizer, signs), console)
     print_statistics(data.training, console)
+    print_forecast(decided_with(on_ranks := facts_on_ranks(facts, config), on_ranks.degrees), data.training, console)
     notes = [*padded, *data.training.notes()]
     if data.evaluation:
         held = data.evaluation.summary()
@@ -153,6 +163,38 @@ def print_statistics(plan: Plan, console: Console) -> None:
         return
     for name, *values in cells:  # seven columns would break every word
         console.print(screen.table(f"Source {name}", ["", ""], list(zip(columns[1:], values, strict=True))))
+
+
+def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
+    """What a step needs and takes on each rank by arithmetic. `facts`: those of a rank, with techniques decided."""
+    degrees, kept = facts.degrees, facts.techniques.recompute_plan()
+    need, own = forecast(facts, kept), -(-plan.micro_batches(0) // facts.degrees.data_ranks)
+    fits = "fits" if need.device <= facts.free_memory else "may not fit"
+    rows = {
+        "ranks": f"{degrees.ranks} ({degrees})" if degrees.ranks > 1 else "",
+        "weights": need.weights,
+        "gradients, optimizer": need.trained,
+        "for other ranks": need.exchange,
+        "activations": need.kept + max(need.layer, need.loss),
+        "in all": f"{_gib(need.device)}, {_gib(facts.free_memory)} are free: {fits}",
+        "host memory": need.host,
+    }
+    if degrees.ranks > 1:
+        parts = vars(sent := sent_by_rank(facts, own))
+        over = ", ".join(f"{size / 1e6:,.1f} MB of {what}" for what, size in parts.items() if size)
+        rows["sent in a step"] = f"{over}; {sent.total / rates(facts).peer * 1e3:,.2g} ms at the links' full rate"
+    if facts.device == "cuda":
+        share = plan.summary()["supervised_share"]
+        seconds = own * micro_batch_seconds(facts, kept, share)
+        speed = plan.tokens(0) / seconds
+        rows["a step"] = f"{seconds:,.2g} s, {speed:,.0f} tokens/s in all: not less, by the rates of the kernels"
+    shown = [(name, _gib(row) if isinstance(row, int) else row) for name, row in rows.items() if row]
+    title = f"Forecast for {'each rank' if degrees.ranks > 1 else 'a step'} on {facts.device_name}"
+    console.print(screen.table(title, ["", ""], shown))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB"
 
 
 class TokenTexts:

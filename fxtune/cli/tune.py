@@ -6,7 +6,7 @@
 
 It starts with the recipe as it is and varies one axis at a time from the best setting so far, until nothing improves
 or the minutes are over. A setting that the memory forecast or a technique's check rules out costs no trial; the table
-says why.
+says why. With several GPUs (run.gpus), each trial runs on all of them, and its figures are of all.
 """
 
 from __future__ import annotations
@@ -133,9 +133,10 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
     """Refuse a recipe that cannot run as configured, and tokenize the data once for all trials."""
     from fxtune.diagnostics.parity import precision_of
     from fxtune.training.builder import RunBuilder
+    from fxtune.training.ranks import facts_on_ranks, of_one_rank
 
-    builder = RunBuilder(config)
-    context = SearchContext(builder.facts, precision_of(builder))
+    builder = RunBuilder(of_one_rank(config))
+    context = SearchContext(facts_on_ranks(builder.facts, config), precision_of(builder))
     if not with_data:
         return context
     plan = builder.read()[1].training
@@ -179,6 +180,7 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
     if len(speeds) > 1:
         times = f"{min(speeds):,.0f} to {max(speeds):,.0f} in {len(speeds)} runs of {search.steps} steps"
     command = shlex.join([*redact_arguments(search.overrides), *axes])
+    several = f"{facts.degrees.ranks} x " if facts.degrees.ranks > 1 else ""
     peak, gain = max(one.peak for one in winner.results), ""
     if winner is not base:
         gain = f"; {winner.speed / base.speed - 1:+.1%} against" if base.speed else "; no measurement of"
@@ -190,7 +192,7 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
         f"  {_command(path)}",
         "",
         f"{recipe_writer.MARK.removeprefix('# ')}{command} ({date.today()})",
-        f"Hardware: {facts.device_name}, {facts.memory / GIB:.0f} GiB.",
+        f"Hardware: {several}{facts.device_name}, {facts.memory / GIB:.0f} GiB.",
         f"Packages: fxtune {__version__}, {', '.join(packages)}.",
         f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",
         f"The losses of the same batches are those of the recipe within {TOLERANCE[search.context.precision]:g}.",

@@ -128,8 +128,9 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     """Forward, backward and optimizer step of one micro-batch of real data. The model cannot be used afterwards."""
     device, model, options = builder.world.device, language_model.model, builder.config.optimizer
     world = builder.world
-    batch = plan.for_rank(world.data_rank, world.data_ranks).batch(0, 0).to(device)
-    if isolation := _observe_isolation(builder, language_model, batch):
+    batch = builder.own(plan).batch(0, 0).to(device)
+    # Of a piece of a row, attention has shown it before: see techniques/attention/context.py.
+    if world.context_ranks == 1 and (isolation := _observe_isolation(builder, language_model, batch)):
         yield isolation
     scale = parity.loss_scale(builder, batch.supervised)
     train_step = builder.train_step(language_model, CausalLM(), scale, recorded=False)
@@ -138,7 +139,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model.train()
-    supervised = sum(world.gather(batch.supervised, "counting targets")) / world.context_ranks
+    supervised = sum(world.gather(batch.supervised, "counting targets"))
     metrics = train_step.sum_over_ranks(train_step.backward([batch], supervised))
     yield _observe_gradients(builder, model, {name: parameter.grad for parameter, name in names.items()})
     train_step.clip(metrics)

@@ -101,6 +101,8 @@ class Measured:
     """Versions of what is installed."""
     kernels: Optional[list[tuple[str, float, float]]] = None
     """(name, seconds, calls) per step of each kernel, on a CPU of each operator; longest first. None: no profile."""
+    exchange_seconds: Optional[float] = None
+    """Seconds of a step in which the first GPU does nothing but exchange with the others; None: no profile, no GPU."""
 
 
 def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile: bool = False) -> Measured:
@@ -112,14 +114,13 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     assert steps >= 1
     startup = StartupTimer()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
-    world, plan = builder.world, builder.read()[1].training
+    plan = builder.read()[1].training
     model = builder.language_model(builder.build())
     builder.prove(model)
     train_step = builder.train_step(model, CausalLM())
     model.model.train()
-    own = plan.for_rank(world.data_rank, world.data_ranks)
     with (
-        contextlib.closing(Loader(own, config.loader, builder.world.device)) as loader,
+        contextlib.closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader,
         builder.oom_context("Measuring", MemoryPhase.training),
         phase("Measuring", plan.steps, "steps") as work,
     ):
@@ -191,9 +192,11 @@ def _measure(
     figures |= report.figures()
     peaks, joules = zip(*world.gather((peak, energy.joules), "collecting figures"), strict=True)
     energy.joules = None if None in joules else sum(joules)
-    kernels = None
+    kernels = exchanging = None
     if profile:
-        spent = sorted(kernel_times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
+        times = kernel_times(lambda: list(taken))
+        exchanging = None if times.exchanging is None else times.exchanging / PROFILED
+        spent = sorted(times.by_name.items(), key=lambda one: -one[1][0])
         kernels = [(name, seconds / PROFILED, calls / PROFILED) for name, (seconds, calls) in spent]
 
     seconds = figures["train/step_seconds"] * steps
@@ -238,6 +241,7 @@ def _measure(
         device=builder.facts.device_name,
         packages=builder.facts.packages,
         kernels=kernels,
+        exchange_seconds=exchanging,
     )
 
 

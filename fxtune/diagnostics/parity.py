@@ -293,8 +293,7 @@ class _Comparison:
 
     def _own_batches(self, size: int) -> tuple[int, Iterator[Batch]]:
         """How many micro-batches of this rank count, and the micro-batches."""
-        plan = Plan(self.plan.stream, replace(self.plan.sizes, micro_batch_size=size))
-        plan = plan.for_rank(self.world.data_rank, self.world.data_ranks)
+        plan = self.builder.own(self.plan.with_micro_batch_size(size))
         batches = (plan.batch(0, micro).to(self.world.device) for micro in range(plan.micro_batches(0)))
         return plan.own_micro_batches(0), batches
 

@@ -5,10 +5,11 @@ This is the evidence that an option acted: it comes from the device, not from th
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,19 +63,48 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kernel_times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
-    """Call `run` once. Returns (seconds, calls) of each kernel by name; without a GPU, of each operator itself."""
+@dataclass
+class KernelTimes:
+    """Kernels of a GPU; without one, operators."""
+
+    by_name: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """(seconds, calls) of each."""
+    exchanging: float | None = None
+    """Seconds in which the GPU does nothing but exchange with other ranks (NCCL); None without a GPU."""
+
+
+def kernel_times(run: Callable[[], Any]) -> KernelTimes:
+    """Call `run` once and time its kernels."""
     cuda = _uses_cuda()
     if cuda:
         torch.cuda.synchronize()
-    found: dict[str, tuple[float, int]] = {}
+    found = KernelTimes()
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in _profile(run):
         # A host range (`Optimizer.step`) appears a second time on the device, as an annotation.
         if _on_device(event) == cuda and not getattr(event, "is_user_annotation", False):
-            seconds, calls = found.get(event.name, (0.0, 0))
+            seconds, calls = found.by_name.get(event.name, (0.0, 0))
             spent = event.device_time_total if cuda else event.self_cpu_time_total
-            found[event.name] = seconds + spent / 1e6, calls + 1
+            found.by_name[event.name] = seconds + spent / 1e6, calls + 1
+            spans["nccl" in event.name.lower()].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    if cuda:
+        found.exchanging = uncovered(spans[True], spans[False])
     return found
+
+
+def uncovered(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of `spans` (begin, end) lasts and none of `others` does."""
+    spans, others = list(spans), list(others)
+    return _length([*spans, *others]) - _length(others)
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of the spans lasts."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def short_name(kernel: str) -> str:

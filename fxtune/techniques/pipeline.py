@@ -175,8 +175,11 @@ class Pipeline:
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
-        plan = self.checkpointing.plan() if self.checkpointing.enabled else RecomputePlan()
-        return forecast(replace(facts, techniques=self), plan)
+        return forecast(replace(facts, techniques=self), self.recompute_plan())
+
+    def recompute_plan(self) -> RecomputePlan:
+        """What layers keep for the backward pass."""
+        return self.checkpointing.plan() if self.checkpointing.enabled else RecomputePlan()
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
         """Why a run cannot fit into a host's memory: a GPU reports that at once, but a host swaps, or kills late."""

@@ -187,6 +187,11 @@ class RunBuilder:
         """The learning rate of step `step` of a run of `steps`."""
         return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
 
+    def own(self, plan: Plan) -> Plan:
+        """What this rank takes of `plan`: its micro-batches, and its piece of their rows."""
+        world = self.world
+        return plan.for_rank(world.data_rank, world.data_ranks).cut(world.context_rank, world.context_ranks)
+
     def held_out(self, plan: Plan, model: LanguageModel, objective: Objective) -> HeldOutEvaluation:
         """The evaluation of `model` on `plan`. The caller closes it."""
         load = partial(Loader, config=self.config.loader, device=self.world.device)

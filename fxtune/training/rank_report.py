@@ -1,9 +1,10 @@
 """Figures of all ranks: the rank that is slower than the others, the fullest card, the longest wait for data.
 
-Each rank times its own forward and backward passes, without what it waits for the others: on a GPU by events on its
-stream, which nobody waits for. The ranks agree on each step anyway (agreement.py). At the steps that end in a log line
-they exchange these figures in the same message, so it costs no further one. On a GPU the last steps may still be
-running then, and are counted at the next log line.
+Each replica times its own forward and backward passes, which wait for no other rank: on a GPU by events on its stream,
+which nobody waits for. (Ranks that share weights or rows wait for each other in every layer, so all take as long.) The
+ranks agree on each step anyway (agreement.py). At the steps that end in a log line they exchange these figures in the
+same message, so it costs no further one. On a GPU the last steps may still be running then, and are counted at the
+next log line.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RankReport:
 
     def timed(self, work: Callable[[], Result]) -> Result:
         """work(), the forward and backward passes of a step."""
-        if self.world.size == 1:
+        if self.world.size == 1 or self.world.degrees.replicate < self.world.size:
             return work()
         if self.world.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -140,7 +140,7 @@ class RunState:
         mine = {
             "the recipe": self.checkpoints.recipe,
             "the data": self.state.data_fingerprint,
-            "the trained weights": repr(float(weights)),
+            "the trained weights": repr(float(weights.detach())),
         }
         ranks = self.world.gather(mine, "comparing what the ranks train")
         for what, value in mine.items():

@@ -18,7 +18,6 @@ from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
-from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
@@ -327,7 +326,7 @@ class Trainer:
         index = self.first_step = self.state.step
         while index < self.plan.steps:
             exhausted, plan = None, self.plan
-            self.loader = Loader(self._own(plan), self.config.loader, self.world.device)
+            self.loader = Loader(self.builder.own(plan), self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
                 lr = self.schedule.rate(index)
@@ -541,13 +540,8 @@ class Trainer:
         self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported])
         return figures
 
-    def _own(self, plan: Plan) -> Plan:
-        """What this rank takes of `plan`: its micro-batches, and its piece of their rows."""
-        world = self.world
-        return plan.for_rank(world.data_rank, world.data_ranks).cut(world.context_rank, world.context_ranks)
-
     def _gives_finite_loss(self, step: int) -> bool:
-        batch = self._own(self.plan).batch(step, 0).to(self.world.device)
+        batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)
         finite = gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
         return not self.world.agree(not finite, "trying the last weights")
 

@@ -222,7 +222,12 @@ class Search:
             raise _TimeIsUp
         limit = max(MIN_LIMIT, LIMIT_FACTOR * times[0]) if times else MIN_LIMIT
         self.tell(f"{title} (forecast {candidate.need / GIB:.1f} GiB) ...")
-        overrides = [*self.overrides, *(f"{name}={hydra_value(value)}" for name, value in candidate.deltas.items())]
+        ranks = f"run.gpus={self.context.facts.degrees.ranks}"  # `auto` might mean more or fewer for this candidate
+        overrides = [
+            *self.overrides,
+            ranks,
+            *(f"{name}={hydra_value(value)}" for name, value in candidate.deltas.items()),
+        ]
         result = replace(trial.measure(overrides, self.steps, min(limit, left)), data=self.context.data)
         if result.outcome is Outcome.hung and left < limit:
             raise _TimeIsUp  # cut short by the deadline, so this says nothing about the candidate
@@ -275,6 +280,7 @@ class Search:
             "device": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
             "packages": {**facts.packages, "python": sys.version.split()[0]},
             "data": [facts.packing, facts.sequence_length, facts.rows, self.context.document],
+            "ranks": str(facts.degrees),
             "run": [facts.dtype, facts.deterministic, config.train.global_batch_size, asdict(config.optimizer)],
             "steps": [self.steps, trial.WARM_UP],
             "candidate": candidate.identity,

@@ -115,6 +115,10 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
     changed = apply_deltas(config, deltas)
     micro_batch_size = changed.train.micro_batch_size
     facts = replace(context.facts, micro_batch_size=micro_batch_size)
+    parts, ranks = changed.train.global_batch_size // micro_batch_size, facts.degrees.data_ranks
+    if parts % ranks:
+        reason = f"{parts} micro-batches a step are not divided by {ranks} ranks"
+        return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
     try:
         techniques, _ = changed.techniques.resolved(facts, measure=False)
         workers = changed.loader.resolved(torch.device(facts.device)).num_workers

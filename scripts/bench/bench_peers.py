@@ -4,6 +4,7 @@
     python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json  # in parts: continues
     python scripts/bench/bench_peers.py --tools fxtune --cases 8b_4x4096 --set techniques.lora.fused=off
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
+    python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
 Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16
@@ -15,6 +16,11 @@ chats itself into rows of the same length. The loss is over every token.
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
 the process.
+
+With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
+peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
+says. Tokens per second are those of all cards, memory is that of the fullest. No case has been measured on several
+cards yet: only the tiny ones, on a CPU.
 
 Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that
 runs. The table names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws
@@ -30,6 +36,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -56,6 +63,7 @@ WORDS = 1000
 MEAN, SIGMA = 500, 1.0
 """Mean (in tokens) and sigma of the chats' log-normal lengths."""
 FAST = ("techniques=[lora,fast]",)
+FULLY = ("techniques=[full,fast]", "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 
 
@@ -71,6 +79,10 @@ class Case:
     chats: bool = False
     steps: int = 8
     warm_up: int = 3
+    full: bool = False
+    """Full fine-tuning, sharded over the cards, in place of LoRA."""
+    least_gpus: int = 1
+    """It needs so many cards."""
 
 
 CASES = {
@@ -83,6 +95,7 @@ CASES = {
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
     "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
+    "8b_full_2x8192": Case("8b", 8192, 2, FULLY, full=True, least_gpus=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
 }
@@ -93,6 +106,8 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "unsloth": ((NONE,), ("checkpointing=unsloth",)),
 }
 """Each peer's settings, the fastest first. The first that fits gives its row."""
+FULL_FSDP = {"trl": (("fsdp=recompute", "liger=on"),), "unsloth": ()}
+"""The same for full fine-tuning. Unsloth has none over several cards."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
 PACKED_TRL = tuple(
@@ -111,10 +126,10 @@ def main() -> None:
     began, left_out = time.monotonic(), []
     args.scratch.mkdir(parents=True, exist_ok=True)
     for name, tool in cases_to_run(args.cases, args.tools):
-        key = f"{name} {tool}"
+        key = row_key(name, tool, args.gpus)
         if key in rows and not args.again:
             continue
-        if why := reason_not_to_run(tool, args.smoke):
+        if why := reason_not_to_run(tool, args.smoke, args.gpus):
             print(f"{key}: {why}", flush=True)
             continue
         left = args.minutes * 60 - (time.monotonic() - began)
@@ -128,7 +143,7 @@ def main() -> None:
             left_out.append(key)
             continue
         print(f"  {found.get('error') or summary(found)}", flush=True)
-        rows[key] = {"case": name, "tool": tool, **found}
+        rows[key] = {"case": name, "tool": tool, "gpus": args.gpus, **found}
         if args.json:  # a case that failed for another reason than memory runs again next time
             kept = {key: row for key, row in rows.items() if row.get("error") in (None, "does not fit")}
             args.json.write_text(json.dumps(kept, indent=1))
@@ -146,6 +161,7 @@ def arguments() -> argparse.Namespace:
         "--cases", type=words, help=f"choose from {', '.join(CASES)}; default: all but the smoke cases"
     )
     parser.add_argument("--tools", type=words, default=list(TOOLS), help=f"choose from {', '.join(TOOLS)}")
+    parser.add_argument("--gpus", type=int, default=1, help="cards that train together (1)")
     parser.add_argument("--steps", type=int, help="measured steps; default: 8, or 4 for long rows")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time and list what did not run")
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
@@ -159,7 +175,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="run the tiny cases; works without a GPU")
     args = parser.parse_args()
-    args.cases = args.cases or [name for name in CASES if (name in SMOKE) == args.smoke]
+    if args.gpus < 1:
+        parser.error("--gpus: give 1 or more")
+    args.cases = args.cases or [
+        name for name, case in CASES.items() if (name in SMOKE) == args.smoke and args.gpus >= case.least_gpus
+    ]
     for given, known in ((args.cases, CASES), (args.tools, TOOLS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
@@ -179,7 +199,12 @@ def cases_to_run(cases: list[str], tools: list[str]) -> Iterator[tuple[str, str]
                 yield pair
 
 
-def reason_not_to_run(tool: str, smoke: bool) -> str | None:
+def row_key(name: str, tool: str, gpus: int) -> str:
+    """The key of a row in the file of --json."""
+    return f"{name} {tool}" + f" x{gpus}" * (gpus > 1)
+
+
+def reason_not_to_run(tool: str, smoke: bool, gpus: int = 1) -> str | None:
     """Why a tool cannot run on this machine, or None if it can."""
     if tool != "fxtune" and importlib.util.find_spec(tool) is None:
         return f"not run, {tool} is not installed here (pip install {tool})"
@@ -188,6 +213,8 @@ def reason_not_to_run(tool: str, smoke: bool) -> str | None:
 
         if not torch.cuda.is_available():
             return "not run, it needs a GPU (--smoke runs a tiny shape without one)"
+        if torch.cuda.device_count() < gpus:
+            return f"not run, it needs {gpus} GPUs, and torch sees {torch.cuda.device_count()}"
     return None
 
 
@@ -196,30 +223,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     from fxtune.diagnostics.benchmark import measure_in_process
 
     case, steps = CASES[name], args.steps or CASES[name].steps
-    architecture = ",".join(
-        f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in SHAPES[case.shape].items()
-    )
-    words = [
-        "model.path=null",
-        "model.tokenizer=builtin:tiny",
-        "model.init=random",
-        f"model.architecture={{{architecture}}}",
-        f"data.sources=[{{path: '{documents(case, args.scratch, steps)}'}}]",
-        f"data.cache_dir={args.scratch / 'tokens'}",
-        f"data.sequence_length={case.length}",
-        "data.packing=true",
-        "data.workers=1",
-        f"train.micro_batch_size={case.rows}",
-        f"train.global_batch_size={case.rows}",
-        "train.log_every=10",
-        "optimizer.lr=1e-4",
-        "optimizer.weight_decay=0",
-        "schedule.name=constant",
-        "schedule.warmup_ratio=0",
-        *(["techniques=lora"] if args.smoke else case.ours),
-        *args.set,
-    ]
+    words = fxtune_words(name, args, args.gpus)
     found = measure_in_process(words, steps, case.warm_up, seconds)
     if "error" in found:
         return found
@@ -234,6 +238,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         "device",
         "joules_per_token",
         "second_step_seconds",
+        "slowest_behind",
         "decided",
     )
     return {
@@ -245,11 +250,47 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     }
 
 
+def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
+    """fxtune's keys for a case on `gpus` cards."""
+    import torch
+
+    case, steps = CASES[name], args.steps or CASES[name].steps
+    architecture = ",".join(
+        f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in SHAPES[case.shape].items()
+    )
+    return [
+        "model.path=null",
+        "model.tokenizer=builtin:tiny",
+        "model.init=random",
+        f"model.architecture={{{architecture}}}",
+        f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
+        f"data.cache_dir={args.scratch / 'tokens'}",
+        f"data.sequence_length={case.length}",
+        "data.packing=true",
+        "data.workers=1",
+        f"run.gpus={gpus}",
+        *(["run.device=cpu"] if args.smoke and not torch.cuda.is_available() else []),
+        f"train.micro_batch_size={case.rows}",
+        f"train.global_batch_size={case.rows * gpus}",
+        "train.log_every=10",
+        "optimizer.lr=1e-4",
+        "optimizer.weight_decay=0",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+        *(["techniques=lora"] if args.smoke else case.ours),
+        *args.set,
+    ]
+
+
 def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Run one case with a peer, with its fastest settings that fit."""
     case, began = CASES[name], time.monotonic()
     steps = args.steps or case.steps
     variants = PACKED_TRL if case.chats and tool == "trl" else LONG[tool] if case.length > 16384 else VARIANTS[tool]
+    variants = FULL_FSDP[tool] if case.full else variants
+    if not variants:
+        return {"error": "cannot do this"}
     out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"
     request = dict(
         tool=tool,
@@ -259,7 +300,8 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         steps=steps,
         warm_up=case.warm_up,
         chats=case.chats,
-        documents=str(documents(case, args.scratch, steps)),
+        full=case.full,
+        documents=str(documents(case, args.scratch, steps, args.gpus)),
         tokenizer=str(TOKENIZER),
         out=str(out),
     )
@@ -268,6 +310,7 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
             write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", TOKENIZER)
         )
     found: dict[str, Any] = {"error": "no package that it needs is installed"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     tried: list[str] = []
     for variant in variants:
         if needs_missing_package(variant):
@@ -275,10 +318,16 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         out.unlink(missing_ok=True)
         variant_request = json.dumps({**request, **dict(word.split("=") for word in variant)})
         done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "bench" / "peer_tools.py"), variant_request],
+            [
+                sys.executable,
+                *(torchrun if args.gpus > 1 else []),
+                str(ROOT / "scripts" / "bench" / "peer_tools.py"),
+                variant_request,
+            ],
             capture_output=True,
             text=True,
             cwd=args.scratch,
+            env={**os.environ, **first_cards(args.gpus)},
             timeout=max(1.0, seconds - (time.monotonic() - began)),
         )
         log.write_text(done.stdout + done.stderr)
@@ -300,6 +349,13 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
     return found
 
 
+def first_cards(gpus: int) -> dict[str, str]:
+    """The environment in which a peer sees `gpus` cards only: with more, its trainer would use all of them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [str(number) for number in range(gpus)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(cards[:gpus])}
+
+
 def needs_missing_package(variant: tuple[str, ...]) -> bool:
     """Whether a variant needs a package that is not installed."""
     if "attention=flash_attention_2" in variant:
@@ -309,9 +365,9 @@ def needs_missing_package(variant: tuple[str, ...]) -> bool:
     return False
 
 
-def documents(case: Case, folder: Path, steps: int) -> Path:
+def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
     """The JSONL file with a case's documents, enough for all steps. Writes the file if it does not exist."""
-    count = (steps + case.warm_up) * case.rows
+    count = (steps + case.warm_up) * case.rows * gpus
     file = folder / f"{'chats' if case.chats else 'random'}-{case.length}-{count}.jsonl"
     if not file.exists():
         made = (
@@ -384,12 +440,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
     """
     lines = [
-        "| case | tool | settings | tokens/s | ms/step | peak GiB | first loss | loss | fxtune / peer |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+        "| case | cards | tool | settings | tokens/s | ms/step | peak GiB | first loss | loss | fxtune / peer |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name in CASES:
-        mine = rows.get(f"{name} fxtune")
-        peers = [row for tool in TOOLS[1:] if (row := rows.get(f"{CASES[name].peer_case or name} {tool}"))]
+    cards = sorted({row.get("gpus", 1) for row in rows.values()})
+    for name, gpus in itertools.product(CASES, cards):
+        mine = rows.get(row_key(name, "fxtune", gpus))
+        keys = [row_key(CASES[name].peer_case or name, tool, gpus) for tool in TOOLS[1:]]
+        peers = [rows[key] for key in keys if key in rows]
         measured = [row for row in peers if "error" not in row]
         best = max((row["tokens_per_second"] for row in measured), default=None)
         shown = [row for row in peers if row["case"] == name]
@@ -400,7 +458,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def table_row(row: dict[str, Any], ratio: str) -> str:
-    where = f"| {row['case']} | {row['tool']} |"
+    where = f"| {row['case']} | {row.get('gpus', 1)} | {row['tool']} |"
     if "error" in row:
         return f"{where} {row['error']} | | | | | | |"
     return (

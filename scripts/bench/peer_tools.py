@@ -33,6 +33,8 @@ def main(request: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
     from trl import SFTTrainer
 
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():  # torchrun has started it
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     tokenizer = AutoTokenizer.from_pretrained(request["tokenizer"])
     tokenizer.model_max_length = request["length"]
     clock = make_clock(request)
@@ -44,7 +46,7 @@ def main(request: dict[str, Any]) -> None:
         trainer = SFTTrainer(
             model=model,
             processing_class=tokenizer,
-            peft_config=LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **LORA),
+            peft_config=None if request["full"] else LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **LORA),
             **common,
         )
     else:
@@ -68,7 +70,9 @@ def main(request: dict[str, Any]) -> None:
     count_tokens(trainer, clock)
     trainer.train()
     assert trainer.args.gradient_accumulation_steps == 1, "the peer changed the batch size, so the result is not valid"
-    Path(request["out"]).write_text(json.dumps(results(request, trainer, clock)))
+    found = results(request, trainer, clock)
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(request["out"]).write_text(json.dumps(found))
 
 
 def settings(request: dict[str, Any]) -> Any:
@@ -76,7 +80,16 @@ def settings(request: dict[str, Any]) -> Any:
     from trl import SFTConfig
 
     cuda = torch.cuda.is_available()
-    dataset_options: dict[str, Any] = {} if request["chats"] else dict(dataset_kwargs={"skip_prepare_dataset": True})
+    options: dict[str, Any] = {} if request["chats"] else dict(dataset_kwargs={"skip_prepare_dataset": True})
+    if "fsdp" in request:
+        options["fsdp"] = "full_shard auto_wrap"
+        options["fsdp_config"] = dict(
+            version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_layer_cls_to_wrap=["LlamaDecoderLayer"],
+            activation_checkpointing=request["fsdp"] == "recompute",
+        )
     return SFTConfig(
         output_dir=str(Path(request["out"]).with_suffix("")),
         per_device_train_batch_size=request["rows"],
@@ -84,7 +97,7 @@ def settings(request: dict[str, Any]) -> Any:
         max_steps=request["steps"] + request["warm_up"],
         bf16=cuda,
         use_cpu=not cuda,
-        gradient_checkpointing=request["checkpointing"] == "full",
+        gradient_checkpointing=request.get("checkpointing") == "full",
         use_liger_kernel=request.get("liger") == "on" and cuda,
         report_to="none",
         logging_steps=NEVER,
@@ -99,7 +112,7 @@ def settings(request: dict[str, Any]) -> Any:
         dataloader_num_workers=2 if cuda else 0,
         seed=0,
         disable_tqdm=True,
-        **dataset_options,
+        **options,
     )
 
 
@@ -225,6 +238,13 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
         assert tokens == request["steps"] * request["rows"] * request["length"], (
             "the peer changed the rows, so the result is not valid"
         )
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    if torch.distributed.is_initialized():
+        device = "cuda" if cuda else "cpu"
+        all_tokens, fullest = torch.tensor(float(tokens), device=device), torch.tensor(peak, device=device)
+        torch.distributed.all_reduce(all_tokens)
+        torch.distributed.all_reduce(fullest, torch.distributed.ReduceOp.MAX)
+        tokens, peak = int(all_tokens), float(fullest)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "tokens_per_second": tokens / clock.seconds,
@@ -234,7 +254,7 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
         "tokens_a_step": tokens / request["steps"],
         "first_loss": losses[0],
         "loss": losses[-1],
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "memory_gib": peak if cuda else None,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
 

@@ -48,14 +48,14 @@ def fxtune_words(monkeypatch):
 @pytest.mark.parametrize("name", bench_peers.CASES)
 def test_every_case_composes_with_the_settings_of_the_peers(name, fxtune_words, cwd, monkeypatch):
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
-    case, config = (
-        bench_peers.CASES[name],
-        load(fxtune_words(name, "--smoke") if case_is_small(name) else fxtune_words(name)),
-    )
+    case = bench_peers.CASES[name]
+    gpus = case.least_gpus
+    config = load(fxtune_words(name, "--gpus", str(gpus), *(["--smoke"] if case_is_small(name) else [])))
     assert (config.data.sequence_length, config.train.micro_batch_size) == (case.length, case.rows)
-    assert config.train.global_batch_size == config.train.micro_batch_size, "one micro-batch per optimizer step"
+    assert config.train.global_batch_size == gpus * config.train.micro_batch_size, "one micro-batch a card and step"
+    assert config.run.gpus == str(gpus)
     lora = config.techniques.lora
-    assert (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules) == (
+    assert case.full or (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules) == (
         True,
         16,
         32.0,
@@ -66,6 +66,7 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, fxtune_words, 
     assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 1e-4, 0.0)
     assert config.model.architecture == bench_peers.SHAPES[case.shape]
     assert case.peer_case is None or bench_peers.CASES[case.peer_case].rows == case.rows
+    assert lora.enabled != case.full
     assert config.techniques.quantize.enabled == name.endswith("fp8")
 
 
@@ -132,7 +133,7 @@ def test_missing_peer_is_reported_and_finished_case_does_not_run_again(cwd, monk
     assert list(rows) == ["smoke fxtune"]
     row = rows["smoke fxtune"]
     assert row["first_loss"] == pytest.approx(math.log(1024), abs=0.3)
-    assert f"| smoke | fxtune | default | {row['tokens_per_second']:,.0f} |" in out
+    assert f"| smoke | 1 | fxtune | default | {row['tokens_per_second']:,.0f} |" in out
     assert "smoke unsloth: not run, " in out
     assert "..." not in run("--tools", "fxtune", "--minutes", "0")
     assert "Not run, the time limit (0 minutes) was reached: smoke fxtune" in run(
@@ -155,7 +156,9 @@ def test_reason_not_to_run_names_missing_package_or_gpu(monkeypatch):
 def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     requests, results = [], iter([(1, "torch.OutOfMemoryError: CUDA out of memory."), (0, "")])
 
-    def run(command, **_):
+    def run(command, env, **_):
+        assert ("torch.distributed.run" in command) == (args.gpus > 1)
+        assert len(env["CUDA_VISIBLE_DEVICES"].split(",")) == args.gpus
         given = json.loads(command[-1])
         requests.append(given)
         code, stderr = next(results)
@@ -165,7 +168,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
     monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
-    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False)
+    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=1)
     monkeypatch.setitem(bench_peers.CASES, "small", replace(bench_peers.CASES["8b_4x4096"], length=64))
     found = bench_peers.run_peer("small", "trl", args, 60.0)
     assert found["how"] == "checkpointing=full, liger=on"
@@ -183,6 +186,24 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     found = bench_peers.run_peer("small", "trl", args, 60.0)
     assert found["error"] == "failed: ImportError: no wheel"
     assert "ImportError" in Path(found["log"]).read_text()
+
+    args.gpus = 2
+    results = iter([(0, "")])
+    assert bench_peers.run_peer("small", "trl", args, 60.0)["tokens_per_second"] == 7.0
+    assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (8 + 3) * 4
+
+
+def test_peer_that_cannot_do_a_case_is_reported(cwd, monkeypatch):
+    monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
+    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=2)
+    assert bench_peers.run_peer("8b_full_2x8192", "unsloth", args, 60.0) == {"error": "cannot do this"}
+
+
+def test_peers_see_the_first_cards_only(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert bench_peers.first_cards(2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert bench_peers.first_cards(1) == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
 def test_ratios_compare_the_same_work_and_the_best_peer():
@@ -205,20 +226,24 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
         "8b_4x4096_fp8 fxtune": row("8b_4x4096_fp8", "fxtune", 500.0),
         "1b_8x4096 fxtune": row("1b_8x4096", "fxtune", 10.0),
         "1b_8x4096 trl": {"case": "1b_8x4096", "tool": "trl", "error": "does not fit"},
+        "8b_4x4096 fxtune x2": {**row("8b_4x4096", "fxtune", 600.0), "gpus": 2},
+        "8b_4x4096 trl x2": {**row("8b_4x4096", "trl", 150.0), "gpus": 2},
     }
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in bench_peers.table(rows).splitlines()[2:]
     ]
-    assert [(cells[0], cells[1], cells[-1]) for cells in lines] == [
-        ("8b_4x4096", "fxtune", "1.50x"),
-        ("8b_4x4096", "trl", "3.00x"),
-        ("8b_4x4096", "unsloth", "1.50x"),
-        ("8b_4x4096_fp8", "fxtune", "2.50x"),
-        ("1b_8x4096", "fxtune", ""),
-        ("1b_8x4096", "trl", ""),
+    assert [(*cells[:3], cells[-1]) for cells in lines] == [
+        ("8b_4x4096", "1", "fxtune", "1.50x"),
+        ("8b_4x4096", "1", "trl", "3.00x"),
+        ("8b_4x4096", "1", "unsloth", "1.50x"),
+        ("8b_4x4096", "2", "fxtune", "4.00x"),
+        ("8b_4x4096", "2", "trl", "4.00x"),
+        ("8b_4x4096_fp8", "1", "fxtune", "2.50x"),
+        ("1b_8x4096", "1", "fxtune", ""),
+        ("1b_8x4096", "1", "trl", ""),
     ]
-    assert lines[0][5] == "?", "memory that was not measured is not shown as zero"
-    assert lines[-1][2] == "does not fit"
+    assert lines[0][6] == "?", "memory that was not measured is not shown as zero"
+    assert lines[-1][3] == "does not fit"
 
 
 def test_peer_runs_once_for_cases_that_share_it():

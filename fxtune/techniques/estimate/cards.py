@@ -28,15 +28,17 @@ class Rates:
     """Bytes read and written on the device."""
     link: float
     """Bytes to or from pinned host memory."""
+    peer: float
+    """Bytes to another GPU of the host: over NVLink where the card is sold with it, else over PCIe."""
 
 
-H200 = Rates(690e12, 1150e12, 600e12, 4.0e12, 50e9)
-H100 = Rates(650e12, 1100e12, 570e12, 2.8e12, 50e9)
-B200 = Rates(1500e12, 2800e12, 1100e12, 6.5e12, 50e9)
-A100 = Rates(250e12, 250e12, 150e12, 1.6e12, 24e9)
-L40S = Rates(240e12, 420e12, 140e12, 0.75e12, 24e9)
-RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9)
-CPU = Rates(1e12, 1e12, 0.5e12, 50e9, 50e9)
+H200 = Rates(690e12, 1150e12, 600e12, 4.0e12, 50e9, 340e9)
+H100 = Rates(650e12, 1100e12, 570e12, 2.8e12, 50e9, 340e9)
+B200 = Rates(1500e12, 2800e12, 1100e12, 6.5e12, 50e9, 680e9)
+A100 = Rates(250e12, 250e12, 150e12, 1.6e12, 24e9, 220e9)
+L40S = Rates(240e12, 420e12, 140e12, 0.75e12, 24e9, 20e9)
+RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9, 20e9)
+CPU = Rates(1e12, 1e12, 0.5e12, 50e9, 50e9, 2e9)
 GENERATIONS = {8: A100, 9: H200, 10: B200, 12: L40S}
 """Rates by the major number of the compute capability."""
 
@@ -59,11 +61,11 @@ CARDS = (
     Card(r"\bG?B300\b"),
     Card(r"\bGB200\b", 2500.0, 1250.0, 80.0, rates=B200),
     Card(r"\bB200\b", 2250.0, 1125.0, 75.0, rates=B200),
-    Card(r"\bGH200\b", 989.4, 494.7, 66.9, rates=Rates(690e12, 1150e12, 600e12, 3.4e12, 300e9)),
+    Card(r"\bGH200\b", 989.4, 494.7, 66.9, rates=Rates(690e12, 1150e12, 600e12, 3.4e12, 300e9, 340e9)),
     Card(r"\bH200\b.*\bNVL\b", 835.5, 417.5, 60.0, rates=H200),
     Card(r"\bH200\b", 989.4, 494.7, 66.9, rates=H200),
     Card(r"\bH100\b.*\bNVL\b", 835.5, 417.5, 60.0, rates=H100),
-    Card(r"\bH100\b.*\bPCIe\b", 756.5, 378.0, 51.0, rates=Rates(480e12, 800e12, 400e12, 1.7e12, 50e9)),
+    Card(r"\bH100\b.*\bPCIe\b", 756.5, 378.0, 51.0, rates=Rates(480e12, 800e12, 400e12, 1.7e12, 50e9, 40e9)),
     Card(r"\bH[18]00\b", 989.4, 494.7, 66.9, rates=H100),
     Card(r"\bH20\b", 148.0, 74.0, 44.0),
     Card(r"\bA[18]00\b", 312.0, 156.0, 19.5, rates=A100),
@@ -77,7 +79,7 @@ CARDS = (
     Card(r"\bRTX 6000 Ada\b", 364.2, 182.1, 91.1),
     Card(r"\bRTX A6000\b", 154.8, 77.4, 38.7),
     Card(r"\bRTX 5090\b", 209.5, 104.8, 104.8),
-    Card(r"\bRTX 4090\b", 165.2, 82.6, 82.6, rates=Rates(150e12, 290e12, 120e12, 0.9e12, 24e9)),
+    Card(r"\bRTX 4090\b", 165.2, 82.6, 82.6, rates=Rates(150e12, 290e12, 120e12, 0.9e12, 24e9, 20e9)),
     Card(r"\bRTX 3090 Ti\b", 80.0, 40.0, 40.0, rates=RTX_3090),
     Card(r"\bRTX 3090\b", 71.0, 35.6, 35.6, rates=RTX_3090),
     Card(r"\bV100-SXM", float32=15.7, half=125.0),

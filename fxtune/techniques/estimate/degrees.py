@@ -34,12 +34,17 @@ class Sent:
         return self.gradients + self.weights + self.rows
 
 
-def need_with(facts: Facts, degrees: Degrees) -> Need:
-    """The bytes that each rank needs for a training step with `degrees`. Each `auto` of the techniques is decided for
-    them, and nothing is checked or measured. Reads no weight."""
+def decided_with(facts: Facts, degrees: Degrees) -> Facts:
+    """`facts` of one of several ranks. Each `auto` of the techniques is decided for it, and nothing is checked or
+    measured. Reads no weight."""
     facts = replace(facts, degrees=degrees)
-    techniques, _ = facts.techniques.decided(facts, measure=False)
-    return techniques.memory_need(facts)
+    return replace(facts, techniques=facts.techniques.decided(facts, measure=False)[0])
+
+
+def need_with(facts: Facts, degrees: Degrees) -> Need:
+    """The bytes that each rank needs for a training step with `degrees`; see decided_with()."""
+    facts = decided_with(facts, degrees)
+    return facts.techniques.memory_need(facts)
 
 
 def fits(facts: Facts, degrees: Degrees) -> bool:

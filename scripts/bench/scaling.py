@@ -1,0 +1,102 @@
+"""Compares fxtune on several cards with fxtune on one: the same case of bench_peers.py, measured by the same process.
+
+    python scripts/bench/scaling.py --gpus 2 --json scaling.json                    # 8B LoRA, 4 x 4,096 a card
+    python scripts/bench/scaling.py --gpus 2 --cases 8b_4x4096,8b_4x4096_fp8 --set techniques.lora.fused=off
+    python scripts/bench/scaling.py --gpus 2 --smoke                                # a short test of two CPU processes
+
+Each card has the same rows in both runs. The table has tokens/s in all, their ratio to N times one card, how far the
+slowest rank is behind the others, and the time of a step in which the first card does nothing but exchange with the
+others (NCCL kernels that no other kernel hides, by torch's profiler in two further steps). No figure of several cards
+has been measured yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+
+import bench_peers  # noqa: E402
+
+from fxtune.system.process_group import run_process  # noqa: E402
+from fxtune.tuning import trial  # noqa: E402
+
+
+def main() -> None:
+    args = arguments()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for name in args.cases:
+        for gpus in (1, args.gpus):
+            if why := bench_peers.reason_not_to_run("fxtune", args.smoke, gpus):
+                sys.exit(f"{name} on {gpus}: {why}")
+            print(f"{name} on {gpus} ...", flush=True)
+            found.setdefault(name, {})[gpus] = measure(name, gpus, args)
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1))
+    print(table(found))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2, help="cards to compare with one (2)")
+    parser.add_argument("--cases", type=lambda text: text.split(","), help=f"of {', '.join(bench_peers.CASES)}")
+    parser.add_argument("--steps", type=int, help="measured steps; default: those of the case")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further key")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "fxtune-peers")
+    parser.add_argument("--smoke", action="store_true", help="a tiny shape; works without a GPU")
+    args = parser.parse_args()
+    args.cases = args.cases or (["smoke"] if args.smoke else ["8b_4x4096"])
+    if unknown := set(args.cases) - set(bench_peers.CASES):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(bench_peers.CASES)}")
+    if args.gpus < 2:
+        parser.error("--gpus: give 2 or more")
+    return args
+
+
+def measure(name: str, gpus: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What `fxtune bench --profile` measures of a case on `gpus` cards. Ends this script if it fails."""
+    case = bench_peers.CASES[name]
+    file = args.scratch / "scaling.json"
+    words = bench_peers.fxtune_words(name, args, gpus)
+    command = trial.bench_command(words, args.steps or case.steps, case.warm_up, file)
+    code, output, _ = run_process([*command, "--profile"])
+    if code:
+        sys.exit(f"{name} on {gpus} failed:\n{output}")
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return {key: value for key, value in figures.items() if key not in ("kernels", "techniques")}
+
+
+def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """The table in Markdown."""
+    lines = [
+        "| case | cards | tokens/s | of N times one | slowest rank | exchange not hidden | peak GiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, runs in found.items():
+        one = runs[1]["tokens_per_second"]
+        for gpus, figures in runs.items():
+            speed, behind, exchange = (
+                figures[key] for key in ("tokens_per_second", "slowest_behind", "exchange_seconds")
+            )
+            share = "" if exchange is None else f"{exchange / figures['step_seconds']:.2%}"
+            lines.append(
+                f"| {name} | {gpus} | {speed:,.0f} | {speed / one / gpus:.3f} | "
+                f"{'' if behind is None else f'{behind:+.1%}'} | {share} | {figures['memory_gib']:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -111,7 +111,7 @@ def figures_table(figures: Figures) -> Any:
         ("compiling", "off" if figures["compile_seconds"] is None else f"{figures['compile_seconds']:.1f} s"),
         ("loss", known(figures["loss"], "{:.4f}") + not_finite),
     ]
-    device = f"{f'{ranks} x ' if ranks > 1 else ''}{figures['device']}"
+    device = f"{f'{ranks} ranks on ' if ranks > 1 else ''}{figures['device']}"
     title = f"{device}: {figures['steps']} steps after {figures['warm_up']} to warm up"
     return table(f"{title}, micro-batches of up to {figures['rows']} tokens", ["", ""], rows)
 

@@ -223,7 +223,7 @@ def _recipe(config: Config) -> Finding:
     except UserError as error:
         return Finding(name, f"cannot run here: {redact(str(error))}", State.broken)
     notes = "".join(f"\n{note}" for note in [*builder.config.techniques.ignored_options(), *builder.decided])
-    several = f"{facts.degrees.ranks} x " if facts.degrees.ranks > 1 else ""
+    several = f"{facts.degrees.ranks} ranks on " if facts.degrees.ranks > 1 else ""
     seen = f"can run on {several}{facts.device_name}, weights in {facts.dtype}"
     verify = "(`fxtune verify` builds it and checks that each technique acts)"
     if need <= (free := facts.free_memory):

@@ -108,6 +108,10 @@ def _run(argv: list[str]) -> None:
     own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}
     if not (command.ranks and own.keys().isdisjoint(command.alone_with)) and not act_alone():
         return
+    if place()[0]:
+        from fxtune.system.console import console
+
+        console().quiet = True  # rank 0 talks to the user
     has_keys = any(text.startswith(("-", "+")) or ("=" in text and not _in_folder(text)) for text in words)
     if not argv or (options.help and argv[0] not in (name, "help")) or argv == ["help"]:
         print(_help())
@@ -167,7 +171,7 @@ def _call_positional(name: str, function: str, words: list[str], own: dict[str, 
     from fxtune.system import progress
 
     with (
-        progress.shown("none" if COMMANDS[name].positional_only else "auto"),
+        progress.shown("none" if COMMANDS[name].positional_only or place()[0] else "auto"),
         progress.phase("Working", announce=False),
     ):
         result = call(*words, **own)
@@ -232,7 +236,7 @@ def _run_command(command: Command, options: argparse.Namespace, own: dict[str, A
 
     # A recipe may set the display, too, but that is known only when the libraries are there.
     typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]
-    with progress.shown("none" if options.cfg or options.info else (typed or ["auto"])[-1]):
+    with progress.shown("none" if options.cfg or options.info or place()[0] else (typed or ["auto"])[-1]):
         # Not announced: a mistake in the command is answered first, with one message.
         with progress.phase("Loading the libraries", announce=False):
             from fxtune.config import compose
@@ -260,11 +264,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         )
     from fxtune.system import progress
 
-    if rank := place()[0]:
-        from fxtune.system.console import console
-
-        console().quiet = True
-    progress.show(config.tracking.display.value if rank == 0 else "none")
+    progress.show("none" if place()[0] else config.tracking.display.value)
     from fxtune.training.ranks import ranks_of
 
     if command.ranks and own.keys().isdisjoint(command.alone_with) and (ranks := ranks_of(config)) > 1:

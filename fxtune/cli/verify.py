@@ -163,6 +163,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
         any(moved.values()),
     )
     if world.size > 1 and world.degrees.shard == 1:
+        train_step.average()
         sums = [sum(_sample(parameter).double().sum().item() for parameter in names)]
         same = len({repr(one) for one in world.gather(sums, "comparing weights")}) == 1
         yield Evidence(

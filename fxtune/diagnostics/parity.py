@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.objectives.causal_lm import CausalLM
@@ -254,6 +255,10 @@ class _Comparison:
         """The training step with the techniques of `pipeline`, once for each micro-batch size."""
         builder = copy.copy(self.builder)
         builder.techniques = pipeline
+        # On slow links reduce_dtype, powersgd_rank and average_every change the sum by design.
+        parallel = builder.config.parallel
+        parallel = ParallelConfig(parallel.replicate, parallel.shard, parallel.context)
+        builder.config = replace(builder.config, parallel=parallel)
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         with self._built(pipeline, self.world) as model:

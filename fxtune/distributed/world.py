@@ -199,7 +199,7 @@ class World:
         for their GPUs."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._waiting(doing):
+        with self.waiting(doing):
             dist.all_gather(everyone, mine)
         return [each.tolist() for each in everyone]
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.tracking.display import figures as shown
 from fxtune.training.rank_report import RankReport, slowest
@@ -51,6 +52,53 @@ def test_each_exchange_counts_the_steps_since_the_last_one():
     assert "train/slowest_rank" not in report.figures()  # rank 1 has finished no step yet
     report.agree(0)
     assert report.longest_wait() == 0.0
+
+
+def test_steps_that_a_gpu_has_not_finished_are_counted_later(monkeypatch):
+    """Nothing waits for the GPU: an exchange takes the steps that are done."""
+    done: set[int] = set()
+
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.number = Event.made
+            Event.made += 1
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.number in done
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.query()
+            return 1000.0 * end.number
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
+    report = RankReport(TwoRanks(device=torch.device("cuda", 0), other=[0.0, 1.0, 0.0, 0.5, 0.0]))
+    for _ in range(2):
+        report.timed(lambda: None)
+    report.agree(0)
+    assert "train/slowest_rank" not in report.figures()
+    done.update(range(2))  # the first step
+    report.agree(0)
+    assert report.figures() == {
+        "train/memory_gib": 1.0,
+        "train/memory_reserved_gib": 3.0,
+        "train/slowest_rank": 0,
+        "train/slowest_behind": 0.0,
+    }
+    done.update(range(4))
+    report.agree(0)
+    assert report.figures()["train/slowest_behind"] == 2.0
+
+
+def test_ranks_that_share_weights_or_rows_are_not_timed():
+    report = RankReport(TwoRanks(chosen=Degrees(shard=2)))
+    report.timed(lambda: time.sleep(0.001))
+    assert report.steps == 0
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_an_interrupted_search_continues_from_its_cache(trials, start, run):
     search = run("attention", "micro_batch")
     assert search.winner()[0].deltas == {"train.micro_batch_size": 2}
     assert all(result.cached for one in search.candidates[:2] for result in one.results[:1])
-    assert trials.calls[before] == ["train.micro_batch_size=2"]
+    assert trials.calls[before] == ["run.gpus=1", "train.micro_batch_size=2"]
 
 
 def test_the_cache_key_names_everything_a_result_depends_on(start):

@@ -8,9 +8,11 @@ import pytest
 from support.architectures import built, facts_of, random_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 
+from fxtune.distributed.parallel import Degrees
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.estimate import cards, step_time
+from fxtune.techniques.estimate.degrees import decided_with
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -56,3 +58,14 @@ def test_recomputed_flops_equal_torch_s_counter():
     assert flops["wide"] == flops["everything"]
     assert flops["narrow"] - flops["wide"] == pytest.approx(2 * layer.wide * card_flops)  # two layers
     assert flops["attention"] - flops["narrow"] == pytest.approx(2 * layer.narrow * card_flops)
+
+
+def test_a_micro_batch_takes_about_as_long_as_measured():
+    """6,570 tokens/s, one H200, rows of one 65,536-token document (docs/performance.md)."""
+    facts = card(139, 65536, techniques={**TECHNIQUES, "checkpointing": {"policy": "auto"}})
+    facts = decided_with(facts, facts.degrees)
+    speed = 65536 / step_time.micro_batch_seconds(facts, facts.techniques.recompute_plan())
+    assert speed == pytest.approx(6570, rel=0.1)
+    half = replace(facts, degrees=Degrees(context=2))
+    seconds = (step_time.micro_batch_seconds(one, RecomputePlan("input")) for one in (half, facts))
+    assert next(seconds) == pytest.approx(next(seconds) / 2, rel=0.01)

@@ -71,21 +71,22 @@ def choose(facts: Facts, candidates: Iterable[Degrees]) -> tuple[Degrees, Need]:
     return min(tried, key=lambda one: one[1].device)
 
 
-def sent(facts: Facts, micro_batches: int = 1, reduced: int = 4) -> Sent:
-    """What a rank sends in a step of `micro_batches` micro-batches of its own; gradients are sent in numbers of
-    `reduced` bytes."""
+def sent(facts: Facts, micro_batches: int = 1) -> Sent:
+    """What a rank sends in a step of `micro_batches` micro-batches of its own."""
     shape, degrees = Shape.of(facts.text), facts.degrees
     number = number_bytes(facts)
     all_weights = shape.linear_parameters * linear_bytes(facts) + shape.other_parameters * number
     # A replica adds up the part of the gradient that its rank has. Ranks that share rows add up the whole one.
     copies, parts = degrees.replicate * degrees.context, degrees.shard
-    gradients = reduced * trained_parameters(facts)
+    if facts.techniques.lora.enabled:  # adapters are whole on each rank
+        copies, parts = degrees.ranks, 1
+    gradients = facts.sum_bytes * trained_parameters(facts)
     between = _all_but_own(parts) * gradients + 2 * _all_but_own(copies) * gradients / parts
     keys = shape.k * key_copies(shape.heads, shape.key_heads, degrees.context)
     exchanged = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
     return Sent(
         int(between),
-        int(2 * _all_but_own(parts) * all_weights * micro_batches),
+        int(2 * _all_but_own(degrees.shard) * all_weights * micro_batches),
         int(_all_but_own(degrees.context) * exchanged * micro_batches),
     )
 

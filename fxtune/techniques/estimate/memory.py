@@ -17,8 +17,8 @@ pass begins.
 The forecast is that of one rank. Replicas add up their gradients in a buffer as large as all of them, in float32
 unless the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights,
 gradients and moments, and beside it, whole and in the dtype of matmuls: the embedding, the head, two layers (one is
-fetched while the other computes), and of one layer its gradients, which are added up in float32. Ranks that share rows
-hold their part of the activations. What several ranks need has not been measured yet.
+fetched while the other computes), and of one layer its gradients, which are added up in float32. Adapters are whole on
+each rank. Ranks that share rows hold their part of the activations. What several ranks need has not been measured yet.
 
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.
@@ -110,8 +110,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         host += pinned_bytes(int(away))
     if layer.fused and quantized_type(facts) in ("nf4", "int8"):
         most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
-    parts = facts.degrees.shard
-    weights, trained = (-(-whole // parts) for whole in _parameter_bytes(facts, shape))
+    weights, trained = _bytes_of_rank(facts, shape)
     exchange = exchange_bytes(facts)
     return Need(weights, trained, int(held), int(max(most - held, 0)), _loss_bytes(facts, shape), host, exchange)
 
@@ -216,6 +215,16 @@ def _liger_runs(facts: Facts, kernel: str) -> bool:
     return liger.enabled and getattr(liger, kernel) is Switch.on
 
 
+def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, int]:
+    """Bytes of weights, and of gradients and moments, on one rank. Adapters are whole on each."""
+    weights, trained = _parameter_bytes(facts, shape)
+    parts = facts.degrees.shard
+    if parts == 1 or not facts.techniques.lora.enabled:
+        return -(-weights // parts), -(-trained // parts)
+    adapters = 4 * trained_parameters(facts)
+    return -(-(weights - adapters) // parts) + adapters, trained
+
+
 def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     """Bytes of weights, and of gradients and moments."""
     number, lora, quantize = BYTES.get(facts.dtype, 4), facts.techniques.lora, facts.techniques.quantize
@@ -250,6 +259,8 @@ def exchange_bytes(facts: Facts) -> int:
         return facts.sum_bytes * trained_parameters(facts)
     ends, layer = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden, shape.linear_parameters / shape.layers
     gradients = trained_parameters(facts) / shape.layers * (number_bytes(facts) + 4)
+    if facts.techniques.lora.enabled:  # as of replicas
+        gradients = facts.sum_bytes * trained_parameters(facts)
     return int(number_bytes(facts) * ends + 2 * layer * linear_bytes(facts) + gradients)
 
 

@@ -89,3 +89,13 @@ def test_what_ranks_send():
     assert cut.weights == pytest.approx(3 * 2 * 2 * weights / 2, rel=1e-3)
     rows = sent(replace(facts, degrees=Degrees(context=2)))
     assert rows.rows == 32 * 2048 * 2 * (2 * 4096 + 2 * 1024) * 2 // 2
+
+
+def test_adapters_are_whole_on_ranks_that_share_the_base():
+    one = card(139, 4096, techniques=TRIED)
+    whole, half = need_with(one, Degrees()), need_with(one, Degrees(shard=2))
+    assert half.trained == whole.trained
+    assert half.weights == pytest.approx((whole.weights + 4 * ADAPTERS) / 2, abs=1)
+    assert half.exchange > 4 * ADAPTERS
+    facts = replace(one, degrees=Degrees(shard=2))
+    assert sent(facts).gradients == 4 * ADAPTERS

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
@@ -330,6 +331,8 @@ def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
             gradients[name] = gradient.float().cpu()
             parameter.grad = None
     return _Result(loss.item(), gradients)

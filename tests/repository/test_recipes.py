@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from omegaconf import OmegaConf
 from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
-from fxtune.distributed.parallel import decide
+from fxtune.distributed.parallel import Degrees, decide
 from fxtune.errors import ConfigError
+from fxtune.models.load import DType
 from fxtune.system.facts import PACKAGES
+from fxtune.techniques.estimate.degrees import fits
 from fxtune.techniques.facts import Facts
 
 SHIPPED = sorted(path.stem for path in discovery.shipped("recipes").glob("*.yaml"))
@@ -25,6 +28,18 @@ LLAMA = dict(
 )
 HUB = {  # the keys that techniques read from the configs of the recipes' hub models
     "meta-llama/Meta-Llama-3-8B": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=8192)),
+    "meta-llama/Llama-3.1-70B-Instruct": (
+        "llama",
+        dict(
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=131072,
+        ),
+    ),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=131072)),
     "Qwen/Qwen3-8B": (
         "qwen3",
@@ -158,7 +173,7 @@ def hardware(name: str, config: Config) -> Facts:
             free_memory=memory,
             host_memory=(int(host[1]) if host else 128 * ranks) * 10**9 // ranks,
             degrees=decide(config.parallel, ranks),
-            dtype="bfloat16",
+            dtype="bfloat16" if config.model.dtype is DType.auto else config.model.dtype.value,
             **common,
         )
     assert "no GPU" in line[1]
@@ -170,7 +185,12 @@ def test_shipped_recipe_passes_its_checks_on_the_hardware_it_names(name, cwd):
     config = load([f"+recipe={name}"])
     assert config.run.name == name
     assert config.data.sources
-    techniques, _ = config.techniques.resolved(hardware(name, config))
+    facts = hardware(name, config)
+    techniques, _ = config.techniques.resolved(facts)
+    if facts.degrees.ranks > 1:
+        assert techniques.memory_need(facts).device <= facts.free_memory
+    if facts.degrees.shard > 1:  # that is what several GPUs are for
+        assert not fits(replace(facts, techniques=config.techniques), Degrees())
     assert "auto" not in {
         str(getattr(value, "value", value))
         for _, technique in techniques.enabled()

@@ -232,7 +232,9 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     each = 4 if facts.stochastic_rounding or "8bit" in facts.optimizer else number
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
     if not lora.enabled:
-        copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
+        # Divided weights are gathered in autocast's dtype, so nothing is copied.
+        cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
+        copies = 2 * total if cast else 0
         # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW, but no linears' adapters.
         experts = shape.experts * shape.layers * 3 * shape.hidden * shape.inner if shape.experts > 1 else 0
         rest = shape.other_parameters + int(experts) if facts.optimizer == "muon" else 0

@@ -18,6 +18,7 @@ from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError

@@ -202,7 +202,7 @@ def test_documents_that_see_each_other_are_out_of_bounds(cwd, monkeypatch, capsy
     """Packing without isolation: positions continue, and nothing separates the documents."""
     original = language_model.model_inputs
 
-    def one_document(model, input_ids, position_ids, cu_seqlens):
+    def one_document(model, input_ids, position_ids, cu_seqlens, *pieces):
         length = input_ids.shape[1]
         rows = torch.arange(input_ids.shape[0] + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device) * length
         return original(model, input_ids, torch.arange(length, device=input_ids.device).expand_as(input_ids), rows)

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="of a run for the loss; a multiple of 8")
     parser.add_argument("--timed", type=int, default=24, help="steps of a run for the time; a multiple of 8")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the runs for the loss")
-    parser.add_argument("--mbit", type=int, nargs="*", default=[25, 100], help="bandwidths, Mbit/s each way")
+    parser.add_argument("--mbit", type=int, nargs="*", default=[25, 100, 1000], help="bandwidths, Mbit/s each way")
     parser.add_argument("--words", nargs="*", default=[], help="further words of every run")
     args = parser.parse_args()
     if os.geteuid() != 0 or not all(map(shutil.which, ("tc", "ip", "unshare", "nsenter"))):

@@ -35,7 +35,7 @@ def refused(capsys, *argv: str) -> str:
 
 
 def fxtune(*argv: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def test_training_gets_typed_config_of_recipe_groups_and_keys(cwd, trained):

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import built, lora, on_disk, trained
 from support.harness import command, run, small_disk
-from support.killing import tail
 
 from fxtune.cli import merge as merging
 from fxtune.cli.merge import merge
@@ -80,13 +79,12 @@ def words(base: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("word", [[], ["eval"], ["merge"]], ids=["train", "eval", "merge"])
-def test_adapter_with_nan_is_refused_by_every_command(word, adapter, base, tmp_path, forks):
+def test_adapter_with_nan_is_refused_by_every_command(word, adapter, base, tmp_path, run_here):
     change(adapter, **{UP: put(float("nan")), DOWN: put(float("inf"))})
     given = command(tmp_path, *words(base), "data.eval_fraction=0.2", "data.sequence_length=64", "train.max_steps=3")
     (tmp_path / "chats.jsonl").write_text("".join(f'{{"text": "t{row} t5 t{row + 9}"}}\n' for row in range(40)))
     given = ["adapter", "merged"] if word == ["merge"] else given
-    code = forks.start([*word, *given], tmp_path).wait(60)
-    said = " ".join(tail(tmp_path, 10**7).split())
+    code, said = run_here(*word, *given)
     assert code == 6, said
     assert f"NaN or infinite numbers are in 2 of its tensors, the first being {DOWN} in " in said
     assert "adapter/adapter_model.safetensors" in said
@@ -154,14 +152,13 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     ids=["pipe", "device", "link", "file", "socket"],
 )
 def test_file_at_a_temporary_path_of_the_merge_is_an_error_and_does_not_block(
-    make, suffix, adapter, tmp_path, forks, monkeypatch
+    make, suffix, adapter, tmp_path, run_here, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)  # a socket's name may not be long
     there = tmp_path / f".merged.{suffix}"
     make(there)
     before = there.lstat()
-    code = forks.start(["merge", "adapter", "merged"], tmp_path).wait(30)
-    said = " ".join(tail(tmp_path, 10**7).split())
+    code, said = run_here("merge", "adapter", "merged")
     assert (code, f".merged.{suffix} stands where the merged model is put together, and is no folder" in said) == (
         6,
         True,
@@ -181,11 +178,11 @@ def test_leftovers_of_a_killed_merge_are_removed(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "config.json"])
-def test_pipe_among_the_files_of_an_adapter_does_not_block(name, adapter, tmp_path, forks):
+def test_pipe_among_the_files_of_an_adapter_does_not_block(name, adapter, run_here):
     (adapter / name).unlink(missing_ok=True)
     os.mkfifo(adapter / name)
-    code = forks.start(["merge", "adapter", "merged"], tmp_path).wait(30)
-    assert (code, f"{name} is no regular file" in " ".join(tail(tmp_path, 10**7).split())) == (2, True)
+    code, said = run_here("merge", "adapter", "merged")
+    assert (code, f"{name} is no regular file" in said) == (2, True), said
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ for last in range(1, 99):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=600,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[2])},
     )

@@ -48,6 +48,7 @@ def killed(forks, tmp_path):
     return twin
 
 
+@pytest.mark.slow
 def test_undisturbed_run_uses_every_document_once_per_epoch(undisturbed):
     ending = undisturbed("bucketed").ending
     names = [name for _, micro_batches, _ in ending.steps for documents in micro_batches for name in documents]

@@ -171,7 +171,7 @@ sys.exit(main(["+recipe=quickstart"]))
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env={**os.environ, **ENVIRON},
     )
@@ -204,6 +204,6 @@ def test_signal_during_startup_exits_with_a_message(number, code, cwd):
 
     wait_for(answers)
     process.send_signal(number)
-    assert process.wait(60) == code
+    assert process.wait(600) == code
     assert process.stderr.read().strip().endswith("ended before anything was at stake. Give the same command again.")
     assert not Path("run").exists()

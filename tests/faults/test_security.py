@@ -872,7 +872,7 @@ def test_working_directory_modules_are_not_imported(cwd):
         [sys.executable, "-m", "fxtune", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     assert done.returncode == 0, done.stderr

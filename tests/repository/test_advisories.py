@@ -110,7 +110,7 @@ def audit(folder: Path, known: object, found: object, seconds: str = "30") -> su
     folder.joinpath("pip_audit.py").write_text(textwrap.dedent(STAND_IN.format(answers=json.dumps([known, found]))))
     command = [sys.executable, str(ROOT / "scripts" / "audit.py"), "--seconds", seconds]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(folder)}
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(folder)}
     )
 
 

@@ -18,7 +18,7 @@ def wheel(tmp_path_factory) -> Path:
     pytest.importorskip("hatchling", reason="building a wheel without a network needs hatchling installed")
     out = tmp_path_factory.mktemp("wheel")
     build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", build, str(out)], cwd=CHECKOUT, check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-c", build, str(out)], cwd=CHECKOUT, check=True, capture_output=True, timeout=600)
     (built,) = out.glob("fxtune-*.whl")
     return built
 
@@ -39,7 +39,7 @@ def installed(wheel, tmp_path_factory) -> Path:
         str(target),
         str(wheel),
     ]
-    subprocess.run(pip, check=True, capture_output=True, timeout=120)
+    subprocess.run(pip, check=True, capture_output=True, timeout=600)
     return target
 
 
@@ -51,7 +51,7 @@ def run(installed: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": ""},
     )
 
@@ -90,7 +90,7 @@ def test_checkout_finds_its_recipes_from_any_folder(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
     )
     assert done.returncode == 0

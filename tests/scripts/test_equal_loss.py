@@ -75,7 +75,7 @@ def run(out: Path, record: Path, texts: Path, *more: str) -> subprocess.Complete
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
 

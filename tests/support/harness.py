@@ -106,7 +106,7 @@ def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) 
         )
 
 
-def run(words: list[str], folder: Path, timeout: float = 120, **environ: str) -> Done:
+def run(words: list[str], folder: Path, timeout: float = 600, **environ: str) -> Done:
     """Run `python -m fxtune WORDS` in `folder` until it ends."""
     done = subprocess.run(
         [sys.executable, "-m", "fxtune", *words],
@@ -140,11 +140,24 @@ def wait_for(
     return value
 
 
+def limit_counts_from(monkeypatch: Any, condition: Callable[[], Any]) -> None:
+    """Let time limits of processes (subprocess.Popen.wait) count from the moment when `condition()` holds, so that a
+    short limit does not depend on how fast a process starts.
+    """
+    wait = subprocess.Popen.wait
+
+    def from_then_on(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        wait_for(condition)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", from_then_on)
+
+
 def kill(process: subprocess.Popen[bytes], how: signal.Signals = signal.SIGKILL) -> int:
     """Send the signal `how` to a process of start() and its children. Waits for its end and returns its exit code."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, how)
-    return process.wait(60)
+    return process.wait(600)
 
 
 @contextlib.contextmanager

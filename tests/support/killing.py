@@ -27,8 +27,8 @@ from typing import IO, Any
 from support.endings import Ending, Traced, lineage
 from support.harness import ENVIRON, HERE, command, write_chats
 
-START = 120
-"""Seconds that a server may take to import all packages."""
+START = 600
+"""Seconds that a server may take to import all packages, on a machine with other work on it."""
 BACKGROUND = ("saving", "pruning")
 """Phases of the background thread."""
 
@@ -186,7 +186,7 @@ class Forked:
                 return False
             time.sleep(0.001)
 
-    def children_left(self, within: float = 10) -> bool:
+    def children_left(self, within: float = 120) -> bool:
         """Whether a process of the run's group still exists `within` seconds after its end."""
         until = time.monotonic() + within
         while time.monotonic() < until:

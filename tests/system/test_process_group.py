@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
+
+from support.harness import limit_counts_from, wait_for
 
 from fxtune.system.process_group import TAIL, run_process
 
@@ -44,16 +45,15 @@ def test_a_signal_is_a_negative_code():
     assert code == -signal.SIGKILL
 
 
-def test_at_its_limit_the_process_and_its_children_end(cwd):
+def test_at_its_limit_the_process_and_its_children_end(cwd, monkeypatch):
     script = (
-        "import pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "pathlib.Path('pid').write_text(str(child.pid)); print('waits', flush=True); time.sleep(60)"
+        "import os, pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6000)'])\n"
+        "print('waits', flush=True); pathlib.Path('pid.new').write_text(str(child.pid)); os.rename('pid.new', 'pid')\n"
+        "time.sleep(6000)"
     )
-    code, output, _ = run_process([sys.executable, "-c", script], limit=5.0)
+    limit_counts_from(monkeypatch, Path("pid").exists)
+    code, output, _ = run_process([sys.executable, "-c", script], limit=0.1)
     assert (code, output) == (None, "waits\n")
     pid = int(Path("pid").read_text())
-    end = time.monotonic() + 60
-    while alive(pid):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: not alive(pid))

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.harness import limit_counts_from, wait_for
 
 import fxtune
 from fxtune.tuning import trial
@@ -17,10 +17,10 @@ from fxtune.tuning.trial import Outcome, TrialCache, TrialResult
 
 HANGS = """
 import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6000)"])
 pathlib.Path("pids.new").write_text(f"{os.getpid()} {child.pid}")
 os.rename("pids.new", "pids")
-time.sleep(60)
+time.sleep(6000)
 """
 
 
@@ -35,13 +35,6 @@ def program(cwd, monkeypatch):
         return path
 
     return make
-
-
-def wait_for(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -108,13 +101,7 @@ def test_exit_code_and_output_decide_the_outcome(code, output, outcome, reason):
 
 def test_at_its_time_limit_a_trial_and_its_children_are_killed(program, monkeypatch):
     program(HANGS)
-    wait = subprocess.Popen.wait
-
-    def wait_until_it_hangs(process, timeout=None):
-        wait_for(Path("pids").exists)
-        return wait(process, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", wait_until_it_hangs)
+    limit_counts_from(monkeypatch, Path("pids").exists)
     result = trial.measure([], 1, 0.1)
     assert (result.outcome, result.reason) == (Outcome.hung, "no result after 0 s: it printed nothing")
     wait_for(lambda: not any(map(alive, pids())))
@@ -131,14 +118,14 @@ from fxtune.tuning import trial
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with SIGINT ignored
 trial.bench_command = lambda *_: [sys.executable, {str(bench)!r}]
 with trial.unwind_on_signal():
-    trial.measure([], 1, 60)
+    trial.measure([], 1, 600)
 """)
     environment = {**os.environ, "PYTHONPATH": str(Path(fxtune.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL, env=environment)
     measuring, child = pids()
     try:
         process.send_signal(number)
-        process.wait(60)
+        process.wait(600)
         wait_for(lambda: not alive(measuring))
         if number is not signal.SIGKILL:  # then the trial's children must watch for its end, as loader workers do
             wait_for(lambda: not alive(child))

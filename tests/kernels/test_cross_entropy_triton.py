@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support.runs import interpreted
 
 
+@pytest.mark.slow
 def test_triton_kernel_equals_torch(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -21,7 +23,9 @@ from fxtune.techniques.estimate.degrees import fits
 from fxtune.techniques.facts import Facts
 
 SHIPPED = sorted(path.stem for path in discovery.shipped("recipes").glob("*.yaml"))
-GROUPS = [(group, option) for group, options in discovery.groups().items() for option in options]
+GROUPS = [[f"{group}={option}" for option in options] for group, options in discovery.groups().items()]
+TOGETHER = [list(filter(None, options)) for options in itertools.zip_longest(*GROUPS)]
+"""Each option of each group once, with one of every other group."""
 
 LLAMA = dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
@@ -132,6 +136,12 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
 }
 
 
+@functools.cache
+def composed(name: str) -> Config:
+    """The config of a shipped recipe. The tests share it, so do not change it."""
+    return load([f"+recipe={name}"])
+
+
 def header(name: str) -> str:
     lines = discovery.find(name).path.read_text().splitlines()
     return "\n".join(line for line in lines[: lines.index("# @package _global_")])
@@ -182,7 +192,7 @@ def hardware(name: str, config: Config) -> Facts:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipe_passes_its_checks_on_the_hardware_it_names(name, cwd):
-    config = load([f"+recipe={name}"])
+    config = composed(name)
     assert config.run.name == name
     assert config.data.sources
     facts = hardware(name, config)
@@ -213,22 +223,23 @@ def test_recipe_sets_only_what_differs_from_its_defaults(name, cwd):
     own = OmegaConf.load(discovery.find(name).path)
     (cwd / "recipes").mkdir()
     (cwd / "recipes" / "bare.yaml").write_text(OmegaConf.to_yaml({"defaults": own.get("defaults", [])}))
-    bare, complete = load(["+recipe=bare"]), load([f"+recipe={name}"])
+    bare, complete = load(["+recipe=bare"]), composed(name)
     for section, values in own.items():
         for key in values if section != "defaults" else ():
             before, after = (getattr(getattr(config, section), key) for config in (bare, complete))
             assert before != after, f"{section}.{key} changes nothing"
 
 
-@pytest.mark.parametrize(("group", "option"), GROUPS, ids=lambda part: part)
-def test_group_option_composes_with_a_recipe(group, option, cwd):
-    config = load(["+recipe=quickstart", f"{group}={option}"])
-    first = discovery.groups()[group][option].read_text().splitlines()
-    assert any(line.startswith("# ") and "@package" not in line for line in first[:2]), (
-        "an option's first lines describe it"
-    )
-    if group in ("optimizer", "schedule"):
-        assert getattr(config, group).name.value == option
+@pytest.mark.parametrize("options", TOGETHER, ids=" ".join)
+def test_options_of_all_groups_compose_with_a_recipe(options, cwd):
+    config = load(["+recipe=quickstart", *options])
+    for group, _, option in (word.partition("=") for word in options):
+        first = discovery.groups()[group][option].read_text().splitlines()
+        assert any(line.startswith("# ") and "@package" not in line for line in first[:2]), (
+            f"the first lines of {group}/{option} do not describe it"
+        )
+        if group in ("optimizer", "schedule"):
+            assert getattr(config, group).name.value == option
 
 
 def test_hub_models_are_pinned():
@@ -245,5 +256,5 @@ def test_a_recipe_evaluates_on_the_users_own_data(name):
     data = load([f"+recipe={name}", "data.sources.0.path=mine.jsonl"]).data
     assert data.eval_sources == []
     assert data.own_questions().path is None
-    if load([f"+recipe={name}"]).train.eval_every:
+    if composed(name).train.eval_every:
         assert data.held_out_share > 0

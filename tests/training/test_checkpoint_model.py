@@ -120,7 +120,8 @@ def test_losses_that_are_not_finite_are_never_the_best(run_, cwd, monkeypatch):
     assert trainer.run(run_)["export/step"] == 4
 
 
-@pytest.mark.parametrize("fused", [Switch.off, pytest.param(Switch.on, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [Switch.off, Switch.on])
 def test_any_checkpoint_is_merged_and_evaluated(run_, cwd, capsys, fused):
     run_.model = ModelConfig()  # an adapter on random weights has no base to merge it into
     run_.techniques.lora.fused = fused

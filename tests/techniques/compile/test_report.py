@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+from support.cases import slow_but
 from support.compiled import compiled, learn, row
 
 from fxtune.errors import ConfigError
@@ -140,7 +141,7 @@ def test_kernel_whose_writes_torch_cannot_determine_is_an_error(fullgraph, silen
     assert not printed, "one message, and no traceback before it"
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", slow_but([False, True], True))
 def test_such_a_kernel_in_a_backward_pass_is_an_error_and_is_not_cached(dynamic, monkeypatch, tmp_path):
     """torch compiles that pass when it runs; with dynamic shapes it compiles it earlier, and ignores errors."""
     from torch._inductor import compile_fx

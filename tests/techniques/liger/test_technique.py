@@ -24,6 +24,7 @@ from support.architectures import (
     random_model,
     trained,
 )
+from support.cases import slow_but
 from support.liger import (
     EVERY,
     GPU,
@@ -82,7 +83,7 @@ def run(model):
     }
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", slow_but(EVERY, *FAMILIES, "olmo2", "phi3_partial"))
 def test_a_model_with_all_kernels_equals_the_plain_model(family, stand_ins):
     model = architecture(family)
     plain = built(Pipeline(), model)

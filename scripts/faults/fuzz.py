@@ -404,13 +404,13 @@ class Fuzzer:
         lines, untouched = [], set()
         for _ in range(count):
             row: Any = self.maker.row(form)
-            fate = self.draw.random()
-            if 0.4 < fate < 0.8:
+            chance = self.draw.random()
+            if 0.4 < chance < 0.8:
                 row = self.maker.broken(row)
             line = json.dumps(row, ensure_ascii=self.draw.random() < 0.5).encode(errors="surrogatepass")
-            if fate <= 0.4:
+            if chance <= 0.4:
                 untouched.add(line)
-            elif fate >= 0.7:
+            elif chance >= 0.7:
                 line = self.maker.damaged(line)
             lines.append(line)
         self.report.inputs += count

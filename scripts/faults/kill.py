@@ -41,7 +41,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.endings import Ending
 from support.harness import run
-from support.killing import MODES, Aim, Fate, ForkServer, Kill, Reference, disturb, prepare
+from support.killing import MODES, Aim, ForkServer, Kill, Outcome, Reference, disturb, prepare
 
 SHARES = {"lora": 5, "full": 4, "packed": 3, "bucketed": 3, "float16": 2, "workers": 2, "tokenisers": 1, "compiled": 1}
 """Relative number of kills per mode. The last three modes are slow."""
@@ -66,10 +66,10 @@ def same_as_users(reference: Reference, folder: Path, mode: str) -> list[str]:
     return reference.ending.differences(ending)
 
 
-def campaign(mode: str, kills: int, seed: int, folder: Path, fates: list[Fate]) -> None:
+def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outcome]) -> None:
     """Run and kill until `kills` kills are done. With `kills` 0, run once for each file operation and kill before it.
 
-    The result of each run is added to `fates`. Raises AssertionError if a run that was not killed fails.
+    The result of each run is added to `outcomes`. Raises AssertionError if a run that was not killed fails.
     """
     draw = random.Random(f"{seed}/{mode}")
     with ForkServer() as server:
@@ -84,26 +84,26 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, fates: list[Fate]) 
         assert len(uses) == 1, "not every document was used equally often"
         if differences := same_as_users(reference, folder / f"{mode}-users", mode):
             print_now(f"  a run that was not forked differs: {differences}")
-            fates.append(Fate([], 0, differences, False))
-        while (left := kills - sum(len(fate.kills) for fate in fates)) > 0 or (
-            not kills and len(fates) < len(operations)
+            outcomes.append(Outcome([], 0, differences, False))
+        while (left := kills - sum(len(outcome.kills) for outcome in outcomes)) > 0 or (
+            not kills and len(outcomes) < len(operations)
         ):
-            place = folder / f"{mode}-{len(fates)}"
+            place = folder / f"{mode}-{len(outcomes)}"
             words = prepare(place, mode)
             assert words == reference.words
             aims = [aim(reference, draw) for _ in range(min(left, draw.randint(1, 4)))] or [
-                Aim(operation=len(fates) + 1)
+                Aim(operation=len(outcomes) + 1)
             ]
-            fate = disturb(server, reference, place, aims, TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"))
-            fates.append(fate)
-            fate.twice = _twice_in_an_epoch(fate, len(reference.ending.steps) / max(uses))
-            died = ", ".join(f"{kill.phase}@{kill.steps}" for kill in fate.kills) or "no kill, the run ended first"
-            before = "" if kills else f" before {operations[len(fates) - 1]}"
+            outcome = disturb(server, reference, place, aims, TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"))
+            outcomes.append(outcome)
+            outcome.twice = _twice_in_an_epoch(outcome, len(reference.ending.steps) / max(uses))
+            died = ", ".join(f"{kill.phase}@{kill.steps}" for kill in outcome.kills) or "no kill, the run ended first"
+            before = "" if kills else f" before {operations[len(outcomes) - 1]}"
             print_now(
                 f"  {place.name}: {died}{before}: "
-                + ("identical" if fate.identical else f"DIFFERS {fate.differences} left={fate.left}")
+                + ("identical" if outcome.identical else f"DIFFERS {outcome.differences} left={outcome.left}")
             )
-            if fate.identical:
+            if outcome.identical:
                 shutil.rmtree(place)
 
 
@@ -111,12 +111,12 @@ def print_now(text: str) -> None:
     print(text, flush=True)
 
 
-def _twice_in_an_epoch(fate: Fate, steps_per_epoch: float) -> bool:
-    epochs = Counter(int(kill.steps / steps_per_epoch) for kill in fate.kills if kill.steps)
+def _twice_in_an_epoch(outcome: Outcome, steps_per_epoch: float) -> bool:
+    epochs = Counter(int(kill.steps / steps_per_epoch) for kill in outcome.kills if kill.steps)
     return any(count > 1 for count in epochs.values())
 
 
-def print_statistics(fates: dict[str, list[Fate]], console: Console) -> None:
+def print_statistics(outcomes: dict[str, list[Outcome]], console: Console) -> None:
     """Print the statistics by mode and by phase."""
     table = Table(
         "mode",
@@ -128,8 +128,8 @@ def print_statistics(fates: dict[str, list[Fate]], console: Console) -> None:
         "identical",
         title="Killed runs, by mode",
     )
-    for mode, those in fates.items():
-        kills = [kill for fate in those for kill in fate.kills]
+    for mode, those in outcomes.items():
+        kills = [kill for outcome in those for kill in outcome.kills]
         table.add_row(
             mode,
             *(
@@ -138,14 +138,14 @@ def print_statistics(fates: dict[str, list[Fate]], console: Console) -> None:
                     len(those),
                     len(kills),
                     sum(kill.aim.alone for kill in kills),
-                    sum(fate.twice for fate in those),
-                    sum(fate.code == 0 for fate in those),
-                    sum(fate.identical for fate in those),
+                    sum(outcome.twice for outcome in those),
+                    sum(outcome.code == 0 for outcome in those),
+                    sum(outcome.identical for outcome in those),
                 )
             ),
         )
     console.print(table)
-    every = [(kill, fate) for those in fates.values() for fate in those for kill in fate.kills]
+    every = [(kill, outcome) for those in outcomes.values() for outcome in those for kill in outcome.kills]
     if not every:
         return
     table = Table(
@@ -161,13 +161,13 @@ def print_statistics(fates: dict[str, list[Fate]], console: Console) -> None:
     )
     phases = Counter(kill.phase for kill, _ in every)
     for phase, count in [*phases.most_common(), ("all", len(every))]:
-        mine = [(kill, fate) for kill, fate in every if phase in (kill.phase, "all")]
+        mine = [(kill, outcome) for kill, outcome in every if phase in (kill.phase, "all")]
         lost = sorted(kill.lost for kill, _ in mine)
         again = [kill.steps - kill.resumed for kill, _ in mine]
         table.add_row(
             phase,
             str(count),
-            str(sum(fate.identical for _, fate in mine)),
+            str(sum(outcome.identical for _, outcome in mine)),
             f"{statistics.median(lost):.2f}",
             f"{lost[math.ceil(0.95 * len(lost)) - 1]:.2f}",
             f"{lost[-1]:.2f}",
@@ -196,37 +196,37 @@ def main() -> int:
     os.nice(10)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-kills-"))
     console, began = Console(width=130, highlight=False), time.monotonic()
-    fates: dict[str, list[Fate]] = {}
+    outcomes: dict[str, list[Outcome]] = {}
     parts = sum(SHARES[mode] for mode in modes)
     for at, mode in enumerate(modes):
-        done = sum(len(fate.kills) for those in fates.values() for fate in those)
+        done = sum(len(outcome.kills) for those in outcomes.values() for outcome in those)
         share = given.kills - done if at == len(modes) - 1 else round(given.kills * SHARES[mode] / parts)
-        fates[mode] = []
+        outcomes[mode] = []
         try:
-            campaign(mode, 0 if given.operations else share, given.seed, folder, fates[mode])
+            campaign(mode, 0 if given.operations else share, given.seed, folder, outcomes[mode])
         except AssertionError as error:  # a run that was not killed failed or hangs
             print_now(f"  {error}")
-            fates[mode].append(Fate([], 1, [str(error)], False))
-    print_statistics(fates, console)
+            outcomes[mode].append(Outcome([], 1, [str(error)], False))
+    print_statistics(outcomes, console)
     if given.json:
         given.json.write_text(
             "".join(
-                json.dumps(_json_row(mode, fate, kill)) + "\n"
-                for mode, those in fates.items()
-                for fate in those
-                for kill in fate.kills
+                json.dumps(_json_row(mode, outcome, kill)) + "\n"
+                for mode, those in outcomes.items()
+                for outcome in those
+                for kill in outcome.kills
             )
         )
-    bad = [fate for those in fates.values() for fate in those if not fate.identical]
-    count = sum(len(fate.kills) for those in fates.values() for fate in those)
+    bad = [outcome for those in outcomes.values() for outcome in those if not outcome.identical]
+    count = sum(len(outcome.kills) for those in outcomes.values() for outcome in those)
     print(f"{count} kills in {time.monotonic() - began:.0f} s; {len(bad)} runs differ from a run that was not killed")
     if not bad and not given.folder:
         shutil.rmtree(folder)
     return 1 if bad else 0
 
 
-def _json_row(mode: str, fate: Fate, kill: Kill) -> dict[str, Any]:
-    return {"mode": mode, **dataclasses.asdict(kill), "phase": kill.phase, "identical": fate.identical}
+def _json_row(mode: str, outcome: Outcome, kill: Kill) -> dict[str, Any]:
+    return {"mode": mode, **dataclasses.asdict(kill), "phase": kill.phase, "identical": outcome.identical}
 
 
 if __name__ == "__main__":

@@ -148,15 +148,15 @@ def counting(rng: Random) -> str:
 
 def colors(rng: Random) -> str:
     """Who has what in which color, then the colors alone."""
-    told, asked = [], []
+    statements, asked = [], []
     for _ in range(rng.randint(2, 4)):
         who, color, noun = person(rng), rng.choice(COLORS), thing(rng, rng.randint(1, 2))
-        told.append(
+        statements.append(
             rng.choice((f"{who} has {rng.choice(('the', 'some'))} {color} {noun}.", f"The {color} {noun} of {who}."))
         )
         asked.append(rng.choice((f'{who}: "{color}".', f"{who}'s color is {color}.", f'The {noun}: "{color}".')))
     rng.shuffle(asked)
-    return " ".join(told + asked)
+    return " ".join(statements + asked)
 
 
 def records(rng: Random) -> str:
@@ -222,7 +222,7 @@ def facts_chat(rng: Random) -> str:
     """Facts about a few people, then questions about one of them."""
     people = [(person(rng), place(rng), rng.randint(1, 12)) for _ in range(rng.randint(2, 4))]
     owned = [thing(rng, count) for _, _, count in people]
-    told = [
+    statements = [
         rng.choice(
             (
                 f"{who} lives in {where} and has {counted(rng, count, noun)}.",
@@ -243,7 +243,7 @@ def facts_chat(rng: Random) -> str:
                 )
             )
         )
-    pairs[0] = (" ".join(told) + " " + pairs[0][0], pairs[0][1])
+    pairs[0] = (" ".join(statements) + " " + pairs[0][0], pairs[0][1])
     return turns(rng, *pairs)
 
 

@@ -38,12 +38,12 @@ def killed(forks, tmp_path):
 
     def twin(mode: str, reference: Reference, *aims: Aim):
         prepare(tmp_path / mode, mode)
-        fate = disturb(forks, reference, tmp_path / mode, list(aims))
-        assert fate.code == 0, fate.differences
-        assert fate.differences == []
-        assert not fate.left, "a process of a killed run still exists"
-        assert len(fate.kills) == len(aims)
-        return fate.kills
+        outcome = disturb(forks, reference, tmp_path / mode, list(aims))
+        assert outcome.code == 0, outcome.differences
+        assert outcome.differences == []
+        assert not outcome.left, "a process of a killed run still exists"
+        assert len(outcome.kills) == len(aims)
+        return outcome.kills
 
     return twin
 

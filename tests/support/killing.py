@@ -2,7 +2,7 @@
 
     with ForkServer() as server:
         reference = Reference.of(server, command(folder), folder)
-        fate = disturb(server, reference, other, [Aim("saving"), Aim(share=0.7)])
+        outcome = disturb(server, reference, other, [Aim("saving"), Aim(share=0.7)])
 
 `ForkServer` forks runs from a parent that has imported all packages (see traced.py), and each run writes a trace.
 SIGKILL ends a process, not the machine: written data stays in the page cache. So these tests do not show that fsync
@@ -254,7 +254,7 @@ class Kill:
 
 
 @dataclass
-class Fate:
+class Outcome:
     """The result of a run that was killed several times."""
 
     kills: list[Kill]
@@ -273,7 +273,7 @@ class Fate:
         return self.code == 0 and not self.differences and not self.left
 
 
-def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[Aim], **environ: str) -> Fate:
+def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[Aim], **environ: str) -> Outcome:
     """Run the words of `reference` in `folder`, kill the first attempts by `aims`, and let the last one end."""
     kills: list[Kill] = []
     attempts: list[Traced] = []
@@ -295,7 +295,7 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
         else:  # it ended before the kill
             died.append(0.0)
             if code:
-                return Fate(kills, code, ["an attempt failed: " + tail(folder)], False, attempts)
+                return Outcome(kills, code, ["an attempt failed: " + tail(folder)], False, attempts)
     last = server.start(reference.words, folder, f"trace-{len(begun)}.jsonl", **environ)
     begun.append(last)
     code = last.wait()
@@ -303,8 +303,8 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
     _fill_in_costs(kills, attempts, begun, died)
     left = any(forked.children_left() for forked in begun)
     if code:
-        return Fate(kills, code, [tail(folder)], left, attempts)
-    return Fate(kills, code, reference.ending.differences(Ending.of(folder / "run", attempts)), left, attempts)
+        return Outcome(kills, code, [tail(folder)], left, attempts)
+    return Outcome(kills, code, reference.ending.differences(Ending.of(folder / "run", attempts)), left, attempts)
 
 
 def _kill_at(forked: Forked, aim: Aim, reference: Reference) -> float:

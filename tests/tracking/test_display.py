@@ -156,8 +156,9 @@ def test_figures_contain_no_spaces():
 
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 from fxtune.tracking.display import display
+columns = int(sys.argv[-1]) if sys.argv[-1].isdigit() else None
 with display("auto") as shown:
     shown.start(40, "quickstart [bold]", done_steps=10)
     for step in range(11, 41):
@@ -167,6 +168,8 @@ with display("auto") as shown:
         if step == 15:
             shown.note("saved [checkpoint]")
             print("a stray print")
+            while columns and os.get_terminal_size().columns != columns:
+                time.sleep(0.01)
         if step == 30 and "fail" in sys.argv:
             raise RuntimeError("boom")
         if step == 30 and "interrupt" in sys.argv:
@@ -175,13 +178,13 @@ with display("auto") as shown:
 
 
 def in_terminal(*arguments, columns=100, then=None, **environment):
-    """Run PROGRAM in a pseudo-terminal, resized to `then` columns after its first note. Returns its output, its exit code, and
-    whether the terminal's settings are unchanged."""
+    """Run PROGRAM in a pseudo-terminal, resized to `then` columns after its first note, for which PROGRAM waits. Returns its
+    output, its exit code, and whether the terminal's settings are unchanged."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     before = termios.tcgetattr(slave)
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", PROGRAM, *arguments, *([str(then)] if then else [])],
         stdin=slave,
         stdout=slave,
         stderr=subprocess.DEVNULL,

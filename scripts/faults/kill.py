@@ -43,7 +43,17 @@ from support.endings import Ending
 from support.harness import run
 from support.killing import MODES, Aim, ForkServer, Kill, Outcome, Reference, disturb, prepare
 
-SHARES = {"lora": 5, "full": 4, "packed": 3, "bucketed": 3, "float16": 2, "workers": 2, "tokenisers": 1, "compiled": 1}
+SHARES = {
+    "lora": 5,
+    "full": 4,
+    "packed": 3,
+    "bucketed": 3,
+    "float16": 2,
+    "early": 2,
+    "workers": 2,
+    "tokenisers": 1,
+    "compiled": 1,
+}
 """Relative number of kills per mode. The last three modes are slow."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.harness import command
-from support.killing import Reference, tail
+from support.killing import MODES, Reference, tail
 from support.ranks import Ranks
 from support.runs import losses
 
@@ -61,6 +61,26 @@ def test_two_ranks_learn_what_one_process_learns(ranks, forks, tmp_path, words, 
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, rtol=0, atol=tolerance), name
+
+
+def test_two_ranks_stop_early_and_finish_like_one_process(ranks, forks, tmp_path):
+    """Early stopping, the checkpoint to go back to, and the file of `fxtune finish`, which rank 0 alone looks for."""
+    words = MODES["early"]
+    Reference.of(forks, made(tmp_path / "alone", *words), tmp_path / "alone")
+    assert ranks.run(made(tmp_path / "two", *words), tmp_path / "two") == [0, 0], tail(tmp_path / "two")
+    results = [json.loads((tmp_path / name / "run" / "result.json").read_text()) for name in ("alone", "two")]
+    for name in ("train/step", "train/dropped_steps", "train/ended_early", "eval/best_step"):
+        assert results[0][name] == results[1][name]
+    for name, weight in adapter(tmp_path / "alone").items():
+        assert torch.equal(adapter(tmp_path / "two")[name], weight), name
+    words = made(tmp_path / "told", "schedule.name=wsd", "train.epochs=400", "train.max_minutes=600")
+    first, _ = both = ranks.start(words, tmp_path / "told", "trace")
+    assert first.until("training", 8), tail(tmp_path / "told")
+    (tmp_path / "told" / "run" / "finish").touch()
+    assert [forked.wait() for forked in both] == [0, 0], tail(tmp_path / "told")
+    result = json.loads((tmp_path / "told" / "run" / "result.json").read_text())
+    assert result["train/ended_early"] == "finish"
+    assert 8 <= result["train/step"] < 1000
 
 
 def test_last_step_that_ranks_do_not_divide_counts_each_row_once(ranks, forks, tmp_path):

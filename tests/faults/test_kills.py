@@ -93,3 +93,19 @@ def test_orphaned_workers_end_and_change_no_bit(killed, undisturbed):
     without = undisturbed("lora")
     reference = dataclasses.replace(without, words=[*without.words, "loader.num_workers=4"])
     killed("lora", reference, Aim("training", 9, 0.5, alone=True))
+
+
+@pytest.mark.slow
+def test_run_killed_around_its_early_stop_goes_back_and_decays_all_the_same(killed, undisturbed):
+    """The third evaluation stops the run, which goes back to the checkpoint of the second one."""
+    reference = undisturbed("early")
+    assert reference.ending.result["train/ended_early"] == "early"
+    assert reference.ending.result["train/dropped_steps"] == 3
+    killed(
+        "early",
+        reference,
+        Aim("evaluating", 3, 0.9),
+        Aim("evaluating", 1, 1.2),
+        Aim("saving", 1, 0.5),
+        Aim("training", 2, 0.5),
+    )

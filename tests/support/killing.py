@@ -357,6 +357,15 @@ MODES: dict[str, tuple[str, ...]] = {
     "float16": ("model.dtype=float16", "data.buckets=[128]"),
     "workers": (*LEARNS, "loader.num_workers=4"),
     "tokenisers": ("data.workers=2", "data.sources=[{path: many.jsonl}]", "train.max_steps=6", "checkpoint.every=2"),
+    "early": (
+        "data.eval_fraction=0.15",
+        "train.eval_every=3",
+        "train.eval_share=0.999",
+        "train.stop={patience: 2, min_delta: 100}",
+        "schedule.name=wsd",
+        "schedule.warmup_steps=1",
+        "optimizer.lr=0.1",
+    ),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
 """Words in addition to command(). The first three modes evaluate and so also save at other steps."""

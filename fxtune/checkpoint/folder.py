@@ -42,7 +42,7 @@ _REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{8,})")
 _OF_RANK = re.compile(r"rank-(\d+)/(.*)", re.DOTALL)
 Moment = TypeVar("Moment", torch.Tensor, StoredTensor)
-_WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer", "z", "trained")
 """Moments that have the shape of their weight."""
 
 

@@ -15,8 +15,8 @@ from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
-from fxtune.optim.config import OptimizerConfig
-from fxtune.optim.schedule import ScheduleConfig
+from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.schedule import ScheduleConfig, ScheduleName
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking.tracker import TrackingConfig
 
@@ -160,6 +160,17 @@ class Config:
             )
         if len(self.optimizer.betas) != 2:
             yield f"`optimizer.betas={self.optimizer.betas}` must be two numbers, as in [0.9, 0.999]"
+        if self.optimizer.name is OptimizerName.adamw_schedulefree:
+            if self.schedule.name is not ScheduleName.constant:
+                yield (
+                    f"`optimizer.name=adamw_schedulefree` averages its weights in place of a decay, and "
+                    f"`schedule.name={self.schedule.name.value}` decays: set schedule.name=constant, or use adamw"
+                )
+            if self.parallel.average_every > 1:
+                yield (
+                    "`optimizer.name=adamw_schedulefree` has state that local steps do not average: set "
+                    "parallel.average_every=1, or use adamw"
+                )
         try:
             data.validate()
         except ConfigError as error:

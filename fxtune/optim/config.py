@@ -10,12 +10,14 @@ from fxtune.system.facts import APEX, MachineFacts, c_compiler
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
 
+SCHEDULEFREE = "schedulefree"
 QUANT = "Install it with pip install 'fxtune[quant]'"
 
 
 class OptimizerName(str, Enum):
     adamw = "adamw"
     adamw_8bit = "adamw_8bit"
+    adamw_schedulefree = "adamw_schedulefree"
     apex_adamw = "apex_adamw"
     sgd = "sgd"
     adafactor = "adafactor"
@@ -26,8 +28,9 @@ class OptimizerName(str, Enum):
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates
-    matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
+    """`adamw_8bit` keeps AdamW's moments in 8 bits; `adamw_schedulefree` averages its weights instead of decaying the
+    learning rate (arXiv 2405.15682), so it needs schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex;
+    `muon` updates matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: float = field(default=2e-4, metadata={"above": 0})
     """Peak learning rate."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
@@ -53,6 +56,7 @@ class OptimizerConfig:
 READS: dict[OptimizerName, tuple[str, ...]] = {
     OptimizerName.adamw: ("betas", "eps", "fused"),
     OptimizerName.adamw_8bit: ("betas", "eps"),
+    OptimizerName.adamw_schedulefree: ("betas", "eps"),
     OptimizerName.apex_adamw: ("betas", "eps"),
     OptimizerName.sgd: ("momentum", "fused"),
     OptimizerName.adafactor: (),
@@ -79,6 +83,13 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or "
             "name=adamw_8bit."
         )
+    if config.name is OptimizerName.adamw_schedulefree and SCHEDULEFREE not in facts.packages:
+        yield (
+            f"optimizer.name: adamw_schedulefree is of the package schedulefree, which {facts.lacks(SCHEDULEFREE)}. "
+            "Install it with pip install schedulefree, or use adamw."
+        )
+    if config.name is OptimizerName.adamw_schedulefree and config.betas[0] == 0:
+        yield "optimizer.betas: adamw_schedulefree has no averages with a first value of 0. Its default is 0.9."
     if config.name is OptimizerName.apex_adamw and (why := facts.apex_problem()):
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:

@@ -5,13 +5,14 @@ When the loss or the gradient of a step is not finite, neither weights nor momen
 
 Memory of the state in bytes per trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are
 bfloat16 too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values
-keep 8), Lion, Muon and SGD with momentum half as much as AdamW, Adafactor almost none.
+keep 8), Lion, Muon and SGD with momentum half as much as AdamW, Adafactor almost none. Schedule-free AdamW has as much
+as AdamW; during an evaluation and a save it needs one or two more copies of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,10 @@ from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
 from fxtune.techniques.quantize import Library
 
 Scalar = int | float | bool
+STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
+"""State that a package keeps for all weights of a group. It is saved with each weight."""
+TRAINED = "trained"
+"""The state's key for a weight as it is trained, where it is saved and evaluated as an average (averages())."""
 
 
 class Optimizer:
@@ -42,6 +47,8 @@ class Optimizer:
         }
         self.parts = _library_optimizers(model, config, list(self.names))
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
+        self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
+        """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with others."""
         self.keep_gradients = keep_gradients
         self.reached: set[str] = set()
         """With keep_gradients: names of the weights that have received a gradient since the last step, added by
@@ -123,8 +130,10 @@ class Optimizer:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     moments = dict(part.state.get(parameter, {}))
-                    if moments and "step" in group:  # Apex counts steps in the group
-                        moments["step"] = group["step"]
+                    if moments:
+                        moments |= {key: group[key] for key in _state_of_group(part)}
+                    if moments and self.averaging is not None:
+                        moments[TRAINED] = parameter.detach()
                     for key, value in _plain_state(moments):
                         target: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
                         target[f"{self.names[parameter]}/{key}"] = value
@@ -146,9 +155,48 @@ class Optimizer:
                     for key, value in moments.items():
                         if isinstance(value, torch.Tensor) and not (key == "step" and step_on_host):
                             moments[key] = value.to(parameter.device)
-                    part.state[parameter] = _library_state(parameter, moments)
-                    if _is_from(part, "apex") and "step" in moments:
-                        group["step"] = part.state[parameter].pop("step")
+                    part.state[parameter] = state = _library_state(parameter, moments)
+                    group.update({key: state.pop(key) for key in _state_of_group(part) if key in state})
+                    if TRAINED in state:
+                        with torch.no_grad():
+                            parameter.copy_(state.pop(TRAINED))
+
+    @torch.no_grad()
+    def averages(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What to evaluate, save and export in place of each weight, as new tensors; empty where it is the weight.
+
+        Schedule-free AdamW takes gradients at y, between the averaged weights x and the moving ones, z: y = b x +
+        (1 - b) z, with its momentum b.
+        """
+        if self.averaging is None:
+            return {}
+        states = {parameter: part.state.get(parameter, {}) for part in self.parts for parameter in self.names}
+        return {
+            parameter: torch.lerp(parameter, state["z"].to(parameter.device), 1 - 1 / self.averaging)
+            for parameter, state in states.items()
+            if "z" in state
+        }
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """In the body the weights are their averages(). Afterwards they have the bits that they had before."""
+        averages = self.averages()
+        trained = {parameter: parameter.detach().clone() for parameter in averages}
+        try:
+            self.use_averages(averages)
+            yield
+        finally:
+            self.use_averages(trained)
+
+    @torch.no_grad()
+    def use_averages(self, values: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Replace the weights by `values`; None: by their averages()."""
+        for parameter, value in (self.averages() if values is None else values).items():
+            parameter.copy_(value)
+
+
+def _state_of_group(part: torch.optim.Optimizer) -> tuple[str, ...]:
+    return STATE_OF_GROUP.get(type(part).__module__.partition(".")[0], ())
 
 
 def _mark_reached(reached: set[str], name: str, _: torch.Tensor) -> None:
@@ -186,8 +234,9 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether a Guard undoes bad steps. Adafactor itself syncs for each weight."""
-    possible = not part.defaults.get("fused") and not isinstance(part, torch.optim.Adafactor)
+    """Whether a Guard undoes bad steps. Adafactor itself syncs for each weight; schedulefree counts on the host."""
+    counts = isinstance(part, torch.optim.Adafactor) or _is_from(part, "schedulefree")
+    possible = not part.defaults.get("fused") and not counts
     return possible and parameters[0].is_cuda and sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
 
 
@@ -218,6 +267,12 @@ def _library_optimizers(
         from apex.optimizers import FusedAdam
 
         return [FusedAdam(groups, adam_w_mode=True, **adam)]
+    if config.name is OptimizerName.adamw_schedulefree:
+        from schedulefree import AdamWScheduleFree
+
+        schedule_free = AdamWScheduleFree(groups, **adam)
+        schedule_free.train()
+        return [schedule_free]
     if config.name is OptimizerName.sgd:
         sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=config.fused, **shared)
         for parameter in parameters if config.momentum else []:

@@ -29,6 +29,7 @@ PACKAGES = (
     "wandb",
     "tensorboard",
     "lion-pytorch",
+    "schedulefree",
 )
 
 

@@ -166,7 +166,9 @@ class RunState:
                 moments |= {stored.name_of_rank(rank, name): tensor for name, tensor in own.items()}
         state.loss_scale, state.numbers = self.loss_scale.state(), self.monitor.state()
         state.clock = self.clock.state()
-        self.checkpoints.save(state, self.weights(), moments, since, alone)
+        names = self.optimizer.names
+        averages = {names[parameter]: average for parameter, average in self.optimizer.averages().items()}
+        self.checkpoints.save(state, {**self.weights(), **averages}, moments, since, alone)
         self.saved, self._saved_rows = state.step, dict(state.rows)
 
     def average(self) -> None:
@@ -195,6 +197,7 @@ class RunState:
         no such checkpoint. Nothing is saved after this.
         """
         step, best = self.state.step, self.state.best_step
+        self.use_averages()
         if best in (None, step) or not self.checkpoints.config.keep_best:
             return step
         try:
@@ -204,6 +207,12 @@ class RunState:
             return step
         self._holds_best = True
         return best
+
+    def use_averages(self) -> None:
+        """Replace the weights by what the optimizer exports in their place. Nothing is saved after this."""
+        if self.optimizer.averaging is not None and not self._holds_best:
+            self.optimizer.use_averages()
+            self._holds_best = True
 
     def check_room(self, steps: int, optimizer: str, export_all: bool) -> None:
         """Refuse a run of `steps` steps if the disk has no room for one checkpoint and the export: the whole model

@@ -475,7 +475,7 @@ class Trainer:
             return False
         self.run_state.average()
         figures: dict[str, float] = {}
-        with self.clock.evaluation(), self._interruptible():
+        with self.clock.evaluation(), self.train_step.optimizer.averaged(), self._interruptible():
             if self.held_out is not None:
                 measure, rows = self.held_out.measure, self.config.train.micro_batch_size
                 means = self.batch_sizes.run("evaluation", rows, measure)
@@ -507,6 +507,7 @@ class Trainer:
         step = state.step
         if self.config.run.export is Export.best:
             step = self.run_state.load_best()
+        self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
         figures, note = dict(state.figures), weights_note(step, state)

@@ -92,7 +92,7 @@ def test_norms_and_biases_get_no_weight_decay():
     }
 
 
-@pytest.mark.parametrize("name", OptimizerName)
+@pytest.mark.parametrize("name", [name for name in OptimizerName if name is not OptimizerName.adamw_schedulefree])
 def test_weight_decay_is_decoupled_except_for_sgd(name):
     linear = nn.Linear(64, 64, bias=False)
     begun = linear.weight.detach().clone()
@@ -266,3 +266,27 @@ def test_reads_table_matches_what_each_optimizer_uses():
             option for option, value in changes.items() if built(name.value, {option: value}) != built(name.value, {})
         }
         assert acts == set(reads), name
+
+
+def test_schedule_free_averages_are_those_of_its_library():
+    from schedulefree import AdamWScheduleFree
+
+    model, optimizer = make("adamw_schedulefree", betas=[0.9, 0.99])
+    torch.manual_seed(0)
+    plain = Small()
+    reference = AdamWScheduleFree([p for p in plain.parameters() if p.requires_grad], betas=(0.9, 0.99))
+    reference.train()
+    for step in range(5):
+        for each in (model, plain):
+            backward(each, step)
+        optimizer.step(1e-2 * (step + 1) / 5, YES)
+        reference.param_groups[0]["lr"] = 1e-2 * (step + 1) / 5
+        reference.step()
+        reference.zero_grad()
+    trained = {name: weight.clone() for name, weight in model.named_parameters()}
+    assert all(torch.equal(trained[name], weight) for name, weight in plain.named_parameters())
+    reference.eval()
+    with optimizer.averaged():
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert not torch.equal(model.up.weight, trained["up.weight"])
+    assert all(torch.equal(trained[name], weight) for name, weight in model.named_parameters())

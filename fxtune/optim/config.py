@@ -88,6 +88,11 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"optimizer.name: adamw_schedulefree is of the package schedulefree, which {facts.lacks(SCHEDULEFREE)}. "
             "Install it with pip install schedulefree, or use adamw."
         )
+    if config.name is OptimizerName.adamw_schedulefree and facts.degrees.shard > 1:
+        yield (
+            f"optimizer.name: adamw_schedulefree has not been tried with divided weights, and this run has "
+            f"{facts.degrees}. Use adamw, or parallel.shard=1."
+        )
     if config.name is OptimizerName.adamw_schedulefree and config.betas[0] == 0:
         yield "optimizer.betas: adamw_schedulefree has no averages with a first value of 0. Its default is 0.9."
     if config.name is OptimizerName.apex_adamw and (why := facts.apex_problem()):

@@ -81,7 +81,8 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["optimizer={name: sgd}"], "is a config group"),
         (
             ["optimizer.name=adam"],
-            "is not one of adamw, adamw_8bit, apex_adamw, sgd, adafactor, lion, muon; did you mean `adamw`?",
+            "is not one of adamw, adamw_8bit, adamw_schedulefree, apex_adamw, sgd, adafactor, lion, muon; did you mean "
+            "`adamw`?",
         ),
         (["run.resume=off"], "is not one of auto, never, must"),
         (["train.max_steps=many"], "is a whole number"),

@@ -86,7 +86,7 @@ def test_refusals_say_what_to_change(known, options, parts, monkeypatch):
 def test_supported_optimizers_are_not_refused(monkeypatch):
     monkeypatch.setenv("CC", "true")
     for name in OptimizerName:
-        packages = {**GPU.packages, "nvidia-apex": "0.1"}
+        packages = {**GPU.packages, "nvidia-apex": "0.1", "schedulefree": "1.4"}
         assert not reasons(facts(packages=packages), name=name)
     assert not reasons(stochastic_rounding=True)
     monkeypatch.setenv("PATH", "")

@@ -12,9 +12,12 @@ from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.skip_nonfinite import Guard
 
+GUARDED = [name for name in CASES if name != "adamw_schedulefree"]
+"""Schedule-free AdamW counts steps on the host, in its groups, so it is never guarded."""
+
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GUARDED)
 def test_undone_step_equals_skipped_step(name, fused, tmp_path):
     """As on a GPU, where the step is taken before `finite` is known."""
     (model, asking), (other, guarded) = (
@@ -47,7 +50,7 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
     assert all(torch.equal(value, others[key]) for key, value in tensors.items())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GUARDED)
 def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
     """Such as an expert that gets no token."""
     (model, asking), (other, guarded) = (

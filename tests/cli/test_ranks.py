@@ -77,8 +77,9 @@ def test_one_process_shows_the_samples_and_the_forecast_of_a_rank(says):
     assert "2 (replicate 2)" in said
 
 
-def test_one_process_merges(says, ranks, tmp_path):
-    says("train")
+def test_one_process_merges(ranks, tmp_path, words):
+    kept = [word for word in words if not word.startswith("model.")]
+    assert ranks.run([*kept, "model.path=builtin:tiny", "train.max_steps=2"], tmp_path) == [0, 0], tail(tmp_path)
     assert ranks.run(["merge", "run/adapter", "merged"], tmp_path) == [0, 0], tail(tmp_path)
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
@@ -100,7 +101,7 @@ def test_commands_start_their_ranks_themselves(tmp_path, words):
 
 
 def test_trials_of_a_search_run_on_both_ranks(tmp_path, words):
-    both = ["run.gpus=2", "run.device=cpu"]
+    both = ["run.gpus=2", "run.device=cpu", "train.micro_batch_size=1", "train.global_batch_size=2"]
     options = ["--axes", "micro_batch", "--steps", "2", "--minutes", "20", "--output", "tuned.yaml", "--again"]
     done = run(["tune", *words, *both, *options], tmp_path, timeout=1200)
     assert done.code == 0, done.text

@@ -128,6 +128,11 @@ class Degrees:
         return " x ".join(f"{name} {getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1) or "1 rank"
 
 
+def agrees(config: ParallelConfig, degrees: Degrees) -> bool:
+    """Whether `degrees` are what `config` says, where it gives a number."""
+    return all(getattr(config, name) in (AUTO, str(getattr(degrees, name))) for name in DEGREES)
+
+
 def decide(config: ParallelConfig, ranks: int, shards: bool = False) -> Degrees:
     """The degrees that `config` means for `ranks` ranks. Ranks that no number of the config places replicate, or
     shard if `shards`: the model does not fit one card.

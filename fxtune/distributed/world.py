@@ -154,11 +154,25 @@ class World:
         assert self.size > 1, "one rank has no mesh"
         return _mesh(self.device.type, self.degrees)
 
-    def sum(self, tensor: torch.Tensor, doing: str = "adding up") -> torch.Tensor:
-        """`tensor` summed over the ranks, in place. Issued on the device; the host does not wait on a GPU."""
+    @property
+    def weights_mesh(self) -> DeviceMesh:
+        """The mesh over which weights are divided: of replicas, if there are several, and of the parts of each weight.
+        Ranks that share rows hold different parts, too."""
+        return _weights_mesh(self.device.type, self.degrees)
+
+    @property
+    def weights_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the parts of one copy of the weights."""
+        return self.weights_mesh.get_group(-1)
+
+    def sum(
+        self, tensor: torch.Tensor, doing: str = "adding up", group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """`tensor` summed over the ranks (of `group`), in place. Issued on the device; the host does not wait on a
+        GPU."""
         if self.size > 1:
             with self.waiting(doing):
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work:
@@ -246,6 +260,7 @@ class World:
         """Leave the process group: the run of this process is over."""
         if self.size > 1 and dist.is_initialized():
             _mesh.cache_clear()
+            _weights_mesh.cache_clear()
             dist.destroy_process_group()
 
     @contextmanager
@@ -257,10 +272,25 @@ class World:
             except torch.OutOfMemoryError:  # a RuntimeError, too
                 raise
             except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
-                raise RankError(
-                    f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "
-                    f"{first_line(error)}. The same command goes on from the last checkpoint."
-                ) from error
+                raise self._lost_rank(doing, error) from error
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """If torch loses a connection to another rank in the body, as it does where it gathers weights, that becomes a
+        RankError."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
+            if self.size == 1 or not lost:
+                raise
+            raise self._lost_rank("exchanging weights", error) from error
+
+    def _lost_rank(self, doing: str, error: RuntimeError) -> RankError:
+        return RankError(
+            f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "
+            f"{first_line(error)}. The same command goes on from the last checkpoint."
+        )
 
     def facts(self, deterministic: bool = False) -> MachineFacts:
         """The device, the memory and the installed packages.
@@ -295,6 +325,15 @@ def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device, tuple(getattr(degrees, name) for name in DEGREES), mesh_dim_names=DEGREES)
+
+
+@functools.cache
+def _weights_mesh(device: str, degrees: Degrees) -> DeviceMesh:
+    mesh = _mesh(device, degrees)
+    if degrees.context > 1:
+        mesh["shard", "context"]._flatten("weights")
+    parts = "weights" if degrees.context > 1 else "shard"
+    return mesh["replicate", parts] if degrees.replicate > 1 else mesh[parts]
 
 
 @functools.cache

@@ -6,6 +6,8 @@ import torch
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Autocast's dtype, or x's where autocast is off."""
+    """Autocast's dtype, or x's where autocast is off. Autocast knows no meta device."""
     device = x.device.type
+    if device == "meta":
+        return x.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -12,16 +12,17 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Optional
 
 import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
-from fxtune.models import weights
+from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.untrusted import inspect_config, inspect_folder
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
 
@@ -166,8 +167,9 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
     """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
 
     Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB
-    there and nothing elsewhere. `shrinks`: the caller quantizes the weights and moves them one by one, so they may
-    start in host memory, which has room for a model larger than the GPU.
+    there and nothing elsewhere. With parallel.shard above 1 they have no memory yet: see fill(). `shrinks`: the caller
+    quantizes the weights and moves them one by one, so they may start in host memory, which has room for a model
+    larger than the GPU.
 
     The result's `name_or_path` and `base_revision` say where it came from, `config_edited` whether its config
     differs from the one found there.
@@ -175,14 +177,38 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
     silence_libraries()
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
     random = model.init is Init.random
+    if world.degrees.shard > 1:
+        built = shards.empty(hf_config, dtype, world, code)
+        return _with_origin(built, model, hf_config)
     if shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
         world = dataclasses.replace(world, device=torch.device("cpu"))
     if random:
         built = weights.draw(hf_config, dtype, world, seed, code)
+    else:
+        built = weights.read(_locate(model), hf_config, dtype, world, code, str(model.path))
+    return _with_origin(built, model, hf_config)
+
+
+def fill(
+    model: ModelConfig, hf_config: Any, built: Any, pieces: Mapping[str, list[shards.Piece]], world: World, seed: int
+) -> None:
+    """Read or draw the weights of a model that build() made for several shards: of each the rows that this rank holds.
+
+    `pieces`: shards.pieces_of() the model before it was divided. The other arguments are those of build().
+    """
+    if model.init is Init.random:
+        dtype, code = resolve_dtype(model, world), model.trust_remote_code
+        drawn_shards.draw(built, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
+    else:
+        shards.read(_locate(model), built, pieces, world, str(model.path))
+
+
+def _with_origin(built: Any, model: ModelConfig, hf_config: Any) -> Any:
+    """`built`, recording where it came from; see build()."""
+    if model.init is Init.random:
         built.name_or_path, built.base_revision, built.config_edited = "", None, True
         return built
     origin = _locate(model)
-    built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
     built.name_or_path, built.base_revision = origin.name, origin.revision
     built.config_edited = hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built

@@ -55,7 +55,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    files, place = _fetch(origin), f"model.path={path}: the weights in {origin.folder}"
+    files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
     loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks output_loading_info
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
     # ImportError: a kernel that config.json names is not installed.
@@ -156,7 +156,7 @@ def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
                 yield file, key, opened
 
 
-def _fetch(origin: Origin) -> list[Path]:
+def readable_files(origin: Origin) -> list[Path]:
     """Make the safetensors files of the model local (its index names them), check each, and return them."""
     from safetensors import SafetensorError
 

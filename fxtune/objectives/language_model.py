@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batches.batch import Batch
+from fxtune.distributed.sharding import with_head
 from fxtune.errors import ConfigError
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
@@ -96,7 +97,7 @@ class LanguageModel:
     def _cross_entropy(self, batch: Batch, reduction: str) -> torch.Tensor:
         if self.own_forward:
             return F.cross_entropy(self._own_logits(batch), batch.labels, reduction=reduction)
-        return self._head_losses(self._hidden(batch), batch.labels, reduction)
+        return with_head(self.model, lambda: self._head_losses(self._hidden(batch), batch.labels, reduction))
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """[supervised, d]: the last hidden states at the positions that have a target."""
@@ -145,6 +146,11 @@ class LanguageModel:
         vocabulary = self.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         return self.chunk_rows or default_chunk_rows(vocabulary, torch.float32)
 
+    def _head_logits_and_losses(self, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits [rows, vocabulary] and the losses [rows] of `labels`, from the decoder and the head."""
+        hidden = backbone(self.model)(**inputs)[0].flatten(0, 1)
+        return self._logits(hidden), self._head_losses(hidden, labels, "none")
+
     def _compare(self) -> Evidence:
         """Compare the logits and losses of a small row with those of the model's own forward; sets `own_forward`."""
         device = next(self.model.parameters()).device
@@ -157,10 +163,10 @@ class LanguageModel:
             expected = F.cross_entropy(own.float(), labels, reduction="none")
             limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
             try:
-                hidden = backbone(self.model)(**inputs)[0].flatten(0, 1)
+                logits, losses = with_head(self.model, lambda: self._head_logits_and_losses(inputs, labels))
                 differences = [
-                    _relative_difference(self._logits(hidden), own.float()),
-                    _relative_difference(self._head_losses(hidden, labels, "none"), expected),
+                    _relative_difference(logits, own.float()),
+                    _relative_difference(losses, expected),
                 ]
             except (AttributeError, RuntimeError, TypeError) as problem:  # no head directly after the decoder
                 if out_of_memory_reason(problem):

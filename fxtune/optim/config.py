@@ -66,6 +66,10 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
 """For each optimizer, the options it reads beyond those that all read. Muon also reads AdamW's."""
 
 
+NEEDS_WHOLE = (OptimizerName.adafactor, OptimizerName.muon)
+"""Optimizers whose update of a weight depends on more than its own gradient and state."""
+
+
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why this optimizer cannot run under `facts`. Needs no weights."""
     yield from _unread_options(config)
@@ -99,6 +103,12 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _no_stochastic_rounding(config, facts)
+    if facts.degrees.shard > 1 and config.name in NEEDS_WHOLE and not facts.techniques.lora.enabled:
+        yield (
+            f"optimizer.name: {config.name.value} computes with whole matrices, and parallel.shard="
+            f"{facts.degrees.shard} leaves each rank rows of them. Use adamw, adamw_8bit, lion or sgd, train adapters "
+            "(techniques.lora.enabled=true), or set parallel.shard=1."
+        )
     compiled = config.stochastic_rounding or (eight_bit and chosen is Library.torchao)
     if facts.device == "cuda" and compiled and not c_compiler():
         yield (

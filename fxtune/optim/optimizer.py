@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.distributed.chunks import is_divided, local
+from fxtune.distributed.sharding import sharding_of
 from fxtune.distributed.world import World
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.optim.skip_nonfinite import MAX_BYTES, Guard, adamw_8bit_without_sync
@@ -42,9 +44,19 @@ class Optimizer:
         overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
         still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
         """
-        self.names: dict[torch.Tensor, str] = {
-            parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
-        }
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.divided: dict[torch.Tensor, nn.Parameter] = {}
+        """Where weights are divided over ranks: the rows that this rank holds and updates, and the parameter."""
+        self.names: dict[torch.Tensor, str] = {}
+        """The tensors that are updated and the names of their parameters."""
+        for name, weight in trained.items():
+            own = nn.Parameter(local(weight)) if is_divided(weight) else weight
+            if not own.numel():  # a weight of fewer rows than ranks
+                continue
+            if own is not weight:
+                self.divided[own] = weight
+            self.names[own] = name
+        self.sharding = sharding_of(model)
         self.parts = _library_optimizers(model, config, list(self.names))
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
@@ -58,33 +70,50 @@ class Optimizer:
             self.kept[parameter] = parameter.grad = torch.zeros_like(parameter)
             parameter.register_post_accumulate_grad_hook(partial(_mark_reached, self.reached, name))
 
+    @property
+    def whole(self) -> dict[torch.Tensor, str]:
+        """The weights that each rank holds whole, and their names: all, unless they are divided. Their gradients are
+        its own until set_gradients(); those of divided weights are summed over the ranks by the backward pass."""
+        return {one: name for one, name in self.names.items() if one not in self.divided}
+
+    def collect(self) -> None:
+        """Take the gradients that the backward pass has left in divided parameters."""
+        for own, parameter in self.divided.items():
+            own.grad = None if parameter.grad is None else local(parameter.grad)
+
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradient of each weight, in the order of `names`; None where no backward pass has reached it."""
-        return [
-            parameter.grad if name in self.reached or not self.keep_gradients else None
-            for parameter, name in self.names.items()
-        ]
+        """The gradients of `whole`; None where no backward pass has reached a weight."""
+        return [self._gradient(one) for one in self.whole]
+
+    def _gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return weight.grad if self.names[weight] in self.reached or not self.keep_gradients else None
 
     @torch.no_grad()
     def set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Set what gradients() returns, in each weight's own dtype."""
-        for (parameter, name), gradient in zip(self.names.items(), gradients, strict=True):
+        for parameter, gradient in zip(self.whole, gradients, strict=True):
             if gradient is None:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(gradient)
             if self.keep_gradients:
-                self.reached.add(name)
+                self.reached.add(self.names[parameter])
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to norm `max_norm` (0: do not). Returns its norm before, a scalar on the device."""
-        found = zip(self.names, self.gradients(), strict=True)
-        reached = {parameter: gradient for parameter, gradient in found if gradient is not None}
-        norm = torch.nn.utils.get_total_norm(list(reached.values()), foreach=True)
+        reached = {one: gradient for one in self.names if (gradient := self._gradient(one)) is not None}
+        norm = self._norm(gradient for one, gradient in reached.items() if one not in self.divided)
+        if self.sharding is not None:
+            own = self._norm(gradient for one, gradient in reached.items() if one in self.divided).double()
+            norm = (norm.double().square() + self.sharding.sum_over_shards(own.square())).sqrt().float()
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(list(reached), max_norm, norm, foreach=True)
         return norm
+
+    def _norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+        device = next(iter(self.names)).device
+        return torch.nn.utils.get_total_norm(list(gradients), foreach=True).to(device)
 
     def step(self, lr: float, finite: torch.Tensor) -> None:
         """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the
@@ -117,7 +146,7 @@ class Optimizer:
                 parameter.grad = gradient
             self.reached.clear()
             return
-        for parameter in self.names:
+        for parameter in (*self.names, *self.divided.values()):
             parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:

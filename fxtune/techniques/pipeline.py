@@ -19,8 +19,10 @@ from fxtune.errors import ConfigError
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
 from fxtune.models.load import ModelConfig
+from fxtune.models.shards import pieces_of
 from fxtune.models.structure import beside_text, skeleton
 from fxtune.system.units import GIB
+from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import context
 from fxtune.techniques.attention.inputs import model_inputs
@@ -62,7 +64,8 @@ class Pipeline:
     lora: Lora = field(default_factory=Lora)
     # Wraps whole layers, adapters included.
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
-    # Last: traces the final layers.
+    # Last of the techniques: traces the final layers. Then weights are divided over ranks (parallel.shard): layers are
+    # gathered around what is compiled, not in it.
     compile: Compile = field(default_factory=Compile)
 
     def enabled(self) -> Iterator[tuple[str, Technique]]:
@@ -132,11 +135,18 @@ class Pipeline:
         facts = replace(facts, techniques=self)
         every = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
         reasons = [f"techniques.{name}.{reason}" for name, reason in every]
-        if facts.degrees.context > 1:
-            reasons += [f"parallel.context={facts.degrees.context}: {reason}" for reason in context.refuses(facts)]
+        reasons += self.unshareable(facts)
         reasons += [*self._missing(facts), *self._too_large(facts), *problems]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+    def unshareable(self, facts: Facts) -> Iterator[str]:
+        """Each reason why ranks cannot share the work as `facts.degrees` says."""
+        facts, degrees = replace(facts, techniques=self), facts.degrees
+        if degrees.context > 1:
+            yield from (f"parallel.context={degrees.context}: {reason}" for reason in context.refuses(facts))
+        if degrees.shard > 1:
+            yield from (f"parallel.shard={degrees.shard}: {reason}" for reason in divided_weights.refuses(facts))
 
     def _missing(self, facts: Facts) -> Iterator[str]:
         """A reason for each disabled technique that this run needs."""
@@ -241,6 +251,10 @@ class Pipeline:
                     built = technique.apply(built, world)
                 if technique is self.lora and model.adapter:
                     self.lora.start_from(built, model.adapter)
+        if world.degrees.shard > 1:
+            pieces = pieces_of(built)
+            divided_weights.divide(built, world, self.precision)
+            models.fill(model, hf_config, built, pieces, world, seed)
         return built
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:

@@ -9,7 +9,7 @@ a KV cache.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -23,6 +23,7 @@ from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.config import QuestionsConfig, SourceConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
+from fxtune.distributed.sharding import with_head
 from fxtune.errors import DataError, StorageError
 from fxtune.models.structure import observed
 from fxtune.system.oom import BatchSizes
@@ -95,12 +96,16 @@ def answer(
         while order:
             prompts = [questions[index].prompt for index in order]
             ask = partial(_greedy, model, prompts, ends, tokenizer.pad_token_id or 0, max_new_tokens)
-            written = batch_sizes.run("questions", batch_size, ask)
+            written = batch_sizes.run("questions", batch_size, partial(_with_head, model, ask))
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
             order = order[len(written) :]
             work.advance(len(written))
     return answers
+
+
+def _with_head(model: nn.Module, ask: Callable[[int], list[list[int]]], rows: int) -> list[list[int]]:
+    return with_head(model, partial(ask, rows))
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
@@ -137,15 +142,16 @@ class AnswerEvaluation:
             evaluation._read(when)
         return evaluation
 
-    def ask(self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None) -> float:
+    def ask(self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None, writes: bool = True) -> float:
         """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`:
-        see answer().
+        see answer(). `writes`: whether they are stored on the disk, too, as one rank of several does.
         """
         config = self.config
         given = answer(model, self.tokenizer, self.questions, config.batch_size, config.max_new_tokens, batch_sizes)
-        if not when:
+        if when:
+            self.answers[when] = given
+        if not (when and writes):
             return exact_match(given, self.questions)
-        self.answers[when] = given
         lines = [
             json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
             for question, text in zip(self.questions, given, strict=True)

@@ -25,7 +25,8 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
-from fxtune.distributed.parallel import decide
+from fxtune.distributed.parallel import agrees, decide
+from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, HubError, UserError
 from fxtune.models import load as models
@@ -37,10 +38,14 @@ from fxtune.optim.schedule import learning_rate
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
+from fxtune.system.units import GIB
+from fxtune.techniques import divided_weights
 from fxtune.techniques.attention import context, isolation
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.compile.technique import Dynamic
+from fxtune.techniques.estimate.degrees import choose, need_with, possible
+from fxtune.techniques.estimate.memory import trained_parameters
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.package_checks import unusable
 from fxtune.techniques.pipeline import make_probe, require_acted
@@ -66,10 +71,7 @@ class RunBuilder:
         self.config = config
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib)
-        degrees = decide(config.parallel, self.world.size)
-        if degrees.shard > 1:
-            raise ConfigError(f"parallel.shard={degrees.shard}: not built yet. Set it to 1.")
-        self.world = self.world.divided(degrees)
+        self.world = self.world.divided(decide(config.parallel, self.world.size))
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
@@ -83,6 +85,9 @@ class RunBuilder:
             if not unusable(self.facts, [*config.techniques.packages(self.facts), *optimizer_needs]):
                 break  # else decide again: from now on a package that does not work counts as missing
         self.config = config = replace(config, data=data)
+        self.world, shared = self._share_work()
+        self.facts = replace(self.facts, degrees=self.world.degrees)
+        notes += shared
         self.techniques, self.decided = config.techniques.resolved(
             self.facts, list(update_rule.check(config.optimizer, self.facts))
         )
@@ -94,10 +99,28 @@ class RunBuilder:
                 )
         if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
-        if self.world.size > 1:
-            notes.append(f"parallel: {self.world.degrees}")
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)
+
+    def _share_work(self) -> tuple[World, list[str]]:
+        """The world with its ranks divided as the config says or, where it says `auto`, as the forecast advises; and
+        a line about that."""
+        world, facts, parallel = self.world, self.facts, self.config.parallel
+        if world.size == 1:
+            return world, []
+        candidates = []
+        for degrees in possible(world.size) if facts.device == "cuda" else ():  # ranks of one CPU share its memory
+            shared = replace(facts, degrees=degrees)
+            refused = [*self.config.techniques.unshareable(shared), *update_rule.check(self.config.optimizer, shared)]
+            if agrees(parallel, degrees) and not refused:
+                candidates.append(degrees)
+        if len(candidates) < 2:
+            return world, [f"parallel: {world.degrees}"]
+        chosen, need = choose(facts, candidates)
+        why = f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB a card by the forecast"
+        if chosen != candidates[0]:
+            why += f"; {candidates[0]} would need {need_with(facts, candidates[0]).device / GIB:.1f}"
+        return world.divided(chosen), [f"parallel: {chosen} ({why})"]
 
     @phase("Reading the data")
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
@@ -150,6 +173,9 @@ class RunBuilder:
                 with self.techniques.precision.context(self.world.device):
                     layers = attention_layers(self.facts.text)
                     observed.append(context.observe(model.model, self.world, layers, self.facts.packing))
+            if self.world.degrees.shard > 1:
+                free_gathered(model.model)
+                observed.append(divided_weights.observe(model.model, self.world))
             return observed
 
     @phase("Making the optimizer")
@@ -167,6 +193,9 @@ class RunBuilder:
         """
         config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
         with self.oom_context("Making the optimizer"):
+            if (sharding := sharding_of(model.model)) is not None and self.facts.device == "cuda":
+                spare = self.facts.free_memory - self.techniques.memory_need(self.facts).device
+                sharding.accumulates = 4 * trained_parameters(self.facts) < spare
             optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients)
             loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
             return TrainStep(
@@ -207,7 +236,8 @@ class RunBuilder:
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:
         """Raise out_of_memory() if the body runs out of memory. `part` names the work of the body in the message."""
         try:
-            yield
+            with self.world.connected():
+                yield
         except (RuntimeError, MemoryError) as error:
             if found := out_of_memory_reason(error):
                 raise self.out_of_memory(f"{part} ran out of memory: {found}", phase) from error

@@ -23,6 +23,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
 from fxtune.distributed.parallel import ParallelConfig
+from fxtune.distributed.sharding import sharding_of
 from fxtune.distributed.world import World
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -70,6 +71,7 @@ class TrainStep:
         self.world = world or World(device)
         parallel = parallel or ParallelConfig()
         self.rank_report = RankReport(self.world)
+        self.sharding = sharding_of(model.model)
         self.gradient_sum: GradientSum | None = None
         self.weight_average: WeightAverage | None = None
         """With parallel.average_every, in place of the sum of gradients."""
@@ -77,8 +79,8 @@ class TrainStep:
             self.weight_average = WeightAverage(self.world, list(optimizer.names), parallel.average_every)
         elif self.world.size > 1:
             final = self.recorder is None and not loss_scale.active  # gradients, when hooks run
-            overlap = final and self.world.context_ranks == 1
-            self.gradient_sum = GradientSum(self.world, optimizer.names, parallel, bucket_bytes, overlap)
+            overlap = final and self.world.context_ranks == 1 and self.sharding is None
+            self.gradient_sum = GradientSum(self.world, optimizer.whole, parallel, bucket_bytes, overlap)
         self._index = 0
         self._names: tuple[str, ...] = ("loss",)
 
@@ -106,11 +108,13 @@ class TrainStep:
         self._index = index
         totals: torch.Tensor | None = None
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
-        for position, batch in enumerate(sums.arming(batches) if sums else batches):
+        armed = sums or self.sharding  # the last pass sums gradients over the ranks
+        for position, batch in enumerate(armed.arming(batches) if armed else batches):
             share = normalizer if own is None or position < own else math.inf
             part = self.recorder(batch, share) if self.recorder else self._pass(batch, share)
             totals = part if totals is None else totals + part
         assert totals is not None, "a step has a micro-batch"
+        self.optimizer.collect()
         self.loss_scale.unscale(list(self.optimizer.names))
         return dict(zip(self._names, totals.unbind() if totals.dim() else [totals], strict=True))
 

@@ -495,7 +495,10 @@ class Trainer:
     def _exact_match(self, when: str = "") -> float:
         """The share of the questions that rank 0 answers exactly right. `when`: the name that its answers get."""
         assert self.questions is not None
-        share = self.questions.ask(self.model, when, self.batch_sizes) if self.world.main else 0.0
+        share, together = 0.0, self.world.degrees.shard > 1  # no rank alone has the weights to answer
+        if self.world.main or together:
+            sizes = None if together else self.batch_sizes  # nor can it halve alone
+            share = self.questions.ask(self.model, when, sizes, writes=self.world.main)
         return self.world.broadcast(share, "waiting for rank 0 to ask the questions")
 
     def _finish(self) -> dict[str, Any]:

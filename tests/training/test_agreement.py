@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fxtune.errors import MemoryShortError, Stopped
+from fxtune.distributed.parallel import Degrees
+from fxtune.errors import HardwareError, MemoryShortError, Stopped
 from fxtune.system.signals import SIGNALS
 from fxtune.training.agreement import OUT_OF_MEMORY, together
 
@@ -16,10 +17,10 @@ from fxtune.training.agreement import OUT_OF_MEMORY, together
 class Two:
     """A world of two ranks. The other one says `verdict` and `reason`."""
 
-    size = 2
+    size, rank = 2, 0
 
-    def __init__(self, verdict: int = 0, reason: str = "") -> None:
-        self.verdict, self.reason = verdict, reason
+    def __init__(self, verdict: int = 0, reason: str = "", shard: int = 1) -> None:
+        self.verdict, self.reason, self.degrees = verdict, reason, Degrees(shard=shard)
 
     def agree(self, mine: int) -> int:
         return max(mine, self.verdict)
@@ -45,6 +46,15 @@ def test_memory_that_ran_out_on_one_rank_is_an_error_on_all_with_its_rank():
 
     with pytest.raises(MemoryShortError, match="rank 0: "):
         run(Two(), exhausted)
+
+
+def test_rank_without_memory_ends_a_run_of_divided_weights_and_asks_nobody():
+    def exhausted() -> None:
+        raise MemoryError("of this rank")
+
+    with pytest.raises(HardwareError, match=r"Rank 0 ran out of memory: .* Lower train\.micro_batch_size") as found:
+        run(Two(shard=2), exhausted)
+    assert not isinstance(found.value, MemoryShortError)
 
 
 def test_signal_of_another_rank_stops_this_one():

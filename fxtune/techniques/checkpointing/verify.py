@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxtune.distributed.chunks import is_divided
 from fxtune.models.structure import backbone, decoder_layers, observed
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
@@ -56,7 +57,7 @@ class Proof:
         self.layers, self.tokens = decoder_layers(model), probe["input_ids"].numel()
         self.levels, self.sending = plan.levels(len(self.layers)), plan.sending(len(self.layers))
         self.each = self.tokens * len(self.layers)
-        self.trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.trained = next(one for one in model.parameters() if one.requires_grad and not is_divided(one))
         self.counts = Counts([rules[level] for level in self.levels])
 
     def forward(self) -> Any:
@@ -224,7 +225,8 @@ class Counts(TorchDispatchMode):
         """Indices of the layers whose parts are being called."""
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
-        """Layers by the address of their MLP's weights, because the backward pass of a fused MLP runs in no module."""
+        """Layers by the storage of their MLP's weights, because the backward pass of a fused MLP runs in no module.
+        Divided weights keep their storage when its memory is freed and gathered again."""
 
     def all(self) -> list[tuple[str, OperatorCount]]:
         return [(name, one) for layer in self.operators for (name, _), one in layer.items()]
@@ -269,7 +271,8 @@ class Counts(TorchDispatchMode):
 
     def fused(self, weights: list[torch.Tensor], rows: torch.Tensor, tiles: int) -> None:
         """A fused MLP ran, forward or backward, on these rows."""
-        index = self.owners.setdefault(weights[0].data_ptr(), self.running[-1] if self.running else -1)
+        storage = weights[0].untyped_storage()._cdata
+        index = self.owners.setdefault(storage, self.running[-1] if self.running else -1)
         self.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -296,7 +299,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
     """Bytes that autograd saves in the layers' forward pass, compiled or not, in tensors with an axis of `tokens`; and
     the bytes of one layer's arguments. Parameters do not count, and a tensor that several layers save counts once.
     """
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = set(_addresses(model))
     found: dict[int, int] = {}
     inside: list[nn.Module] = []
     arguments = 0
@@ -311,6 +314,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal arguments
+        weights.update(_addresses(layer))  # divided weights have been gathered for this call
         inside.append(layer)
         arguments = _bytes_of(tree_leaves((args, kwargs)))
 
@@ -324,6 +328,13 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
         for hook in hooks:
             hook.remove()
     return sum(found.values()), arguments
+
+
+def _addresses(module: nn.Module) -> Iterator[int]:
+    """Where the parameters of a module are in memory, of divided ones the gathered weights."""
+    for parameter in module.parameters():
+        if not is_divided(parameter):
+            yield parameter.untyped_storage().data_ptr()
 
 
 def _bytes_of(values: Any) -> int:

@@ -156,6 +156,8 @@ class Compile(Technique):
             yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default"
         if facts.degrees.context > 1:
             yield "ranks exchange pieces of rows inside a pass (parallel.context). Set parallel.context=1"
+        if facts.degrees.shard > 1:
+            yield "ranks gather weights inside a pass (parallel.shard). Set parallel.shard=1"
         if not self.fullgraph or self.dynamic is not Dynamic.never:
             yield "a recording needs fullgraph=true and dynamic=never. Set them"
         if "float16" in (facts.dtype, facts.compute_dtype):

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.distributed.chunks import is_divided
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
+from fxtune.models.shards import mark_joined
 from fxtune.techniques.quantized_modules import grouped
 
 ADAPTER = "default"
@@ -58,6 +60,8 @@ class FrozenWeights(nn.Module):
         for name, tensor in zip(self.names, tensors, strict=True):
             if name == "weight":
                 self.weight = nn.Parameter(tensor, requires_grad=False)
+                if self.kind == DENSE:
+                    mark_joined(self.weight, [base.weight for base in bases])
             else:
                 self.register_buffer(name, tensor, persistent=False)
         if "weight" not in self.names:
@@ -151,6 +155,8 @@ def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
         return property(view)
 
     def save(self: Any, *args: Any) -> None:
+        if is_divided(self.frozen_weights.weight):  # its rows on this rank are not those of one linear
+            return
         with own_weight(self):
             kind._save_to_state_dict(self, *args)
 

@@ -190,7 +190,8 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
     as_named = named_by(names, model.named_parameters()) == chosen.experts
     config.target_parameters = names if as_named else chosen.experts
     # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, whatever training uses.
-    with warnings.catch_warnings(), torch.autocast(device.type, enabled=False), _targets_as_they_are():
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with warnings.catch_warnings(), no_autocast, _targets_as_they_are(), _placed_on(model, device):
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
     # In the saved config linears with names of experts are given by their weights: so peft finds them again.
@@ -211,6 +212,26 @@ def _targets_as_they_are() -> Iterator[None]:
         yield
     finally:
         conversion.convert_peft_config_for_transformers = own
+
+
+@contextmanager
+def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let parameters that have no memory yet appear to be on `device`, where peft then puts the adapters."""
+    held = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    for module, name, parameter in held:
+        one = torch.empty((), dtype=parameter.dtype, device=device)  # of which each number is a view
+        module._parameters[name] = nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, parameter in held:
+            parameter.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
+            module._parameters[name] = parameter
 
 
 def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:

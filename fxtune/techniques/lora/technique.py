@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,19 @@ ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
 layer rounds.
 """
+
+
+class _Start(NamedTuple):
+    """How the base answers without adapters."""
+
+    logits: torch.Tensor
+    noise: float
+    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows by each layer."""
+
+    @staticmethod
+    def of(model: Any, logits: torch.Tensor) -> _Start:
+        nudged = probe_logits(model, nudge=torch.finfo(logits.dtype).eps)
+        return _Start(logits, relative_distance(nudged, logits))
 
 
 class AdapterInit(str, Enum):
@@ -174,14 +187,13 @@ class Lora(Technique):
         chosen = targets.select(model, self)
         with targets.calls_observed(model, chosen):
             before = probe_logits(model)
-        # The effect of a rounding error on these logits. With random weights, and over fp8, it grows by each layer.
-        noise = relative_distance(probe_logits(model, nudge=torch.finfo(before.dtype).eps), before)
+        start = None if before.is_meta else _Start.of(model, before)
         try:
             adapted = targets.add_adapters(model, chosen, self, world.device)
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         _train_in_float32(adapted)
-        adapted.base_logits, adapted.base_noise, adapted.targets = before, noise, chosen
+        adapted.base_start, adapted.targets = start, chosen
         if self.fused is Switch.on:
             adapted.fusion = fusing.fuse(adapted)
             for note in adapted.fusion.notes:
@@ -253,15 +265,18 @@ class Lora(Technique):
             seen = f"{nonzero} of {len(zeros)} matrices B are not zero"
             yield Evidence("lora", f"start from {start}", seen, nonzero > 0)
             return
-        before = model.base_logits
+        if model.base_start is None:  # the base had no weights yet when it got its adapters
+            with model.disable_adapter():
+                model.base_start = _Start.of(model, probe_logits(model))
+        before, noise = model.base_start.logits, model.base_start.noise
         shift = relative_distance(probe_logits(model), before)
         # B = 0 adds exactly nothing, but a fused operator, and each of its tiles (mlp_tiles), rounds differently.
-        allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * model.base_noise
+        allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * noise
         yield Evidence(
             "lora",
             f"init {self.init.value}: the model starts as its base",
             f"{len(zeros) - nonzero} of {len(zeros)} matrices B are zero, logits {shift:.1e} from the base's "
-            f"({model.base_noise:.1e} is what a rounding of its input does)",
+            f"({noise:.1e} is what a rounding of its input does)",
             shift <= allowed and (nonzero == len(zeros) if self.factored else nonzero == 0),
         )
 

@@ -1,0 +1,144 @@
+"""Divides the weights of a model over ranks, with torch's `fully_shard` (FSDP2, arXiv 2304.11277).
+
+Each matrix is cut by rows: a rank holds its rows of it, of its gradient and of its optimizer state. Before a decoder
+layer runs, its ranks gather the layer's matrices, and the next layer's are on their way meanwhile; after it they are
+freed, and gathered once more for the backward pass. Then the gradients are summed in float32, and each rank gets its
+rows of the sum. So a rank sends 3 times the weights a step where one of `replicate` sends twice the gradients.
+
+What stays whole on every rank: norms, biases and other vectors, and adapters. Together they are small (rank-16
+adapters of 70B: 0.8 GB in float32), their gradients travel in the one sum of gradients.py, and checkpoints and exports
+of adapters are those of one process. The embedding and the head, read by the first and the last kernel of a pass, are
+groups of their own: the embedding is freed after its use, the head stays until its backward pass has run.
+
+Under autocast the matrices of layers are gathered in autocast's dtype, the one in which they are multiplied: the same
+numbers for half the bytes. Gradients are summed, not averaged: losses are divided by the tokens of all ranks already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fxtune.distributed.world import World
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Sharding:
+    """The sharded weights of `model`: what its training step must tell them. Found by sharding_of()."""
+
+    def __init__(self, model: Any, world: World) -> None:
+        self.model, self.world = model, world
+        self.accumulates = True
+        """Whether gradients of earlier micro-batches are kept whole on each rank, in float32, and summed over ranks
+        once a step. That sends less, and needs memory for a whole gradient."""
+
+    def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
+        """`micro_batches` of a step, each one as soon as the next is known: before the last one gradients are not
+        summed over the ranks if they accumulate."""
+        ahead: list[Item] = []
+        self.model.set_requires_gradient_sync(not self.accumulates)
+        for item in micro_batches:
+            if ahead:
+                yield ahead.pop()
+            ahead.append(item)
+        self.model.set_requires_gradient_sync(True)
+        yield from ahead
+
+    def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` summed over the ranks that hold parts of the same weights, in place."""
+        return self.world.sum(value, "adding up a norm", self.world.weights_group)
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """The Sharding of a model that shard() has divided; None for others."""
+    return getattr(model, "sharding", None)
+
+
+def free_gathered(model: Any) -> None:
+    """Free the whole weights that a forward pass without a backward pass has left gathered."""
+    for module in model.modules() if sharding_of(model) is not None else ():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def with_head(model: Any, work: Callable[[], Result]) -> Result:
+    """work(), which calls parts of `model` and not the model itself. The parameters outside of its layers, such as
+    those of the head, are gathered for it and for its backward pass."""
+    if sharding_of(model) is None:
+        return work()
+    result: Result = model.run_with_head(work)
+    if not torch.is_grad_enabled():
+        model.reshard()
+    return result
+
+
+def shard(
+    model: Any,
+    layers: Sequence[nn.Module],
+    embedding: nn.Module | None,
+    whole: Collection[nn.Parameter],
+    world: World,
+    cast: torch.dtype | None = None,
+) -> None:
+    """Divide the weights of `model` over the ranks of `world.weights_mesh`, in place. Weights on the meta device
+    become uninitialized memory on world.device.
+
+    `layers`: its decoder layers; `embedding`: that of tokens, None if its weight is also the head's; `whole`:
+    parameters that are not divided; `cast`: the dtype in which linears are multiplied, if not in their own.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh, ignored = world.weights_mesh, set(whole)
+
+    def divide(part: nn.Module) -> Any:
+        # Autocast leaves operations other than products in the dtype of their weights.
+        dtype = cast if _only_linears(part, ignored) else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        divided = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+        ignored.update(part.parameters())
+        return divided
+
+    groups = [divide(layer) for layer in layers]
+    for layer, following in itertools.pairwise(groups):
+        layer.set_modules_to_forward_prefetch([following])
+    if embedding is not None and any(True for _ in embedding.parameters()):
+        divide(embedding).set_unshard_in_backward(False)  # its backward pass does not read it
+    divide(model)
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    materialize(model, world.device)
+    model.run_with_head = MethodType(lambda _, work: work(), model)
+    register_fsdp_forward_method(model, "run_with_head")
+    # torch keeps the root's weights gathered after a forward pass: for a backward pass, if there is one.
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
+    model.sharding = Sharding(model, world)
+
+
+def _only_linears(part: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
+    """Whether all parameters of `part` that are to be divided are weights of linears."""
+    return all(
+        isinstance(module, nn.Linear) or hasattr(module, "weight_count")  # frozen weights of fused linears
+        for module in part.modules()
+        if any(parameter not in ignored for parameter in module.parameters(recurse=False))
+    )
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on the meta device uninitialized memory on `device`."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    memory = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]

@@ -1,0 +1,119 @@
+"""Draws the weights of a model of which each rank holds a part: the same numbers as in one process.
+
+Random numbers come in one sequence, in the order in which constructors and init functions ask for them. So each rank
+draws all of them, one parameter at a time, and keeps its rows. The model is built twice, with matrices on the meta
+device. The first time only counts the writes to each of them; the second time repeats the writes on memory of the size
+of one matrix, and hands over the last value of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fxtune.errors import ConfigError
+from fxtune.models.shards import Piece, fill, fill_piece
+
+OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_"}
+"""Names of operators after which nothing is left of what a tensor held."""
+
+
+def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[], Any]) -> None:
+    """Write the rows that this rank holds of each parameter of `pieces`. `build` seeds and builds the whole model.
+
+    Raises ConfigError for a model that does not draw its matrices one by one.
+    """
+    with _Writes() as counted:
+        names = {_storage(one): name for name, one in build().named_parameters()}
+    # A constructor's values are replaced by those of the model's own init function.
+    last = {name: turn for turn, storage in enumerate(counted.turns) if (name := names.get(storage)) is not None}
+    targets = dict(model.named_parameters())
+    places = {piece.name: (targets[name], piece) for name, parts in pieces.items() for piece in parts}
+    wanted = {turn: places[name] for name, turn in last.items() if name in places}
+    fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))
+
+    def take_whole(parameter: torch.Tensor, piece: Piece, value: torch.Tensor) -> None:
+        fill_piece(parameter, piece, lambda _, first, end: value.view(piece.shape)[first:end])
+
+    def take(turn: int, value: torch.Tensor) -> None:
+        if turn in wanted:
+            take_whole(*wanted[turn], value)
+
+    with _Writes(take):
+        built = build()
+    for name, vector in built.named_parameters():
+        if name in places and not vector.is_meta:
+            take_whole(*places[name], vector)
+
+
+class _Writes(TorchDispatchMode):
+    """Gives matrices no memory. A turn is a series of writes to one of them; its result goes to `take`."""
+
+    def __init__(self, take: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        super().__init__()
+        self.take = take
+        self.turns: list[int] = []
+        """The storage that was written in each turn."""
+        self.kept: list[torch.Tensor] = []
+        """All matrices: a new one must not get the storage of one that is gone."""
+        self.devices: dict[int, torch.device] = {}
+        """Where a matrix was asked for, by its storage."""
+        self.value = torch.empty(0)
+        """The numbers of the storage that is written."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._end_turn()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "empty" and len(args[0]) > 1:
+            device = torch.device(kwargs.get("device") or "cpu")
+            made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
+            self.kept.append(made)
+            self.devices[_storage(made)] = device
+            return made
+        target = args[0] if args else None
+        if not (isinstance(target, torch.Tensor) and _storage(target) in self.devices and func._schema.is_mutable):
+            return func(*args, **kwargs)
+        self._write(func, name, target, args, kwargs)
+        return target
+
+    def _write(self, func: Any, name: str, target: torch.Tensor, args: Any, kwargs: Any) -> None:
+        storage = _storage(target)
+        if not self.turns or self.turns[-1] != storage:
+            self._end_turn()
+            self.turns.append(storage)
+            size = target.untyped_storage().nbytes() // target.itemsize
+            if name not in OVERWRITES or target.numel() != size:
+                raise ConfigError(
+                    f"model.init=random: this model changes a matrix by {name} after it has drawn another, which "
+                    "parallel.shard does not repeat. Set parallel.shard=1."
+                )
+            if self.take is not None:
+                self.value = torch.empty(size, dtype=target.dtype, device=self.devices[storage])
+        if self.take is not None:
+            own, others = tree_map_only(torch.Tensor, partial(self._real, storage), (args, kwargs))
+            func(*own, **others)
+
+    def _real(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The numbers of a tensor without memory."""
+        if not tensor.is_meta:
+            return tensor
+        assert _storage(tensor) == storage, "a matrix is written with another one"
+        return self.value.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _end_turn(self) -> None:
+        if self.turns and self.take is not None:
+            self.take(len(self.turns) - 1, self.value)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,186 @@
+"""Builds a model of which each rank holds a part: first without weights, then each rank reads its own rows of them.
+
+    built = empty(...)            every parameter on the meta device, each marked with its name in the files
+    ...                           techniques replace modules; who joins parameters marks the result (mark_joined)
+    wanted = pieces_of(built)     which rows of which tensor of the files each parameter consists of
+    shard(built, ...)             memory for this rank's rows (distributed/sharding.py)
+    read(...)                     those rows, from the files
+
+safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
+memory. The files must store weights as the architecture has them: families whose weights transformers converts while
+it reads them (experts of a mixture) are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fxtune.distributed.chunks import chunk_of, local
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, StorageError, first_line
+from fxtune.models import weights
+from fxtune.system.hub import Origin
+
+MARK = "stored_pieces"
+
+
+class Piece(NamedTuple):
+    """A tensor of the files that is a part of a parameter, from its first column on."""
+
+    name: str
+    first: int
+    """The row of the parameter where it begins."""
+    shape: tuple[int, ...]
+
+
+Read = Callable[[str, int, int], torch.Tensor]
+"""(name, first row, row after the last) -> these rows of a tensor of the files."""
+
+
+def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
+    """The model of `hf_config` with its parameters on the meta device and its buffers on world.device."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
+    except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(f"A {hf_config.model_type} of this config cannot be built: {first_line(error)}") from error
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device=world.device)
+    model.initialize_weights()  # computes the buffers; on parameters without memory it does nothing
+    for name, parameter in model.named_parameters():
+        setattr(parameter, MARK, [Piece(name, 0, tuple(parameter.shape))])
+    return model
+
+
+def mark_joined(whole: nn.Parameter, parts: Sequence[Any]) -> None:
+    """Mark `whole` as `parts` below each other, if they are marked."""
+    found = [getattr(part, MARK, None) for part in parts]
+    if all(found):
+        starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
+        joined = [
+            piece._replace(first=start + piece.first)
+            for start, pieces in zip(starts, found, strict=True)
+            for piece in pieces  # type: ignore[union-attr]  # all are lists
+        ]
+        setattr(whole, MARK, joined)
+
+
+def pieces_of(model: nn.Module) -> dict[str, list[Piece]]:
+    """The pieces of each marked parameter of `model`, by its name in it."""
+    return {name: getattr(one, MARK) for name, one in model.named_parameters() if hasattr(one, MARK)}
+
+
+@torch.no_grad()
+def fill(model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read) -> None:
+    """Write the rows that this rank holds of each parameter of `pieces`; what no piece covers becomes zero."""
+    for name, parameter in model.named_parameters():
+        if name in pieces:
+            local(parameter).zero_()
+            for piece in pieces[name]:
+                fill_piece(parameter, piece, read)
+
+
+@torch.no_grad()
+def fill_piece(parameter: torch.Tensor, piece: Piece, read: Read) -> None:
+    """Write the rows of `piece` that this rank holds."""
+    own, start = local(parameter), chunk_of(parameter).offset[0]
+    first, end = max(start, piece.first), min(start + len(own), piece.first + piece.shape[0])
+    if first < end:
+        into = own[first - start : end - start]
+        if len(piece.shape) > 1:
+            into = into.narrow(1, 0, piece.shape[1])
+        into.copy_(read(piece.name, first - piece.first, end - piece.first))
+
+
+def read(origin: Origin, model: Any, pieces: Mapping[str, list[Piece]], world: World, path: str) -> None:
+    """Read this rank's rows from the files of `origin`. `path`: model.path, for messages.
+
+    Raises StorageError on all ranks if weights are missing, have another shape, or are not finite.
+    """
+    from safetensors import safe_open
+
+    files = weights.readable_files(origin)
+    place = f"model.path={path}: the weights in {origin.folder}"
+    with ExitStack() as opened:
+        stored: dict[str, Any] = {}
+        for file in files:
+            handle = opened.enter_context(safe_open(file, framework="pt"))
+            stored.update(dict.fromkeys(handle.keys(), handle))
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+        keys = {name: key for name in wanted if (key := _key(name, stored, base.base_model_prefix)) is not None}
+        _require_fit(stored, wanted, keys, base, place)
+
+        def rows(name: str, first: int, end: int) -> torch.Tensor:
+            tensor: torch.Tensor = stored[keys[name]].get_slice(keys[name])[first:end]
+            return tensor
+
+        fill(model, pieces, rows)
+    _require_finite(model, pieces, world, place)
+
+
+def _key(name: str, stored: Mapping[str, Any], prefix: str) -> str | None:
+    """The key of a parameter in the files: its name, with or without the prefix of the decoder."""
+    return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in stored), None)
+
+
+def _require_fit(
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, tuple[int, ...]],
+    keys: Mapping[str, str],
+    base: Any,
+    place: str,
+) -> None:
+    shapes, packed = [], []
+    for name, key in keys.items():
+        header = stored[key].get_slice(key)
+        if tuple(header.get_shape()) != wanted[name]:
+            shapes.append(f"{key} ({tuple(header.get_shape())} in the file, {wanted[name]} in the config)")
+        if "F" not in header.get_dtype():
+            packed.append(f"{key} ({header.get_dtype()})")
+    tied = {f"{prefix}{name}" for name in base.all_tied_weights_keys for prefix in ("", f"{base.base_model_prefix}.")}
+    ignored = [*(base._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    unexpected = {
+        key
+        for key in stored.keys() - set(keys.values()) - tied
+        if not any(re.search(pattern, key) for pattern in ignored)
+    }
+    troubles = weights.misfits(
+        ("weights of the architecture are not in the files", wanted.keys() - keys.keys()),
+        ("weights in the files have no place in the architecture", unexpected),
+        ("weights have another shape", shapes),
+        ("weights are packed", packed),
+    )
+    if troubles:
+        raise StorageError(
+            f"{place} are not stored as parallel.shard reads them, each tensor under its name in the architecture: "
+            f"{troubles}. Use a complete copy; or parallel.shard=1, if this family's weights are converted as they "
+            "are read (experts of a mixture)."
+        )
+
+
+def _require_finite(model: nn.Module, pieces: Mapping[str, Any], world: World, place: str) -> None:
+    broken = [name for name, parameter in model.named_parameters() if name in pieces and not _finite(local(parameter))]
+    found = next((one for one in world.gather(broken[:1], "comparing the weights") if one), [])
+    if found:
+        raise StorageError(
+            f"{place} hold NaN or infinite numbers, or numbers too large for model.dtype, in {found[0]}. Use another "
+            "copy of the model, or the dtype that it was saved in."
+        )
+
+
+def _finite(own: torch.Tensor) -> bool:
+    if not own.numel():
+        return True
+    low, high = torch.aminmax(own)
+    return bool((torch.stack([low, high]).float() * 0 == 0).all())

@@ -1,0 +1,75 @@
+"""Weights that are divided over ranks (`parallel.shard`): what cannot be combined with them, and the call that divides
+a built model. How they are divided: distributed/sharding.py; how each rank reads its part: models/shards.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxtune.distributed.chunks import is_divided, local
+from fxtune.distributed.sharding import shard
+from fxtune.distributed.world import World
+from fxtune.models.structure import decoder_layers, skeleton
+from fxtune.techniques.base import Evidence
+from fxtune.techniques.compile.technique import Scope
+from fxtune.techniques.lora.targets import select
+from fxtune.techniques.precision import Precision
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+
+
+def refuses(facts: Facts) -> Iterator[str]:
+    """Each reason why weights cannot be divided under `facts`, with what to change."""
+    techniques, whole = facts.techniques, "or parallel.shard=1"
+    lora, compile = techniques.lora, techniques.compile
+    if techniques.quantize.enabled:
+        yield f"quantized weights are packed, and not cut by rows. Set techniques.quantize.enabled=false, {whole}."
+    if lora.enabled and (lora.factored or lora.dora):
+        kind = "DoRA" if lora.dora else lora.init.value
+        change = "techniques.lora.dora=false" if lora.dora else "techniques.lora.init=default"
+        yield f"{kind} computes adapters from whole weights, which no rank has. Set {change}, {whole}."
+    if lora.enabled and lora.modules_to_save:
+        yield f"techniques.lora.modules_to_save copies whole weights, which no rank has. Remove it, {whole}."
+    if lora.enabled and (model := skeleton(facts.model)) is not None and select(model, lora).experts:
+        yield (
+            "peft adds adapters of experts to whole weights in each pass. Set "
+            f"techniques.lora.exclude_modules=[experts], {whole}."
+        )
+    if compile.enabled and compile.scope is Scope.model:
+        yield (
+            "layers are gathered one by one, which one graph of all layers hides. Set "
+            f"techniques.compile.scope=layers, {whole}."
+        )
+
+
+def divide(model: Any, world: World, precision: Precision) -> None:
+    """Divide the weights of a built model over the ranks, in place. Vectors and adapters stay whole on each."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is None or any(one is other for one in head.parameters() for other in embedding.parameters())
+    whole = [one for one in model.parameters() if one.dim() < 2 or not one.is_meta]
+    autocast = getattr(torch, precision.autocast.value) if precision.casts else None
+    shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast)
+
+
+def observe(model: nn.Module, world: World) -> Evidence:
+    """How many bytes of the model each rank holds between two passes. All ranks call it together."""
+    parts = world.weights_mesh.size(-1)
+    divided = [one for one in model.parameters() if is_divided(one)]
+    held = sum(local(one).nbytes for one in divided)
+    total = sum(one.nbytes for one in divided)
+    whole = sum(one.nbytes for one in model.parameters() if not is_divided(one))
+    # Rows are not halved: the first ranks may hold one row more than the last.
+    spare = sum(one.nbytes // len(one) for one in divided)
+    most = max(world.gather(held, "comparing what ranks hold"))
+    return Evidence(
+        "parallel",
+        f"weights divided over {parts} ranks",
+        f"at most {most:,} of {total:,} bytes of {len(divided)} matrices on a rank, and {whole:,} bytes of vectors "
+        "and adapters on each",
+        bool(divided) and most <= total / parts + spare,
+    )

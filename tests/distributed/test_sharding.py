@@ -1,0 +1,89 @@
+"""Runs of two ranks that hold halves of the weights, compared with one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.harness import command
+from support.killing import ForkServer, Reference, tail
+from support.ranks import Ranks
+from support.runs import losses
+
+pytestmark = pytest.mark.slow
+HELD_OUT = ("data.eval_fraction=0.1", "train.eval_every=6")
+READ = ("model.path=builtin:tiny", "model.init=pretrained", "model.architecture={}", "train.max_steps=8")
+FULL = ("techniques.lora.enabled=false",)
+UNEVEN = ("train.micro_batch_size=1", "train.global_batch_size=6", "train.epochs=1.5")
+"""43 chats in steps of 6: the last step has less."""
+FUSED = ("techniques.lora.fused=on", "techniques.liger.enabled=true", "techniques.checkpointing.enabled=true")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as made:
+        yield made
+
+
+def made(folder: Path, *words: str) -> list[str]:
+    folder.mkdir(parents=True)
+    return command(folder, *HELD_OUT, *words)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((folder / "run").glob("[am]*/*model.safetensors")))
+
+
+def assert_same_learning(alone: Path, shared: Path, tolerance: float) -> None:
+    one, other = (losses(folder / "run") for folder in (alone, shared))
+    assert len(one) == len(other) > 5
+    assert one == pytest.approx(other, abs=tolerance, rel=0)
+    ours, theirs = exported(shared), exported(alone)
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, rtol=0, atol=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        (("data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2"), 0.0),
+        ((*READ, *FUSED, "data.buckets=[32,64,128]"), 0.0),
+        ((*FULL, "train.max_grad_norm=0"), 0.0),
+        ((*FULL, *UNEVEN, "techniques.liger.enabled=true"), 1e-6),
+    ],
+    ids=("drawn, packed", "read, fused, recomputed, bucketed", "full", "full, three micro-batches a rank, clipped"),
+)
+def test_halves_of_the_weights_learn_what_one_process_learns(ranks, forks, tmp_path, words, tolerance):
+    """Bit for bit with one micro-batch a rank and no norm of the gradient, where the order of the sums is the same."""
+    alone, folder = tmp_path / "alone", tmp_path / "two"
+    Reference.of(forks, made(alone, *words), alone)
+    assert ranks.run(made(folder, *words, "parallel.shard=2"), folder) == [0, 0], tail(folder)
+    assert_same_learning(alone, folder, tolerance)
+    evidence = json.loads((folder / "run" / "evidence.json").read_text())
+    seen = next(one["observed"] for one in evidence if one["technique"] == "parallel")
+    held, total = (int(word.replace(",", "")) for word in re.findall(r"[\d,]+", seen)[:2])
+    assert total / 2 <= held < 0.51 * total
+
+
+def test_two_copies_of_two_halves_learn_what_one_process_learns(forks, tmp_path):
+    words = (*FULL, "train.micro_batch_size=1", "train.max_steps=20")
+    alone, folder = tmp_path / "alone", tmp_path / "four"
+    Reference.of(forks, made(alone, *words), alone)
+    with Ranks([ForkServer() for _ in range(4)]) as four:
+        argv = made(folder, *words, "parallel.shard=2", "parallel.replicate=2")
+        assert four.run(argv, folder) == [0, 0, 0, 0], tail(folder)
+    assert_same_learning(alone, folder, 1e-6)
+
+
+def test_three_ranks_hold_rows_that_they_do_not_divide(forks, tmp_path):
+    words = (*FULL, "train.micro_batch_size=2", "train.global_batch_size=6")
+    alone, folder = tmp_path / "alone", tmp_path / "three"
+    Reference.of(forks, made(alone, *words), alone)
+    with Ranks([ForkServer() for _ in range(3)]) as three:
+        assert three.run(made(folder, *words, "parallel.shard=3"), folder) == [0, 0, 0], tail(folder)
+    assert_same_learning(alone, folder, 1e-6)

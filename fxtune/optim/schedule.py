@@ -79,7 +79,8 @@ class Schedule:
         if saved.keys() != set(LENGTHS) or any(type(value) is not int or value < 0 for value in saved.values()):
             raise ValueError(f"schedule: {dict(saved)} are not the lengths of a schedule")
         found = replace(self, **saved)
-        if not found.dropped <= found.last <= found.steps or found.decay > found.steps - found.dropped:
+        length = found.steps - found.dropped
+        if not (found.dropped <= found.last <= found.steps and found.decay <= length <= found.planned):
             raise ValueError(f"schedule: {dict(saved)} do not fit together")
         return found
 
@@ -108,10 +109,12 @@ class Schedule:
         return self.steps - self.decay
 
     def decay_from(self, origin: int) -> int:
-        """How long a decay that begins after `origin` steps of the data plan is: the same share as in a whole run."""
+        """How long a decay that begins after `origin` steps of the data plan is: the same share as in a whole run, and
+        no further than the plan."""
         config = self.config
         ratio = min(config.decay_ratio, 0.99)
-        return max(1, config.decay_steps or math.ceil(origin * ratio / (1 - ratio)))
+        decay = config.decay_steps or math.ceil(origin * ratio / (1 - ratio))
+        return max(1, min(decay, self.planned - origin))
 
     def decaying(self, step: int, origin: int, decay: int) -> Schedule:
         """The schedule of a run that has taken `step` steps, goes back to the weights of `origin` steps of the plan,

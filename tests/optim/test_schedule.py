@@ -56,12 +56,17 @@ def test_decay_that_begins_early_has_the_rates_of_a_shorter_run():
     short = Schedule.of(config, 1.0, 100)
     assert [early.rate(step) for step in range(100, 120)] == [short.rate(step) for step in range(80, 100)]
     assert whole.resumed(early.saved()) == early
+    assert (
+        Schedule.of(ScheduleConfig(ScheduleName.wsd, warmup_steps=60, decay_ratio=0.9), 1.0, 100).decay_from(50) == 50
+    )
     longer = early.extended(planned=200, step=120, origin=80)
     assert (longer.last, longer.dropped, longer.decay) == (240, 40, 40)
     assert [longer.rate(step) for step in (120, 199, 220)] == [1.0, 1.0, 0.5]
 
 
-@pytest.mark.parametrize("change", [{"last": -1}, {"last": 2000}, {"decay": 5.0}, {"more": 1}, {"dropped": 999}])
+@pytest.mark.parametrize(
+    "change", [{"last": -1}, {"last": 2000}, {"decay": 5.0}, {"more": 1}, {"dropped": 999}, {"steps": 1001}]
+)
 def test_lengths_of_a_strange_state_are_refused(change):
     schedule = Schedule.of(ScheduleConfig(ScheduleName.wsd), 1.0, 1000)
     with pytest.raises(ValueError, match="schedule:"):

@@ -56,10 +56,11 @@ def is_divided(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's chunk, which shares its memory with `tensor`."""
-    chunk: torch.Tensor = tensor.detach()
-    return chunk.to_local() if is_divided(chunk) else chunk  # type: ignore[attr-defined]
+    chunk: torch.Tensor = tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
+    return chunk.detach()
 
 
 def chunk_of(tensor: torch.Tensor) -> Chunk:
@@ -83,6 +84,7 @@ def coordinates(tensor: torch.Tensor) -> Coordinates:
     )
 
 
+@torch.no_grad()
 def divided_like(chunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The tensor of which this rank holds `chunk`, with the shape and the layout of `weight`."""
     from torch.distributed.tensor import DTensor

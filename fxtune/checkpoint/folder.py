@@ -94,7 +94,7 @@ def write(
         if part.count == 1:
             entries[name] = asdict(write_tensors(staging / name, tensors))
             continue
-        chunks = {tensor: part.chunks[tensor] for tensor in tensors}
+        chunks = {tensor: part.chunks[tensor] for tensor in sorted(tensors)}
         digest = write_tensors(staging / name, tensors, torch_record(chunks))
         entries[name] = {**asdict(digest), "tensors": chunks_of(chunks)}
     return entries

@@ -82,6 +82,11 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.library: {chosen.value} {facts.lacks(chosen.value)}. {QUANT}, or use another library."
     if eight_bit and chosen is Library.bitsandbytes and config.stochastic_rounding:
         yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
+    if eight_bit and facts.degrees.shard > 1 and not facts.techniques.lora.enabled:
+        yield (
+            "optimizer.name: adamw_8bit scales its moments in blocks that reach over rows, so a checkpoint of divided "
+            "weights could not be read by other ranks. Use adamw, lion or sgd, or set parallel.shard=1."
+        )
     if not eight_bit and config.library is not Library.auto:
         yield (
             f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or "

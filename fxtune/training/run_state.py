@@ -241,7 +241,10 @@ class RunState:
     def _like_its_weight(self, full: str, moment: torch.Tensor) -> torch.Tensor:
         """A moment, named `full`, of a divided weight as a divided tensor: the optimizer keeps that of its rows."""
         weight = self._weights[full.rpartition("/")[0]]
-        return divided_like(moment, weight) if is_divided(weight) and moment.shape == local(weight).shape else moment
+        if not is_divided(weight) or moment.dim() == 0:
+            return moment
+        assert moment.shape == local(weight).shape, f"{full} is neither a number nor shaped like its weight"
+        return divided_like(moment, weight)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pytest
 from support.architectures import enable
 
 from fxtune.config.root import Config
+from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -66,6 +67,7 @@ REFUSED = [
         dict(name=OptimizerName.adafactor, fused=False),
         ["optimizer.fused: false is not read by adafactor", "set it to true"],
     ),
+    (facts(degrees=Degrees(shard=2)), dict(name=EIGHT), ["a checkpoint of divided weights could not be read"]),
     (GPU, dict(name=EIGHT, fused=False), ["optimizer.fused: false is not read by adamw_8bit"]),
     (
         GPU,

@@ -111,7 +111,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if facts.degrees.shard > 1 and config.name in NEEDS_WHOLE and not facts.techniques.lora.enabled:
         yield (
             f"optimizer.name: {config.name.value} computes with whole matrices, and parallel.shard="
-            f"{facts.degrees.shard} leaves each rank rows of them. Use adamw, adamw_8bit, lion or sgd, train adapters "
+            f"{facts.degrees.shard} leaves each rank rows of them. Use adamw, lion or sgd, train adapters "
             "(techniques.lora.enabled=true), or set parallel.shard=1."
         )
     compiled = config.stochastic_rounding or (eight_bit and chosen is Library.torchao)

@@ -42,7 +42,7 @@ class ParallelConfig:
     """Over how many ranks each weight, its gradient and its optimizer state are divided. `auto`: 1 where they fit one
     card."""
     context: str = AUTO
-    """Over how many ranks each row is divided. `auto`: 1."""
+    """Over how many ranks each row is divided. `auto`: 1, unless by the forecast nothing else fits a card."""
     bucket_mib: Optional[float] = field(default=None, metadata={"min": 0})
     """Replicas sum their gradients in buckets of about so many MiB, which start beside the backward pass of the last
     micro-batch. 0: one bucket after it. null: 100 for full fine-tuning, 0 for adapters."""

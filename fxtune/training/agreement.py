@@ -24,26 +24,27 @@ def together(
     stops: bool = True,
     agree: Callable[[int], int] | None = None,
 ) -> Result:
-    """work() on every rank. It must wait for no collective, unless weights are divided, and it may start those that
-    start_sums() starts if it has not: each rank calls start_sums() after work(), also one that ran out of memory.
+    """work() on every rank. It must wait for no collective, unless ranks share weights or rows, and it may start those
+    that start_sums() starts if it has not: each rank calls start_sums() after work(), also one that ran out of memory.
     `agree` is called in place of world.agree().
 
     Raises MemoryShortError on all ranks if one of them ran out of memory, and Stopped if one of them was signalled;
     with stops=False a signal waits for a later call. With one rank this is only work(): the signal handler raises
     Stopped by itself.
 
-    Where weights are divided, a rank that runs out of memory leaves the others in the middle of gathering weights, so
-    nothing can be repeated: it raises HardwareError, and its end ends the others.
+    Where weights or rows are divided, a rank that runs out of memory leaves the others in the middle of an exchange,
+    so nothing can be repeated: it raises HardwareError, and its end ends the others.
     """
     if world.size == 1:
         return work()
     with SIGNALS.held():
         result = catch_out_of_memory(work)
-        if isinstance(result, MemoryExhausted) and world.degrees.shard > 1:
+        if isinstance(result, MemoryExhausted) and world.degrees.shard * world.degrees.context > 1:
             raise HardwareError(
-                f"Rank {world.rank} ran out of memory: {result.reason}. The other ranks were gathering weights with "
-                "it, so the batch cannot be halved as it is without parallel.shard. Lower train.micro_batch_size; the "
-                "same command then goes on from the last checkpoint."
+                f"Rank {world.rank} ran out of memory: {result.reason}. The other ranks wait for its part of weights "
+                "or rows, so the batch cannot be halved as it is without parallel.shard and parallel.context. Lower "
+                "train.micro_batch_size or data.sequence_length, or raise one of the two; the same command then goes "
+                "on from the last checkpoint."
             )
         start_sums()
     exhausted = isinstance(result, MemoryExhausted)

@@ -60,6 +60,10 @@ class RankError(UserError):
     exit_code = 7
 
 
+class LostRankError(RankError):
+    """The connection to another rank broke: a consequence of that rank's end, which may have told why."""
+
+
 class CheckError(UserError):
     """`fxtune verify` or `fxtune doctor` found something wrong. Their tables have shown what."""
 

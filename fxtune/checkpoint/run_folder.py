@@ -3,8 +3,7 @@
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 compile.json, if anything is compiled        result.json, written last
 
-The lock is the operating system's (flock), on a file in the folder. It works for every path to the folder, and the
-death of a process releases it; docs/faults.md has the network file systems that support it.
+folder_lock.py has the lock.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
+from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
 from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of
 from fxtune.system.atomic_files import read_json, replace_text
 
@@ -65,7 +64,7 @@ class RunFolder:
     path: Path
     resumed: bool
     """Whether the folder holds an unfinished run of the same config."""
-    lock: FileLock | None
+    lock: FolderLock | None
     """None: another process, rank 0, has the lock and writes; this one only reads."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config that the run was started with, as config.yaml has it."""
@@ -122,7 +121,7 @@ class RunFolder:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
         if self.lock is not None and not self.resumed and not (self.path / "metrics.jsonl").exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
-                for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
+                for name in ("config.yaml", "setting.json", "evidence.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
@@ -161,7 +160,9 @@ def claim(
             return _claim_numbered(root, resume, config, completed)
         found = _open(root)
         if found is None:
-            raise StorageError(f"{root} {ALIVE}. Wait for it, or set run.dir to another folder.")
+            raise StorageError(
+                f"{root} {ALIVE}{FolderLock(root).holder()}. Wait for it, or set run.dir to another folder."
+            )
         try:
             return _claim_given(found, resume, config, completed)
         except (OSError, UserError):
@@ -243,7 +244,8 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
                 return found
             if resume == "must":
                 raise StorageError(
-                    f"run.resume=must, but {path}, which this would go on with, {ALIVE}. Wait for it, or end it."
+                    f"run.resume=must, but {path}, which this would go on with, {ALIVE}{FolderLock(path).holder()}. "
+                    "Wait for it, or end it."
                 )
         unlike = unlike or ([f"{path}:", *changed] if changed else [])
     if resume == "must":
@@ -276,12 +278,8 @@ def _numbered(root: Path, number: int) -> Path:
 def _open(path: Path) -> RunFolder | None:
     path.mkdir(parents=True, exist_ok=True)
     require_own_files(path)
-    lock = FileLock(path / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return None
-    return RunFolder(path, resumed=False, lock=lock)
+    lock = FolderLock(path)
+    return RunFolder(path, resumed=False, lock=lock) if lock.acquire() else None
 
 
 def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:

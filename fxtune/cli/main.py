@@ -18,6 +18,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -27,8 +28,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fxtune import __version__
 from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
-from fxtune.distributed.ranks import act_alone, place, should_tell
-from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, StorageError, UserError, did_you_mean
+from fxtune.distributed.failure import conclude
+from fxtune.distributed.ranks import act_alone, end_with_launcher, place
+from fxtune.errors import ConfigError, RankError, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.redact import redact_text, redacted_output
 from fxtune.system.signals import SIGNALS
 
@@ -43,21 +45,24 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (by default this process's own) and return the exit code."""
+    end_with_launcher()
     try:
-        with SIGNALS, redacted_output():
+        with SIGNALS, redacted_output(), _leaving():
             _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        if should_tell(str(error), lost_rank=isinstance(error, RankError)):
+        tells, code = conclude(error)
+        if tells:
             show(error)
-        return error.exit_code
+        return code
     except (MemoryError, RuntimeError) as error:
         return _out_of_memory(error)
     except _Ended as ended:
         return ended.exit_code
     except Stopped as stop:
-        if should_tell(str(stop)):
+        tells, code = conclude(stop)
+        if tells:
             print(f"\nfxtune: {stop}", file=sys.stderr)
-        return stop.exit_code
+        return code
     except KeyboardInterrupt:  # without our signal handlers, as in a thread
         print("\nfxtune: interrupted. The same command continues from the newest checkpoint.", file=sys.stderr)
         return 130
@@ -79,17 +84,26 @@ def show(error: UserError) -> None:
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> int:
     """Report an out-of-memory error that nothing else handles, and return its exit code. Raises other errors."""
-    from fxtune.system.oom import out_of_memory_reason
+    from fxtune.system.oom import process_out_of_memory
 
-    found = out_of_memory_reason(error)
-    if found is None:
+    shown = process_out_of_memory(error)
+    if shown is None:
         raise error
-    shown = HardwareError(
-        f"This process was given no more memory ({found}). Free some, or raise its limit (`ulimit -v`, the "
-        "container's, the batch job's)."
-    )
-    show(shown)
-    return shown.exit_code
+    tells, code = conclude(shown)
+    if tells:
+        show(shown)
+    return code
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """A rank that ends with an error ignores signals from here on: see Signals.ignore()."""
+    try:
+        yield
+    except BaseException:
+        if place()[1] > 1:
+            SIGNALS.ignore()
+        raise
 
 
 def _run(argv: list[str]) -> None:
@@ -348,9 +362,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
             show(error)
             failures.append(type(error))
             run.error = redact_text(str(error))
-        except _Ended as ended:
-            if ended.exit_code in (75, 130):  # a signal ends the whole sweep
-                raise _JobError(ended) from ended
+        except _Ended:
             failures.append(RankError)
             run.error = "a rank failed; the reason stands above"
         except Exception as error:

@@ -2,7 +2,7 @@
 
 The collectives of one process group must come in the same order on every rank, and a thread has no fixed place among
 those of the loop. So the thread has a gloo group of its own: connections of the hosts, which never wait for a GPU. A
-rank that dies closes its connections, and the others get a RankError at once.
+rank that dies closes its connections, and the others get a LostRankError at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fxtune.distributed.world import PATIENCE, World
-from fxtune.errors import RankError, first_line
+from fxtune.errors import LostRankError, first_line
 
 Result = TypeVar("Result")
 
@@ -26,6 +26,8 @@ class BackgroundGroup:
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
         self._heartbeat = world.heartbeat if world else None
+        if world and world.size > 1:  # torch waits for hours for a rank that has gone before it makes the group
+            world.agree(0, "making a group of the ranks")
         self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
         hosts = self.gather(socket.gethostname(), "counting the ranks of each host")
         self.on_this_host = hosts.count(hosts[self.rank])
@@ -37,14 +39,14 @@ class BackgroundGroup:
         return self.rank == 0
 
     def gather(self, value: Result, doing: str) -> list[Result]:
-        """The `value` of every rank, in their order, on every rank. Raises RankError if a rank is gone."""
+        """The `value` of every rank, in their order, on every rank. Raises LostRankError if a rank is gone."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise RankError(
+            raise LostRankError(
                 f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "
                 f"{first_line(error)}. The same command goes on from the last checkpoint."
             ) from error
@@ -52,7 +54,7 @@ class BackgroundGroup:
 
     def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
         """What work() returns on every rank, in their order. If it raises an `expected` error on one of them, all
-        raise one with the same words. After any other error that rank raises it, and the others RankError.
+        raise one with the same words. After any other error that rank raises it, and the others LostRankError.
         """
         if self.size == 1:
             return [work()]
@@ -72,7 +74,7 @@ class BackgroundGroup:
         rank, (usual, words) = min(failures.items(), key=lambda item: (item[1][0], item[0]))
         if usual:
             raise expected(words) from error
-        raise RankError(
+        raise LostRankError(
             f"Rank {rank} failed while {doing}: {words}. The same command goes on from the last checkpoint."
         )
 

@@ -1,6 +1,7 @@
 """What each rank is doing, in a small file that the launcher reads when a rank dies or hangs.
 
-The file is a memory map of 256 bytes, so a note costs a microsecond and survives a SIGKILL of its writer.
+The file is a memory map of 256 bytes, so a note costs a microsecond and survives a SIGKILL of its writer. A thread
+counts in it every second. If it stops counting, the process is stopped, or the machine is.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxtune.distributed.ranks import HEARTBEATS
+from fxtune.errors import RankError
 
 SIZE = 256
+HOST = socket.gethostname()
+_NOTE = SIZE - 8
+"""Bytes of the note; the rest is the count."""
+PULSE_SECONDS = 1.0
+SAVING_SECONDS = 600
+"""How long ranks may take to save after a signal before they are killed."""
+STEP = "forward and backward"
+"""What a rank does in a step, until its gradients are there."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,11 @@ class Beat:
     waits: bool = False
     """Whether it waits for other ranks."""
     since: float = 0.0
-    """time.time() of the note."""
+    """time.monotonic() of the note, which all processes of a host share."""
+    process: int = 0
+    pulse: int = 0
+    """How many seconds the process has run, roughly."""
+    host: str = HOST
 
     def __str__(self) -> str:
         return f"{f'step {self.step}, ' if self.step else ''}{self.doing}"
@@ -40,12 +57,14 @@ class Heartbeat:
 
     def __init__(self, path: Path | None) -> None:
         self.step, self._doing = 0, "starting"
+        self.last = Beat(since=time.monotonic())
         self._map: mmap.mmap | None = None
         if path is not None:
             with path.open("w+b") as file:
                 file.truncate(SIZE)
                 self._map = mmap.mmap(file.fileno(), SIZE)
             self._write(self._doing, waits=False)
+            threading.Thread(target=self._count, args=(os.getpid(),), name="fxtune-heartbeat", daemon=True).start()
 
     @staticmethod
     def open(rank: int) -> Heartbeat:
@@ -69,9 +88,20 @@ class Heartbeat:
             self._write(self._doing, waits=False)
 
     def _write(self, what: str, waits: bool) -> None:
+        beat = self.last = Beat(self.step, what[:120], waits, round(time.monotonic(), 3), os.getpid())
         if self._map is not None:
-            text = json.dumps([self.step, what[:120], waits, round(time.time(), 3)]).encode()
-            self._map[:] = text[:SIZE].ljust(SIZE)
+            text = json.dumps([beat.step, beat.doing, beat.waits, beat.since, beat.process]).encode()
+            self._map[:_NOTE] = text[:_NOTE].ljust(_NOTE)
+
+    def _count(self, process: int) -> None:
+        pulse, launcher, alone = 0, os.getppid(), 0.0
+        while self._map is not None and os.getpid() == process:
+            pulse += 1
+            self._map[_NOTE:] = struct.pack("q", pulse)
+            time.sleep(PULSE_SECONDS)
+            alone += PULSE_SECONDS * (os.getppid() != launcher)
+            if alone > SAVING_SECONDS:  # the launcher is dead, and so is a rank that this one waits for
+                os._exit(RankError.exit_code)
 
 
 def read(folder: Path) -> dict[int, Beat]:
@@ -79,7 +109,8 @@ def read(folder: Path) -> dict[int, Beat]:
     beats = {}
     for path in folder.iterdir():
         try:
-            beats[int(path.name)] = Beat(*json.loads(path.read_bytes()))
-        except ValueError:  # read in the middle of a write, or not begun
+            rank, content = int(path.name), path.read_bytes()
+            beats[rank] = Beat(*json.loads(content[:_NOTE]), *struct.unpack("q", content[_NOTE:]))
+        except (ValueError, struct.error):  # read in the middle of a write, or not begun; or not a heartbeat
             continue
     return beats

@@ -16,21 +16,19 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxtune.distributed import heartbeat
-from fxtune.distributed.heartbeat import Beat
-from fxtune.distributed.parallel import ParallelConfig, decide
-from fxtune.distributed.ranks import HEARTBEATS, place
-from fxtune.errors import ConfigError, HardwareError, RankError, Stopped
-
-STALL_SECONDS = 45.0
-"""A rank that does not move while the others wait for it is named after this time."""
-GRACE_SECONDS = 600
-"""How long ranks may take to save after a signal before they are killed."""
+from fxtune.distributed import failure, heartbeat
+from fxtune.distributed.failure import Failure
+from fxtune.distributed.heartbeat import PULSE_SECONDS, SAVING_SECONDS, Beat
+from fxtune.distributed.parallel import Degrees, ParallelConfig, decide
+from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER, place
+from fxtune.distributed.watch import AGAIN, Watch
+from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, UserError
 
 
 def ranks_to_start(gpus: str, cpu: bool, micro_batches: int, parallel: ParallelConfig | None = None) -> int:
@@ -44,6 +42,13 @@ def ranks_to_start(gpus: str, cpu: bool, micro_batches: int, parallel: ParallelC
         return 1
     cuda = torch.cuda.is_available() and not cpu
     cards = torch.cuda.device_count() if cuda else 1
+    if not cuda and not cpu and gpus not in ("auto", "1"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        raise HardwareError(
+            f"run.gpus={gpus}, but torch sees no GPU here{why}. Use run.gpus=auto; run.device=cpu trains with {gpus} "
+            "processes on the CPU."
+        )
     if gpus == "auto":
         fitting = [ranks for ranks in range(1, cards + 1) if _divides(parallel, ranks, micro_batches)]
         return max(fitting, default=cards)  # if none fits, the ranks say why
@@ -52,15 +57,22 @@ def ranks_to_start(gpus: str, cpu: bool, micro_batches: int, parallel: ParallelC
         raise HardwareError(
             f"run.gpus={ranks}, but torch sees {cards} GPUs here. Use run.gpus=auto, or widen CUDA_VISIBLE_DEVICES."
         )
-    degrees = decide(parallel, ranks)
+    require_equal_parts(decide(parallel, ranks), micro_batches, f"run.gpus={ranks}")
+    return ranks
+
+
+def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "") -> None:
+    """Raise ConfigError if the ranks with different rows do not divide the micro-batches of a step. `subject`: what
+    gave the number of ranks."""
     if micro_batches % degrees.data_ranks:
+        ranks = degrees.ranks
         parts = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
         shared = f" (parallel.context={degrees.context} of them share their rows)" * (degrees.context > 1)
         raise ConfigError(
-            f"run.gpus={ranks}{shared} does not divide a step into equal parts: it has {parts} "
-            "(train.global_batch_size / train.micro_batch_size). Change one of the three, or use run.gpus=auto."
+            f"{subject or f'The number of ranks, {ranks},'}{shared} does not divide a step into equal parts: it has "
+            f"{parts} (train.global_batch_size / train.micro_batch_size). Change one of the three, or use "
+            "run.gpus=auto."
         )
-    return ranks
 
 
 def _divides(parallel: ParallelConfig, ranks: int, micro_batches: int) -> bool:
@@ -73,18 +85,19 @@ def _divides(parallel: ParallelConfig, ranks: int, micro_batches: int) -> bool:
 def launch(ranks: int, argv: list[str]) -> int:
     """Run `fxtune argv` in `ranks` processes on this host and return the exit code of the run.
 
-    Raises RankError if a rank died without a message of its own.
+    Raises the UserError or the Stopped with which a rank ended, or RankError for a rank that was killed or stalled. A
+    code above 0 is returned only if a rank has printed a traceback.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its lines are for its developers
-    with tempfile.TemporaryDirectory(prefix="fxtune-ranks-") as folder:
-        beats = Path(folder)
-        os.environ[HEARTBEATS] = folder
+    with tempfile.TemporaryDirectory(prefix="fxtune-ranks-") as name:
+        folder = Path(name)
+        os.environ.update({HEARTBEATS: name, LAUNCHER: str(os.getpid())})
         # torch 2.11 ignores this and waits 30 seconds.
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
         # Each rank would otherwise take every core.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         config = LaunchConfig(
@@ -99,48 +112,68 @@ def launch(ranks: int, argv: list[str]) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
             signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
         )
-        watch = _StallWatch(beats)
+        watch = _LauncherWatch(folder)
         try:
             with watch:
                 elastic_launch(config, sys.executable)("-m", "fxtune", *argv)
         except ChildFailedError as error:
-            return _exit_code(error.failures, heartbeat.read(beats))
-        except SignalException as stop:  # the agent has passed it on, and rank 0 has told what was saved
-            return Stopped(signal.Signals(stop.sigval)).exit_code
+            return _conclude(error.failures, failure.read(folder), heartbeat.read(folder), watch.ended)
+        except SignalException as stop:  # the agent has passed it on
+            raise _told(failure.read(folder), Stopped(signal.Signals(stop.sigval))) from None
         finally:
-            del os.environ[HEARTBEATS]
+            del os.environ[HEARTBEATS], os.environ[LAUNCHER]
     return 0
 
 
-def _exit_code(failures: dict[int, Any], beats: dict[int, Beat]) -> int:
-    """The exit code of the rank that failed first; RankError if a signal killed it."""
-    consequences = (RankError.exit_code, -signal.SIGTERM, -signal.SIGABRT)
-    causes = {rank: one for rank, one in failures.items() if one.exitcode not in consequences}
-    rank, first = min((causes or failures).items(), key=lambda item: item[1].timestamp)
-    beat = beats.get(rank, Beat())
-    if first.exitcode == RankError.exit_code:
-        raise RankError(
-            f"The ranks of this run lost each other at {beat}. The same command goes on from the last checkpoint."
-        )
-    if first.exitcode > 0:  # the rank has told why
-        return int(first.exitcode)
-    name = signal.Signals(-first.exitcode).name
+def _told(failures: list[Failure], otherwise: BaseException) -> BaseException:
+    """The error that the first of `failures` was, without those that another rank's end caused."""
+    for found in failures:
+        if found.signal is not None:
+            return Stopped(signal.Signals(found.signal), found.message)
+        if not found.lost and not found.bug:
+            kinds: list[type[UserError]] = UserError.__subclasses__()
+            kind = next((kind for kind in kinds if kind.exit_code == found.exit_code), UserError)
+            return kind(found.message)
+    return otherwise
+
+
+def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, Beat], ended: str) -> int:
+    """The exit code of a run of which a rank failed; raises the error to tell, if there is one.
+
+    `deaths`: torch's ProcessFailure of each rank that did not end with 0, `failures`: what ranks announced, `ended`:
+    why the launcher ended a rank. When one rank fails torch sends the others a SIGTERM, and later a SIGKILL.
+    """
+    if ended:
+        raise RankError(f"{ended} {AGAIN}")
+    silent = {rank: one for rank, one in deaths.items() if rank not in {found.rank for found in failures}}
+    killed = {rank: one for rank, one in silent.items() if one.exitcode not in (-signal.SIGTERM, -signal.SIGABRT)}
+    first = min((one.timestamp for one in killed.values()), default=float("inf"))
+    causes = [found for found in failures if not found.lost and found.at < first + 1]  # timestamps are whole seconds
+    if any(found.signal is None for found in causes) or not silent:
+        causes = [found for found in causes if found.signal is None] or causes
+        if causes and causes[0].bug:
+            return causes[0].exit_code
+        raise _told(causes, RankError(f"The ranks of this run lost each other. {AGAIN}"))
+    rank, one = min((killed or silent).items(), key=lambda item: item[1].timestamp)
+    if one.exitcode > 0:  # it has printed why
+        return int(one.exitcode)
+    name = signal.Signals(-one.exitcode).name
     killer = " Most often the machine ran out of memory (`dmesg` tells)." if name == "SIGKILL" else ""
     raise RankError(
-        f"Rank {rank} of this run ({socket.gethostname()}, process {first.pid}) was killed by {name} at "
-        f"{beat}, and the others were ended.{killer} The same command goes on from the last "
-        "checkpoint."
+        f"Rank {rank} of this run ({socket.gethostname()}, process {one.pid}) was killed by {name} at "
+        f"{beats.get(rank, Beat())}, and the others were ended.{killer} {AGAIN}"
     )
 
 
-class _StallWatch:
-    """A thread that names a rank which does not move while all others wait for it."""
+class _LauncherWatch:
+    """A thread that watches the ranks of this host, and ends the one that will never move again."""
 
-    def __init__(self, beats: Path) -> None:
-        self.beats, self._over, self._named = beats, threading.Event(), 0.0
-        self._thread = threading.Thread(target=self._watch, name="fxtune-stall-watch", daemon=True)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._over, self.ended = folder, threading.Event(), ""
+        """`ended`: why a rank was ended."""
+        self._thread = threading.Thread(target=self._watch, name="fxtune-rank-watch", daemon=True)
 
-    def __enter__(self) -> _StallWatch:
+    def __enter__(self) -> _LauncherWatch:
         self._thread.start()
         return self
 
@@ -149,21 +182,11 @@ class _StallWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(5.0):
-            if (found := stalled(heartbeat.read(self.beats), time.time())) and found[1].since != self._named:
-                rank, beat = found
-                self._named = beat.since
-                print(
-                    f"fxtune: all ranks have waited for rank {rank} for {time.time() - beat.since:.0f} s: it is at "
-                    f"{beat}.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-
-def stalled(beats: dict[int, Beat], now: float) -> tuple[int, Beat] | None:
-    """The rank that all others wait for, if it has said nothing for STALL_SECONDS."""
-    busy = [(rank, beat) for rank, beat in beats.items() if not beat.waits]
-    if len(busy) == 1 and len(beats) > 1 and now - max(beat.since for beat in beats.values()) > STALL_SECONDS:
-        return busy[0]
-    return None
+        watch = Watch()
+        while not self._over.wait(PULSE_SECONDS):
+            beats = heartbeat.read(self.folder)
+            if found := watch.look(beats, time.monotonic()):
+                rank, self.ended = found
+                with suppress(ProcessLookupError):
+                    os.kill(beats[rank].process, signal.SIGKILL)
+                return  # the agent ends the others

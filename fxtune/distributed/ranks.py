@@ -1,26 +1,31 @@
-"""Which rank this process is, and which rank tells the user of an error. Imports no torch."""
+"""Which rank this process is. Imports no torch."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
-from datetime import timedelta
-from typing import Any
+import re
+import signal
+import sys
+import zlib
 
 HEARTBEATS = "FXTUNE_HEARTBEATS"
 """The environment variable by which fxtune's launcher gives its ranks the folder of their heartbeats."""
-SAME_ERROR = timedelta(seconds=5)
-"""How long a rank that failed waits to hear whether rank 0 failed in the same way."""
-_STORES: list[Any] = []
-"""The torch.distributed.Store through which the ranks found each other, if they have."""
+LAUNCHER = "FXTUNE_LAUNCHER"
+"""The environment variable with the process id of fxtune's launcher."""
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 @functools.cache
 def place() -> tuple[int, int, int]:
     """(rank, ranks, rank on this host) that a launcher gave this process; (0, 1, 0) without one.
 
-    They are taken out of the environment: a process that a rank starts is not a rank.
+    torchrun and fxtune's launcher set RANK, WORLD_SIZE and LOCAL_RANK, `srun` its own variables. They are taken out of
+    the environment: a process that a rank starts is not a rank.
     """
+    if "WORLD_SIZE" not in os.environ and "SLURM_STEP_ID" in os.environ:
+        _translate_slurm()
     rank, size, local_rank = (os.environ.pop(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not size or int(size) < 2:
         return 0, 1, 0
@@ -34,28 +39,39 @@ def act_alone() -> bool:
     return rank == 0
 
 
-def tell_through(store: Any) -> None:
-    """Let should_tell() use `store`."""
-    _STORES[:] = [store]
+def end_with_launcher() -> None:
+    """Have the kernel send this rank a SIGTERM when the process that started it dies, so that it saves and ends. Ranks
+    that nobody watches would hold their cards and the run folder. Only for ranks of fxtune's launcher and torchrun."""
+    launcher = os.environ.get(LAUNCHER)
+    if (
+        place()[1] == 1
+        or not sys.platform.startswith("linux")
+        or not (launcher or "TORCHELASTIC_RUN_ID" in os.environ)
+    ):
+        return
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+    if launcher and os.getppid() != int(launcher):  # it died before the line above
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
-def should_tell(message: str, lost_rank: bool = False) -> bool:
-    """Whether this rank shows the user `message`, an error that ends the run. Rank 0 shows its own; any other rank
-    shows its own unless rank 0 fails with the same words. `lost_rank`: the error is that another rank is gone, which
-    fxtune's launcher tells better.
-    """
-    rank, size, _ = place()
-    if size == 1:
-        return True
-    if lost_rank:
-        return HEARTBEATS not in os.environ
-    if not _STORES:  # no rank has met another yet: all have the same error
-        return rank == 0
-    try:
-        if rank == 0:
-            _STORES[0].set("error", message)
-            return True
-        _STORES[0].wait(["error"], SAME_ERROR)
-        return bool(_STORES[0].get("error").decode() != message)
-    except RuntimeError as error:  # no word of rank 0 in time, or rank 0 is gone, with its store, and has told
-        return rank == 0 or "timeout" in str(error).lower()
+def _translate_slurm() -> None:
+    """Set torch's variables from those of a task that srun started: the ranks meet at the first host of the step, at a
+    port that job and step choose. MASTER_ADDR and MASTER_PORT win where they are set."""
+    rank, step_size, size, local_rank = (os.environ.pop(name, "") for name in _SLURM)
+    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
+    os.environ.update(RANK=rank, WORLD_SIZE=step_size or size, LOCAL_RANK=local_rank)
+    os.environ.setdefault("MASTER_ADDR", first_host(hosts))
+    # Below the ports that Linux hands out by itself, from 32768 on.
+    os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 12000))
+
+
+def gives_own_cards() -> bool:
+    """Whether Slurm may show each rank of a host another card only (--gpus-per-task)."""
+    return "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: `a-[003-005,9],b` begins with a-003, `a[1-2]-b[4,6]` with a1-b4."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)[0]  # type: ignore[index]  # an empty text matches, too
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first) or "localhost"

@@ -13,6 +13,8 @@ import functools
 import os
 import platform
 import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,11 +25,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fxtune.distributed import failure
 from fxtune.distributed.heartbeat import Heartbeat
 from fxtune.distributed.parallel import DEGREES, Degrees
-from fxtune.distributed.ranks import place, tell_through
-from fxtune.errors import ConfigError, HardwareError, RankError, UserError, first_line
+from fxtune.distributed.ranks import HEARTBEATS, gives_own_cards, place
+from fxtune.distributed.watch import StoreWatch
+from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line
 from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
+from fxtune.system.gpu_processes import gpu_processes
 from fxtune.system.host import cores, memory
 from fxtune.system.units import GIB
 
@@ -42,13 +47,25 @@ THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 """Variables by which a user sets the number of CPU threads."""
 _LIMITED: set[torch.device] = set()
 """GPUs whose memory a run of this process has limited: the next run of a sweep may have another limit, or none."""
+_WATCH: list[StoreWatch] = []
+"""What watches the ranks of the current run, where fxtune's launcher does not."""
 PATIENCE = timedelta(hours=6)
 """How long a rank waits for another one before torch gives up. Rank 0 may tokenize, export or answer questions for
 hours while the others wait; a rank that died is noticed by its closed connection, long before."""
 
 
-MEETING = timedelta(minutes=10)
-"""How long ranks wait for the others to start."""
+MEETING = "FXTUNE_MEETING_SECONDS"
+"""The environment variable that says how long ranks wait for the others to start; 600 without it."""
+NCCL = {
+    "NCCL_NVLS_ENABLE": "0",  # NVLink multicast needs rights that containers often lack
+    # The flight recorder: if a GPU is stuck, the last collectives of each rank go to a file for torch's `fr_trace`.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_DUMP_TEMP_FILE": os.path.join(tempfile.gettempdir(), "fxtune_nccl_rank_"),
+}
+"""Environment variables for NCCL, where the user has not set them."""
+STUCK = timedelta(minutes=30)
+"""How long a GPU may wait for another one's. The hosts have agreed on the step before, so all are about to come."""
 
 
 class Device(str, Enum):
@@ -88,6 +105,8 @@ class World:
         if not os.environ.keys() & THREADS and torch.get_num_threads() > cores():
             torch.set_num_threads(cores())  # torch does not see the quota of a container
         cuda = torch.cuda.is_available() and device is not Device.cpu
+        if cuda and torch.cuda.device_count() == 1 and gives_own_cards():
+            local_rank = 0
         if cuda and size > 1 and local_rank >= torch.cuda.device_count():
             raise HardwareError(
                 f"{socket.gethostname()} has {torch.cuda.device_count()} visible GPUs, and rank {rank} needs one "
@@ -123,6 +142,11 @@ class World:
         return replace(self, chosen=degrees)
 
     @property
+    def shares(self) -> bool:
+        """Whether ranks share rows or weights, and so wait for each other inside a forward and backward pass."""
+        return self.degrees.replicate < self.size
+
+    @property
     def data_rank(self) -> int:
         """Which of `data_ranks` parts of a step this rank trains on. The ranks of one context group have the same."""
         return self.rank // self.degrees.context
@@ -152,6 +176,8 @@ class World:
         """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost: each slice
         (`mesh["shard"]`) has a process group. Made on first use, by all ranks together. One rank has none."""
         assert self.size > 1, "one rank has no mesh"
+        if not _mesh.cache_info().currsize:  # torch waits for hours for a rank that has gone before it makes a group
+            self.agree(0, "making a mesh of the ranks")
         return _mesh(self.device.type, self.degrees)
 
     @property
@@ -256,8 +282,13 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the process group: the run of this process is over."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave the process group: the run of this process is over. `error` is announced first, so that ranks which
+        lose this one know why."""
+        if _WATCH:
+            _WATCH.pop().stop()
+        if self.size > 1 and error is not None:
+            failure.announce(error)
         if self.size > 1 and dist.is_initialized():
             _mesh.cache_clear()
             _weights_mesh.cache_clear()
@@ -277,18 +308,18 @@ class World:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """If torch loses a connection to another rank in the body, as it does where it gathers weights, that becomes a
-        RankError."""
+        LostRankError."""
         try:
             yield
         except RuntimeError as error:
-            lost = isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
-            if self.size == 1 or not lost:
+            if self.size == 1 or not lost_connection(error):
                 raise
             raise self._lost_rank("exchanging weights", error) from error
 
-    def _lost_rank(self, doing: str, error: RuntimeError) -> RankError:
-        return RankError(
-            f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}: "
+    def _lost_rank(self, doing: str, error: RuntimeError) -> LostRankError:
+        step = f" in step {self.heartbeat.step}" if self.heartbeat.step else ""
+        return LostRankError(
+            f"Rank {self.rank} of {self.size} ({socket.gethostname()}) lost another rank while {doing}{step}: "
             f"{first_line(error)}. The same command goes on from the last checkpoint."
         )
 
@@ -327,6 +358,12 @@ def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
     return init_device_mesh(device, tuple(getattr(degrees, name) for name in DEGREES), mesh_dim_names=DEGREES)
 
 
+def lost_connection(error: RuntimeError) -> bool:
+    """Whether `error` of a collective says that another rank is gone."""
+    texts = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
+    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or any(t in str(error) for t in texts)
+
+
 @functools.cache
 def _weights_mesh(device: str, degrees: Degrees) -> DeviceMesh:
     mesh = _mesh(device, degrees)
@@ -345,26 +382,32 @@ def _join(world: World) -> None:
     """Join the process group, and refuse ranks that differ in what they run."""
     if dist.is_initialized():
         return
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs rights that containers often lack
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
     cuda = world.device.type == "cuda"
+    limit = timedelta(seconds=float(os.environ.get(MEETING, 600)))
     try:
         with world.heartbeat.waiting("looking for the other ranks"):
-            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=MEETING))
-            tell_through(store)
+            store = failure.begin_run(failure.find_store(limit))
+            _wait_for_all(world, store, limit)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=dist.PrefixStore("world", store),
                 rank=world.rank,
                 world_size=world.size,
-                timeout=PATIENCE,
+                timeout=STUCK if cuda else PATIENCE,
                 device_id=world.device if cuda else None,
             )
+            if cuda:  # the hosts have more patience than the GPUs
+                group = dist.distributed_c10d._get_default_group()
+                group._get_backend(torch.device("cpu"))._set_default_timeout(PATIENCE)
     except (RuntimeError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RankError(
-            f"Rank {world.rank} of {world.size} ({socket.gethostname()}) cannot reach the others at {address}: "
-            f"{first_line(error)}. Check the address and that no firewall is between the hosts."
-        ) from error
+        if isinstance(error, RankError):
+            raise
+        raise _cannot_meet(world, error) from error
+    if HEARTBEATS not in os.environ:
+        _WATCH[:] = [StoreWatch(world.rank, world.size, world.heartbeat, failure.runs())]
+    _require_idle_cards(world)
     packages = installed_packages()
     for rank, others in enumerate(world.gather(packages, "comparing packages")):
         if differing := sorted(
@@ -375,6 +418,70 @@ def _join(world: World) -> None:
                 f"Ranks {world.rank} and {rank} have different packages: {name} {packages.get(name, 'missing')} and "
                 f"{others.get(name, 'missing')}. Install the same versions on every host."
             )
+
+
+BUSY = 0.1
+"""A card of which other processes use more than this share is busy."""
+
+
+def _require_idle_cards(world: World) -> None:
+    """Raise HardwareError on all ranks if a card of one of them is busy: it would slow all ranks down, or run out of
+    memory later."""
+    busy = [found for found in world.gather(_other_use(world.device), "comparing cards") if found]
+    if busy:
+        listed = "\n".join(f"  {found}" for found in busy)
+        raise HardwareError(
+            f"Other processes use the cards of this run:\n{listed}\nEnd them, or choose idle cards with "
+            "CUDA_VISIBLE_DEVICES."
+        )
+
+
+def _other_use(device: torch.device) -> str:
+    """A line about a card that other processes use; empty if none does. The driver's figures of memory also hold in a
+    container, where the process ids of others cannot be seen."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device) - CONTEXT
+    if others <= BUSY * total:
+        return ""
+    card = torch.cuda.get_device_properties(device)
+    where = f"GPU {device.index} ({card.name}) of {socket.gethostname()}"
+    named = gpu_processes(str(card.uuid))
+    return f"{where}: {others / GIB:.0f} of {total / GIB:.0f} GiB are taken" + f", by {', '.join(named)}" * bool(named)
+
+
+def _wait_for_all(world: World, store: dist.Store, limit: timedelta) -> None:
+    """Wait until all ranks have come to `store`. Raises RankError after `limit`, and LostRankError at once if one of
+    them has failed before it came."""
+    came, until = store.add("came", 1), time.monotonic() + limit.total_seconds()
+    while came < world.size:
+        if failure.announced(store):
+            raise LostRankError(f"Another rank failed before rank {world.rank} of {world.size} met it.")
+        if time.monotonic() > until:
+            raise RankError(
+                f"Only {came} of {world.size} ranks came to {_address()} within {limit.total_seconds():.0f} s. Start "
+                f"the others, and check that they reach this address; {MEETING} changes the time."
+            )
+        time.sleep(0.02)
+        came = store.add("came", 0)
+
+
+def _cannot_meet(world: World, error: Exception) -> RankError:
+    if "EADDRINUSE" in str(error):
+        return RankError(
+            f"Port {os.environ.get('MASTER_PORT')} of {socket.gethostname()}, where the ranks are to meet, is in use "
+            "by another process. Set MASTER_PORT to a free port on all hosts (torchrun: --rdzv-endpoint or "
+            "--master-port)."
+        )
+    return RankError(
+        f"Rank {world.rank} of {world.size} ({socket.gethostname()}) cannot reach the others at {_address()}: "
+        f"{first_line(error)}. Check the address, and that no firewall is between the hosts."
+    )
+
+
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _limit(device: torch.device, gib: float) -> None:

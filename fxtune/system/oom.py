@@ -61,6 +61,19 @@ def out_of_memory_reason(error: BaseException) -> str | None:
     return None
 
 
+def process_out_of_memory(error: BaseException) -> HardwareError | None:
+    """The error to show if `error`, which nothing else has handled, is out of memory; None for other errors."""
+    found = out_of_memory_reason(error)
+    return (
+        None
+        if found is None
+        else HardwareError(
+            f"This process was given no more memory ({found}). Free some, or raise its limit (`ulimit -v`, the "
+            "container's, the batch job's)."
+        )
+    )
+
+
 def catch_out_of_memory(work: Callable[[], Result]) -> Result | MemoryExhausted:
     """work(), or MemoryExhausted; by then nothing holds what the work had allocated. Other errors are raised."""
     try:

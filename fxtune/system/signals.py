@@ -112,6 +112,14 @@ class Signals:
         finally:
             self._at_once = before
 
+    def ignore(self) -> None:
+        """From here to its end this process ignores signals: a rank that leaves is signalled once more by its agent,
+        as soon as the first rank has left, and must still end with its own exit code."""
+        if threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
+            self._before.clear()
+
     def _restore_handlers(self) -> None:
         """Restore the interpreter's handlers, in case a library replaced them: a system call each, a microsecond."""
         if self._before and threading.current_thread() is threading.main_thread():

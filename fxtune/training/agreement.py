@@ -1,13 +1,15 @@
-"""Decisions that one rank meets and all must follow: memory that ran out, and a signal."""
+"""Decisions that one rank meets and all must follow: an error, memory that ran out, and a signal."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from fxtune.distributed.world import World
-from fxtune.errors import HardwareError, MemoryShortError, Stopped
+from fxtune.distributed.world import World, lost_connection
+from fxtune.errors import HardwareError, LostRankError, MemoryShortError, RankError, Stopped, UserError, first_line
 from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
 from fxtune.system.signals import SIGNALS
 
@@ -15,6 +17,26 @@ Result = TypeVar("Result")
 
 OUT_OF_MEMORY = 1000
 """Above every signal number: a step that ran out of memory is repeated, and the signal is handled after it."""
+FAILED = 2000
+"""Above both: the run ends with this error."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: Exception
+
+
+def shared(world: World, work: Callable[[], Result], doing: str) -> Result:
+    """work() on every rank; most often only rank 0 has something to do. If one rank fails, all raise its error. No
+    rank leaves before the others are done. Signals wait."""
+    if world.size == 1:
+        return work()
+    with SIGNALS.held():
+        result = _attempt(work)
+    if world.agree(isinstance(result, _Failed), doing):
+        raise _common_error(world, result.error if isinstance(result, _Failed) else None)
+    assert not isinstance(result, _Failed)
+    return result
 
 
 def together(
@@ -23,37 +45,69 @@ def together(
     start_sums: Callable[[], None] = lambda: None,
     stops: bool = True,
     agree: Callable[[int], int] | None = None,
+    doing: str = "deciding together",
 ) -> Result:
-    """work() on every rank. It must wait for no collective, unless ranks share weights or rows, and it may start those
-    that start_sums() starts if it has not: each rank calls start_sums() after work(), also one that ran out of memory.
-    `agree` is called in place of world.agree().
+    """work() on every rank. It must wait for no collective, and it may start those that start_sums() starts if it has
+    not: each rank calls start_sums() after work(), also one that failed. `agree` is called in place of world.agree().
 
-    Raises MemoryShortError on all ranks if one of them ran out of memory, and Stopped if one of them was signalled;
-    with stops=False a signal waits for a later call. With one rank this is only work(): the signal handler raises
-    Stopped by itself.
-
-    Where weights or rows are divided, a rank that runs out of memory leaves the others in the middle of an exchange,
-    so nothing can be repeated: it raises HardwareError, and its end ends the others.
+    If one rank fails, all raise its error; if one ran out of memory, all raise MemoryShortError; if one was signalled,
+    all raise Stopped; with stops=False a signal waits for a later call. With one rank this is only work(): the signal
+    handler raises Stopped by itself. Ranks that share rows or weights do wait for each other inside work(): one that
+    fails there cannot agree with the others. It leaves, and they lose it.
     """
     if world.size == 1:
         return work()
     with SIGNALS.held():
-        result = catch_out_of_memory(work)
-        if isinstance(result, MemoryExhausted) and world.degrees.shard * world.degrees.context > 1:
-            raise HardwareError(
-                f"Rank {world.rank} ran out of memory: {result.reason}. The other ranks wait for its part of weights "
-                "or rows, so the batch cannot be halved as it is without parallel.shard and parallel.context. Lower "
-                "train.micro_batch_size or data.sequence_length, or raise one of the two; the same command then goes "
-                "on from the last checkpoint."
-            )
+        result = _attempt(partial(catch_out_of_memory, work))
+        if world.shares and isinstance(result, (MemoryExhausted, _Failed)):
+            raise _reason_to_leave(world, result)
         start_sums()
-    exhausted = isinstance(result, MemoryExhausted)
-    verdict = (agree or world.agree)(OUT_OF_MEMORY if exhausted else (stops and SIGNALS.received) or 0)
+    exhausted, failed = isinstance(result, MemoryExhausted), isinstance(result, _Failed)
+    mine = FAILED if failed else OUT_OF_MEMORY if exhausted else (stops and SIGNALS.received) or 0
+    verdict = agree(mine) if agree else world.agree(mine, doing)
+    if verdict == FAILED:
+        raise _common_error(world, result.error if isinstance(result, _Failed) else None)
     if verdict == OUT_OF_MEMORY:
         reasons = world.gather(result.reason if isinstance(result, MemoryExhausted) else "")
         rank = next(rank for rank, reason in enumerate(reasons) if reason)
         raise MemoryShortError(f"rank {rank}: {reasons[rank]}")
     if verdict:
         raise Stopped(signal.Signals(verdict))
-    assert not isinstance(result, MemoryExhausted)
+    assert not isinstance(result, (MemoryExhausted, _Failed))
     return result
+
+
+def _attempt(work: Callable[[], Result]) -> Result | _Failed:
+    try:
+        return work()
+    except LostRankError:  # nobody is left to agree with
+        raise
+    except Exception as error:  # noqa: BLE001  raised again, on all ranks
+        return _Failed(error)
+
+
+def _reason_to_leave(world: World, result: MemoryExhausted | _Failed) -> Exception:
+    """The error of a rank that others wait for, or that waited for one that has left."""
+    if isinstance(result, MemoryExhausted):
+        return HardwareError(
+            f"Rank {world.rank} ran out of memory: {result.reason}. Others wait for its part of rows or weights, so "
+            "nothing can be halved in the middle of a step. Lower train.micro_batch_size or data.sequence_length, or "
+            "raise parallel.context or parallel.shard."
+        )
+    if isinstance(result.error, RuntimeError) and lost_connection(result.error):
+        return LostRankError(
+            f"Rank {world.rank} of {world.size} lost another rank in a step: {first_line(result.error)}"
+        )
+    return result.error
+
+
+def _common_error(world: World, mine: Exception | None) -> Exception:
+    """The error of the first rank that has one. A bug is that rank's own to raise, with its traceback."""
+    told = mine if mine is None or isinstance(mine, UserError) else RankError(first_line(mine))
+    errors = world.gather(told, "comparing errors")
+    rank = next(rank for rank, error in enumerate(errors) if error is not None)
+    if mine is not None and (rank == world.rank or not isinstance(mine, UserError)):
+        return mine
+    error = errors[rank]
+    assert error is not None
+    return error if not isinstance(error, RankError) else LostRankError(f"Rank {rank} failed: {error}")

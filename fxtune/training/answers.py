@@ -24,10 +24,15 @@ from fxtune.data.config import QuestionsConfig, SourceConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.sharding import with_head
+from fxtune.distributed.world import World
 from fxtune.errors import DataError, StorageError
 from fxtune.models.structure import observed
 from fxtune.system.oom import BatchSizes
 from fxtune.system.progress import phase
+from fxtune.training.agreement import together
+
+Tokens = list[list[int]]
+"""Token ids of several texts."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,15 @@ def answer(
     batch_size: int = 32,
     max_new_tokens: int = 64,
     batch_sizes: BatchSizes | None = None,
+    world: World | None = None,
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
-    The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out.
+    The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out. The
+    ranks of `world` each answer a batch at a time, the same batches that one process would answer, and all get all
+    answers.
     """
+    world = world or World(next(model.parameters()).device)
     batch_sizes = batch_sizes or BatchSizes(next(model.parameters()).device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
@@ -95,8 +104,9 @@ def answer(
     with asking as work, observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index].prompt for index in order]
-            ask = partial(_greedy, model, prompts, ends, tokenizer.pad_token_id or 0, max_new_tokens)
-            written = batch_sizes.run("questions", batch_size, partial(_with_head, model, ask))
+            ask = partial(_greedy, model, ends, tokenizer.pad_token_id or 0, max_new_tokens)
+            ask = partial(_with_head, model, ask)
+            written = batch_sizes.run("questions", batch_size, partial(_dealt_out, world, prompts, ask))
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
             order = order[len(written) :]
@@ -104,8 +114,8 @@ def answer(
     return answers
 
 
-def _with_head(model: nn.Module, ask: Callable[[int], list[list[int]]], rows: int) -> list[list[int]]:
-    return with_head(model, partial(ask, rows))
+def _with_head(model: nn.Module, ask: Callable[[Tokens], Tokens], prompts: Tokens) -> Tokens:
+    return with_head(model, partial(ask, prompts))
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
@@ -142,26 +152,30 @@ class AnswerEvaluation:
             evaluation._read(when)
         return evaluation
 
-    def ask(self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None, writes: bool = True) -> float:
-        """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`:
-        see answer(). `writes`: whether they are stored on the disk, too, as one rank of several does.
-        """
-        config = self.config
-        given = answer(model, self.tokenizer, self.questions, config.batch_size, config.max_new_tokens, batch_sizes)
-        if when:
-            self.answers[when] = given
-        if not (when and writes):
-            return exact_match(given, self.questions)
+    def ask(
+        self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None, world: World | None = None
+    ) -> float:
+        """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`,
+        `world`: see answer(). Rank 0 writes the file."""
+        config, questions = self.config, self.questions
+        given = answer(model, self.tokenizer, questions, config.batch_size, config.max_new_tokens, batch_sizes, world)
+        if not when:
+            return exact_match(given, questions)
+        self.answers[when] = given
+        if world is None or world.main:
+            self._write(when)
+        return exact_match(given, questions)
+
+    def _write(self, when: str) -> None:
         lines = [
             json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
-            for question, text in zip(self.questions, given, strict=True)
+            for question, text in zip(self.questions, self.answers[when], strict=True)
         ]
         file = self._file(when)
         try:
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(f"{file} cannot be written: {error}. Free space there, or set run.dir.") from error
-        return exact_match(given, self.questions)
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
         """The first `config.show` questions: (question, right answer, answer before, answer after)."""
@@ -213,11 +227,18 @@ def _last_user_turn(row: dict[str, Any]) -> str | None:
     return next((text for text in turns if isinstance(text, str)), None)
 
 
-def _greedy(
-    model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int, rows: int
-) -> list[list[int]]:
-    """Greedy tokens for the first `rows` prompts, up to one of `ends` (left out) or the limit."""
-    prompts = prompts[:rows]
+def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], rows: int) -> Tokens:
+    """ask() of the first prompts: the first `rows` by rank 0, the next by rank 1, and so on. With divided weights,
+    of the first `rows` by all ranks together: none alone has the weights to answer."""
+    if world.degrees.shard > 1:
+        return together(world, lambda: ask(prompts[:rows]), doing="answering questions")
+    mine = prompts[rows * world.rank : rows * (world.rank + 1)]
+    written = together(world, lambda: ask(mine) if mine else [], doing="answering questions")
+    return [tokens for part in world.gather(written, "collecting answers") for tokens in part]
+
+
+def _greedy(model: nn.Module, ends: set[int], pad: int, max_new_tokens: int, prompts: Tokens) -> Tokens:
+    """Greedy tokens for each prompt, up to one of `ends` (left out) or the limit."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)

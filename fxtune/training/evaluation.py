@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -62,27 +61,44 @@ def evaluate(
     `world`: the ranks that share the plan; None means that this process has all of it.
     """
     plan, world = loader.plan, world or World(loader.device)
-    sums = together(world, partial(_sums, model, objective, loader, precision))
+    sums = _sums(model, objective, loader, precision, world)
     totals = world.sum(torch.stack(list(sums.values())), "adding up the held-out loss").tolist()
     normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
     means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
     return {**means, **objective.derived(means)}
 
 
-def _sums(model: LanguageModel, objective: Objective, loader: Loader, precision: Precision) -> dict[str, torch.Tensor]:
-    """The objective and its metrics, summed over the plan of this rank: float64 scalars on the device."""
+def _sums(
+    model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
+) -> dict[str, torch.Tensor]:
+    """The objective and its metrics, summed over the plan of this rank: float64 scalars on the device.
+
+    The ranks agree after every batch, so a signal at one of them ends the evaluation of all.
+    """
     training, sums = model.model.training, dict[str, torch.Tensor]()
+
+    def add_next() -> bool:
+        if (following := next(batches, None)) is None:
+            return False
+        counts, batch = following
+        with precision.context(loader.device):
+            loss, metrics = objective.loss(model, batch)
+        for name, value in {"loss": loss, **metrics}.items():
+            total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=loader.device))
+            if counts:
+                total += value
+        return True
+
     try:
         model.model.eval()
         with phase("Evaluating", loader.plan.steps, "batches", announce=False) as work:
-            for step in work.over(loader.steps()):
-                for position, batch in enumerate(step.micro_batches):
-                    with precision.context(loader.device):
-                        loss, metrics = objective.loss(model, batch)
-                    for name, value in {"loss": loss, **metrics}.items():
-                        total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=loader.device))
-                        if step.own is None or position < step.own:
-                            total += value
+            batches = (
+                (step.own is None or position < step.own, batch)
+                for step in work.over(loader.steps())
+                for position, batch in enumerate(step.micro_batches)
+            )
+            while together(world, add_next):  # all ranks have the same number of batches
+                pass
     finally:
         model.model.train(training)
     return sums

@@ -150,10 +150,8 @@ class RunState:
                     "same command and files."
                 )
 
-    def save(self, alone: bool = False) -> None:
-        """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together,
-        unless `alone`.
-        """
+    def save(self) -> None:
+        """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together."""
         since = time.perf_counter()
         self.average()
         state = self.state
@@ -168,7 +166,7 @@ class RunState:
         state.clock = self.clock.state()
         names = self.optimizer.names
         averages = {names[parameter]: average for parameter, average in self.optimizer.averages().items()}
-        self.checkpoints.save(state, {**self.weights(), **averages}, moments, since, alone)
+        self.checkpoints.save(state, {**self.weights(), **averages}, moments, since)
         self.saved, self._saved_rows = state.step, dict(state.rows)
 
     def average(self) -> None:
@@ -177,19 +175,15 @@ class RunState:
             self.checkpoints.wait_for_copy()
             self.train_step.average()
 
-    def ensure_saved(self, alone: bool = False) -> None:
-        """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError.
-
-        `alone`: only rank 0 calls it. It saves nothing if the other ranks have a part in a checkpoint.
-        """
+    def ensure_saved(self) -> None:
+        """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError. All
+        ranks call this together."""
         failed = self.checkpoints.settle()
         unsaved = bool(failed or self.state.step > self.saved or self.state.rows != self._saved_rows)
         if self.train_step.keeps_rank_state:  # all take part in a save
-            unsaved = not alone and bool(self.world.agree(int(unsaved)))
-        if alone and self.checkpoints.sharded:
-            unsaved = False
+            unsaved = bool(self.world.agree(int(unsaved)))
         if self.state.step and not self._holds_best and unsaved:
-            self.save(alone)
+            self.save()
         self.checkpoints.wait()
 
     def load_best(self) -> int:

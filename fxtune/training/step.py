@@ -101,15 +101,17 @@ class TrainStep:
         """Run forward and backward: leaves the gradients of the mean in the parameters and returns the means, each of
         this rank's micro-batches only.
 
-        `index`: of the step. Dropout depends only on it, the rank and the seed, so a resumed run repeats it exactly.
+        `index`: of the step. Dropout depends only on it, the micro-batch's place in the step and the seed, so a
+        resumed run repeats it exactly, with any number of ranks.
         `own`: see StepBatches; further micro-batches add zeros.
         """
-        torch.manual_seed(_step_seed(self.seed, index, self.world.rank))
         self._index = index
         totals: torch.Tensor | None = None
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
+            # By the micro-batch's place in the step, not by its rank: with dropout, too, N ranks learn what one does.
+            torch.manual_seed(_seed(self.seed, index, position * self.world.data_ranks + self.world.data_rank))
             share = normalizer if own is None or position < own else math.inf
             part = self.recorder(batch, share) if self.recorder else self._pass(batch, share)
             totals = part if totals is None else totals + part
@@ -154,8 +156,7 @@ class TrainStep:
         """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`."""
         finite = metrics["finite"]
         updates = self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite)
-        if self.world.size > 1:  # dropout has drawn other numbers on each rank; stochastic rounding must not
-            torch.manual_seed(_step_seed(self.seed, self._index))
+        torch.manual_seed(_seed(self.seed, self._index))  # stochastic rounding draws the same on any number of ranks
         self.optimizer.step(lr, updates)
         if self.gradient_sum and self.gradient_sum.compression:
             self.gradient_sum.compression.keep(updates)
@@ -221,7 +222,7 @@ class TrainStep:
         return torch.stack([mean.detach(), *(metric.detach() / normalizer for metric in metrics.values())])
 
 
-def _step_seed(seed: int, step: int, rank: int = 0) -> int:
-    """A seed for each step and rank, unrelated to those of its neighbours."""
-    text = f"{seed}/{step}" + f"/{rank}" * bool(rank)
+def _seed(seed: int, step: int, micro_batch: int = 0) -> int:
+    """A seed for each micro-batch, unrelated to those of its neighbours."""
+    text = f"{seed}/{step}" + f"/{micro_batch}" * bool(micro_batch)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

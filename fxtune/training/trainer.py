@@ -14,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import RunFolder, claim
+from fxtune.checkpoint.run_folder import RunFolder, claim, differences
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
+from fxtune.distributed.heartbeat import STEP
+from fxtune.distributed.launch import require_equal_parts
+from fxtune.distributed.parallel import decide
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.models.save import save_model
@@ -34,7 +37,7 @@ from fxtune.system.signals import SIGNALS
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.throughput import StartupTimer
-from fxtune.training.agreement import together
+from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
 from fxtune.training.builder import build_for_run
@@ -55,6 +58,9 @@ def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
         # Enums become their values: the recipe is written to files.
         recipe = redact(json.loads(json.dumps(dataclasses.asdict(config))))
         with World.create(config.run.device, config.run.memory_gib) as world:
+            _require_same_recipe(world, recipe)
+            micro_batches = config.train.global_batch_size // config.train.micro_batch_size
+            require_equal_parts(decide(config.parallel, world.size), micro_batches)
             return _run_in_folder(_claim(world, config, recipe), config, recipe, objective, world)
 
 
@@ -91,6 +97,18 @@ def _run_in_folder(
         screen.finish()
         progress.hide()
         folder.release()
+
+
+def _require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
+    """Raise ConfigError if the ranks were started with different recipes."""
+    if world.size > 1:
+        for rank, other in enumerate(world.gather(recipe, "comparing recipes")):
+            if lines := differences(other, recipe):
+                raise ConfigError(
+                    f"The recipe of rank {world.rank} differs from that of rank {rank}:\n"
+                    + "\n".join(lines)
+                    + "\nStart all ranks with the same command and files."
+                )
 
 
 def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
@@ -348,7 +366,7 @@ class Trainer:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
         take, first = self.train_step, step.index == self.first_step
         normalizer = self.objective.normalizer(self.plan, step.index)
-        self.world.heartbeat.doing("forward and backward", step.index + 1)
+        self.world.heartbeat.doing(STEP, step.index + 1)
         self.rank_report.waited += step.wait_seconds
         name = f"Step {step.index + 1:,} of {self.plan.steps:,}"
         name += ", compiling" if first and self.techniques.compile.enabled else ""
@@ -411,7 +429,7 @@ class Trainer:
             if self.unlogged_lr is not None:
                 self._log_line(self.unlogged_lr)
             try:
-                self.run_state.ensure_saved(alone=part == "questions")
+                self._ensure_saved()
                 if self.state.step:
                     message += (
                         f"\nSaved after step {self.state.step}: the same command resumes there, given more memory."
@@ -429,8 +447,12 @@ class Trainer:
         """Save the state and tell the user how to resume the run. Returns when the state is on the disk."""
         if self.unlogged_lr is not None:
             self._log_line(self.unlogged_lr)
-        self.run_state.ensure_saved()
+        self._ensure_saved()
         stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
+
+    def _ensure_saved(self) -> None:
+        self.world.heartbeat.doing("saving")
+        shared(self.world, self.run_state.ensure_saved, "waiting for rank 0 to save")
 
     def _stop_if_not_finite(self) -> None:
         """End the run if too many steps in a row were not finite."""
@@ -474,6 +496,7 @@ class Trainer:
         if not self.state.evaluation_due:
             return False
         self.run_state.average()
+        self.world.heartbeat.doing("evaluating")
         figures: dict[str, float] = {}
         with self.clock.evaluation(), self.train_step.optimizer.averaged(), self._interruptible():
             if self.held_out is not None:
@@ -493,13 +516,10 @@ class Trainer:
         self.log.log({"questions/exact_match": share})
 
     def _exact_match(self, when: str = "") -> float:
-        """The share of the questions that rank 0 answers exactly right. `when`: the name that its answers get."""
+        """The share of the questions that are answered exactly right. `when`: the name that the answers get."""
         assert self.questions is not None
-        share, together = 0.0, self.world.degrees.shard > 1  # no rank alone has the weights to answer
-        if self.world.main or together:
-            sizes = None if together else self.batch_sizes  # nor can it halve alone
-            share = self.questions.ask(self.model, when, sizes, writes=self.world.main)
-        return self.world.broadcast(share, "waiting for rank 0 to ask the questions")
+        self.world.heartbeat.doing("answering questions")
+        return self.questions.ask(self.model, when, self.batch_sizes, self.world)
 
     def _finish(self) -> dict[str, Any]:
         """Export the best or the last weights, ask the questions again, and tell the user where everything is."""
@@ -525,6 +545,7 @@ class Trainer:
             "facts": self.facts,
             "config": self.recipe,
         }
+        self.world.heartbeat.doing("exporting")
         with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
             if self.world.main:
                 self.run_state.make_room(whole_model)

@@ -2,6 +2,7 @@
 
     python scripts/faults/kill.py [--kills 200] [--modes lora,full] [--seed 0] [--json FILE] [--folder FOLDER]
     python scripts/faults/kill.py --operations --modes lora  # not at random: one kill before each file operation of a run
+    python scripts/faults/kill.py --ranks 2 --kills 100      # runs of two ranks: a rank, the launcher or all are killed
 
 Each run trains a two-layer Llama on a CPU. SIGKILL ends it one to four times, and the same command starts it again.
 Half of the instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a
@@ -16,6 +17,9 @@ kill.
 The runs are forked from a parent that has imported all packages. A run then takes one or two seconds instead of seven,
 and the reported costs of a kill do not include the imports. For each mode one run is started as users start it; its
 result must equal that of the forked run.
+
+With --ranks the runs are started as users start them. After each kill every process of the run must be gone within 60
+seconds and its port free; a killed rank must be named by one message, with exit code 7. The same command goes on.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.endings import Ending
 from support.harness import run
 from support.killing import MODES, Aim, ForkServer, Kill, Outcome, Reference, disturb, prepare
+from support.rank_kills import RankKill, finish, kill_once, steps_logged
 
 SHARES = {
     "lora": 5,
@@ -115,6 +120,41 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outc
             )
             if outcome.identical:
                 shutil.rmtree(place)
+
+
+def campaign_of_ranks(ranks: int, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Kill processes of runs of `ranks` ranks until `kills` kills are done. Returns how many runs went wrong."""
+    draw, bad, number = random.Random(f"{seed}/ranks"), 0, 0
+
+    def words_in(place: Path) -> list[str]:
+        return [*prepare(place, "lora"), f"run.gpus={ranks}", "run.device=cpu"]
+
+    reference, seconds = finish(words_in(folder / "reference"), folder / "reference")
+    steps = steps_logged(folder / "reference")
+    print_now(f"{ranks} ranks: undisturbed {seconds:.1f} s, {steps} steps")
+    while len(rows) < kills:
+        place = folder / f"run-{number}"
+        words, number = words_in(place), number + 1
+        done: list[RankKill] = []
+        for _ in range(min(kills - len(rows), draw.randint(1, 4))):
+            if kill := kill_once(words, place, draw, seconds, steps):
+                done.append(kill)
+                print_now(
+                    f"  {place.name}: {kill.victim} killed after step {kill.steps}, all gone {kill.seconds:.1f} s later"
+                )
+        ending, _ = finish(words, place)
+        wrong = [*(problem for kill in done for problem in kill.wrong), *reference.differences(ending)]
+        bad += bool(wrong)
+        print_now(f"  {place.name}: " + (f"WRONG {wrong}" if wrong else "identical"))
+        rows += [{"mode": f"{ranks} ranks", **dataclasses.asdict(kill), "identical": not wrong} for kill in done]
+        if not wrong:
+            shutil.rmtree(place)
+    slowest = max(row["seconds"] for row in rows)
+    victims = Counter(row["victim"] for row in rows)
+    print_now(
+        f"{len(rows)} kills of {number} runs ({dict(victims)}); the slowest end took {slowest:.1f} s; {bad} went wrong"
+    )
+    return bad
 
 
 def print_now(text: str) -> None:
@@ -199,12 +239,19 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="also write each kill to this file")
     parser.add_argument("--folder", type=Path, help="folder of the runs; those that differ are kept")
+    parser.add_argument("--ranks", type=int, default=1, help="kill runs of so many ranks, in one mode")
     given = parser.parse_args()
     modes = given.modes.split(",")
     if unknown := set(modes) - set(MODES):
         parser.error(f"no mode {sorted(unknown)}")
     os.nice(10)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-kills-"))
+    if given.ranks > 1:
+        rows: list[dict[str, Any]] = []
+        bad_runs = campaign_of_ranks(given.ranks, given.kills, given.seed, folder, rows)
+        if given.json:
+            given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return 1 if bad_runs else 0
     console, began = Console(width=130, highlight=False), time.monotonic()
     outcomes: dict[str, list[Outcome]] = {}
     parts = sum(SHARES[mode] for mode in modes)

@@ -96,5 +96,5 @@ def test_a_killed_rank_ends_the_one_that_waits_for_its_tokens(ranks, tmp_path):
 
 
 def test_two_replicas_of_two_ranks_that_share_rows_learn_what_one_process_learns(forks, tmp_path):
-    with Ranks([ForkServer() for _ in range(4)]) as four:
+    with Ranks(4) as four:
         compare(forks, four, tmp_path, (), "parallel.context=2", "parallel.replicate=2")

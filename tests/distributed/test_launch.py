@@ -1,8 +1,10 @@
 """How many ranks are started, and what is said of one that stalls or dies."""
 
+import json
 import os
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
 
+from fxtune.distributed.failure import Failure
 from fxtune.distributed.heartbeat import Beat
-from fxtune.distributed.launch import STALL_SECONDS, ranks_to_start, stalled
-from fxtune.errors import ConfigError, HardwareError
+from fxtune.distributed.launch import _conclude, ranks_to_start
+from fxtune.errors import ConfigError, DataError, HardwareError, RankError, Stopped, UserError
 
 
 def test_auto_takes_as_many_gpus_as_divide_a_step(monkeypatch):
@@ -21,6 +24,9 @@ def test_auto_takes_as_many_gpus_as_divide_a_step(monkeypatch):
     assert [ranks_to_start("auto", False, parts) for parts in (1, 2, 3, 4, 6, 8)] == [1, 2, 3, 4, 3, 4]
     assert ranks_to_start("auto", True, 8) == 1
     assert ranks_to_start("2", False, 8) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ranks_to_start("auto", False, 8) == 1
+    assert ranks_to_start("3", True, 6) == 3
 
 
 def test_impossible_numbers_of_gpus_are_refused(monkeypatch):
@@ -30,15 +36,60 @@ def test_impossible_numbers_of_gpus_are_refused(monkeypatch):
         ranks_to_start("3", False, 6)
     with pytest.raises(ConfigError, match=r"run\.gpus=2 does not divide a step into equal parts: it has 3 micro"):
         ranks_to_start("2", False, 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(HardwareError, match=r"run\.gpus=2, but torch sees no GPU here \(CUDA_VISIBLE_DEVICES=''\)"):
+        ranks_to_start("2", False, 4)
 
 
-def test_the_rank_that_all_others_wait_for_is_named():
-    waiting, busy = Beat(5, "adding up gradients", True, 100.0), Beat(5, "forward and backward", False, 90.0)
-    late = 101.0 + STALL_SECONDS
-    assert stalled({0: waiting, 1: busy}, late) == (1, busy)
-    assert stalled({0: waiting, 1: busy}, 110.0) is None
-    assert stalled({0: waiting, 1: waiting}, late) is None
-    assert stalled({0: busy, 1: busy}, late) is None
+@dataclass
+class Death:
+    """What torch says of a rank that ended."""
+
+    exitcode: int
+    timestamp: int
+    pid: int = 7
+
+
+def lost(rank):
+    return Failure(rank, "lost another rank", 7, lost=True, at=101.5)
+
+
+def stopped(rank, at=101.5):
+    return Failure(rank, "saved after step 3", 75, signal=int(signal.SIGTERM), at=at)
+
+
+BEATS = {1: Beat(5, "adding up gradients", True)}
+
+
+@pytest.mark.parametrize("other", [lost(0), stopped(0)])
+def test_killed_rank_is_told_and_not_what_followed(other):
+    """torch sends the others a SIGTERM; in start-up that stops them at once."""
+    deaths = {1: Death(-signal.SIGKILL, 101), 0: Death(other.exit_code, 102)}
+    with pytest.raises(
+        RankError, match=r"Rank 1 of this run \(.*process 7\) was killed by SIGKILL at step 5, adding up"
+    ):
+        _conclude(deaths, [other], BEATS, "")
+
+
+def test_error_of_a_rank_is_told_with_its_code():
+    announced = [Failure(1, "no such file", 3, at=100.2), lost(0)]
+    with pytest.raises(UserError, match="no such file") as told:
+        _conclude({1: Death(3, 100), 0: Death(-signal.SIGTERM, 101)}, announced, {}, "")
+    assert isinstance(told.value, DataError)
+
+
+def test_signal_at_one_rank_and_a_bug_of_one_rank():
+    with pytest.raises(Stopped, match="saved after step 3"):
+        _conclude({1: Death(75, 101), 0: Death(75, 101)}, [stopped(1, 101.0), stopped(0)], {}, "")
+    announced = [Failure(1, "KeyError", 1, bug=True, at=100.2), lost(0)]
+    assert _conclude({1: Death(1, 100), 0: Death(7, 101)}, announced, {}, "") == 1
+    assert _conclude({1: Death(2, 100), 0: Death(-signal.SIGTERM, 101)}, [], {}, "") == 2
+
+
+def test_rank_that_the_launcher_ended_is_told():
+    with pytest.raises(RankError, match=r"Rank 1 has not run for 45 s\. The same command goes on"):
+        _conclude({1: Death(-signal.SIGKILL, 101)}, [lost(0)], {}, "Rank 1 has not run for 45 s.")
 
 
 @pytest.fixture
@@ -69,13 +120,40 @@ def test_command_starts_two_ranks_and_stops_them_together(training, tmp_path):
 
 @pytest.mark.slow
 def test_killed_rank_is_named_and_nothing_is_left_running(training, tmp_path):
-    ranks = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
-    victims = [int(rank) for rank in ranks if b"fxtune" in Path(f"/proc/{rank}/cmdline").read_bytes()]
+    victims = ranks_of(training.pid)
     assert len(victims) == 2
     os.kill(victims[1], signal.SIGKILL)
     assert training.wait(600) == 7, tail(tmp_path)
     assert re.search(r"Rank 1 of this run .* was killed by SIGKILL at step \d+, ", the_message(tmp_path))
     assert not any(Path(f"/proc/{rank}").exists() for rank in victims)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(rank) for rank in children if b"fxtune" in Path(f"/proc/{rank}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_stopped_rank_is_named_and_the_run_ends_within_a_minute(training, tmp_path):
+    ranks = ranks_of(training.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert training.wait(600) == 7, tail(tmp_path)
+    message = [line for line in tail(tmp_path, 10**6).splitlines() if line.startswith("fxtune: Rank")]
+    assert len(message) == 1
+    assert re.search(r"Rank 1 of this run \(.*, process \d+\) has not run for 45 s .* at step \d+, ", message[0])
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_ranks_save_and_end_when_their_launcher_is_killed(training, tmp_path):
+    ranks = ranks_of(training.pid)
+    assert len(ranks) == 2
+    training.kill()
+    training.wait()
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert int(newest.name.removeprefix("step-")) == logged
 
 
 @pytest.mark.slow

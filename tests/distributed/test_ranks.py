@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.harness import command
+from support.harness import command, write_chats
 from support.killing import MODES, Reference, tail
 from support.ranks import Ranks
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
+QUESTIONS = "data.questions={path: questions.jsonl, limit: 11, batch_size: 2, max_new_tokens: 6}"
 UNDROPPED = ("data.eval_fraction=0.1", "train.eval_every=6")
 PACKED = (*UNDROPPED, "data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2")
 
@@ -28,6 +29,7 @@ def ranks():
 
 def made(folder: Path, *words: str) -> list[str]:
     folder.mkdir(parents=True)
+    write_chats(folder / "questions.jsonl", 12, seed=1)
     return command(folder, *UNDROPPED, *words)
 
 
@@ -40,10 +42,11 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     [
         ((), 0.0),
         (("data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2"), 0.0),
+        (("techniques.lora.dropout=0.1", QUESTIONS), 0.0),
         (("data.buckets=[32,64,128]", "optimizer.name=muon"), 0.0),
         (("train.micro_batch_size=1", "train.global_batch_size=6"), 1e-5),
     ],
-    ids=("padded", "packed", "bucketed", "three micro-batches a rank"),
+    ids=("padded", "packed", "dropout and questions", "bucketed", "three micro-batches a rank"),
 )
 def test_two_ranks_learn_what_one_process_learns(ranks, forks, tmp_path, words, tolerance):
     """Bit for bit with one micro-batch a rank, where the order of the sums is the same."""
@@ -61,6 +64,26 @@ def test_two_ranks_learn_what_one_process_learns(ranks, forks, tmp_path, words, 
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, rtol=0, atol=tolerance), name
+    for when in ("before", "after") if QUESTIONS in words else ():
+        answers = [(tmp_path / name / "run" / f"answers_{when}.jsonl").read_text() for name in ("alone", "two")]
+        assert answers[0] == answers[1]
+
+
+def test_three_ranks_learn_what_one_process_learns(forks, tmp_path):
+    """48 chats in steps of 18 rows, dropout and questions: the last step has 12 rows, the last round of questions two
+    batches for three ranks. Three gradients are added in another order than in one process."""
+    words = ("train.micro_batch_size=6", "train.global_batch_size=18", "data.eval_fraction=0", "train.eval_every=0")
+    words = (*words, "techniques.lora.dropout=0.1", QUESTIONS)
+    Reference.of(forks, made(tmp_path / "alone", *words), tmp_path / "alone")
+    with Ranks(3) as three:
+        assert three.run(made(tmp_path / "three", *words), tmp_path / "three") == [0, 0, 0], tail(tmp_path / "three")
+    one, many = (losses(tmp_path / name / "run") for name in ("alone", "three"))
+    assert len(one) == len(many) == 6
+    assert one == pytest.approx(many, abs=1e-6, rel=0)
+    for name, weight in adapter(tmp_path / "alone").items():
+        assert torch.allclose(adapter(tmp_path / "three")[name], weight, rtol=0, atol=1e-6), name
+    answers = [(tmp_path / name / "run" / "answers_after.jsonl").read_text() for name in ("alone", "three")]
+    assert answers[0] == answers[1]
 
 
 def test_two_ranks_stop_early_and_finish_like_one_process(ranks, forks, tmp_path):

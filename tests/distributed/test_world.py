@@ -1,8 +1,13 @@
 """The device of a process, and what is refused."""
 
+import os
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from fxtune.distributed import world as worlds
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError, HardwareError
 
@@ -34,3 +39,37 @@ def test_one_process_needs_no_collective():
 def test_memory_limit_on_a_cpu_is_refused():
     with pytest.raises(ConfigError, match=r"run\.memory_gib=1\.0 limits a GPU's memory"):
         World.create(Device.cpu, memory_gib=1.0)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card of 80 GiB, 30 of them used by process 7, and NVML."""
+    gib = 2**30
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1a": "handle"}[uuid],
+        nvmlDeviceGetComputeRunningProcesses=lambda _: [
+            SimpleNamespace(pid=7, usedGpuMemory=30 * gib),
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=gib),
+        ],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (49 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H200", uuid="1a"))
+    return nvml
+
+
+def test_card_that_others_use_is_refused_with_their_processes(card, monkeypatch):
+    world = World(torch.device("cuda", 1))
+    with pytest.raises(
+        HardwareError, match=r"GPU 1 \(H200\) of .*: 30 of 80 GiB are taken, by process 7 \(30\.0 GiB\)"
+    ):
+        worlds._require_idle_cards(world)
+    monkeypatch.setattr(card, "nvmlInit", lambda: (_ for _ in ()).throw(OSError))
+    with pytest.raises(HardwareError, match=r"30 of 80 GiB are taken\nEnd them, or choose idle cards"):
+        worlds._require_idle_cards(world)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (76 * 2**30, 80 * 2**30))
+    worlds._require_idle_cards(world)

@@ -19,6 +19,8 @@ from support.endings import Ending, Traced
 from support.harness import ENVIRON, ROOT, command, wait_for
 from support.killing import LEARNS, Forked, Reference, prepare, tail
 
+from fxtune.config import compose
+
 GOES_ON = "The same command goes on from there."
 WHOLE = 10**7
 """Characters of a log to search. A forked process may print much at its end."""
@@ -251,7 +253,7 @@ def test_job_script_requeues_a_preempted_job(tmp_path):
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     (bin_ / "srun").write_text(
-        "#!/bin/bash\n\"$@\" &\nchild=$!\ntrap 'kill -USR1 $child' USR1\ntrap 'kill -TERM $child' TERM\n"
+        "#!/bin/bash\nshift\n\"$@\" &\nchild=$!\ntrap 'kill -USR1 $child' USR1\ntrap 'kill -TERM $child' TERM\n"
         "while true; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done\n"
     )
     (bin_ / "scontrol").write_text('#!/bin/bash\necho "$@" >> requeued\n')
@@ -284,7 +286,7 @@ def test_job_script_passes_other_exit_codes_on(tmp_path):
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     for name, text in (
-        ("srun", 'exec "$@"'),
+        ("srun", 'shift; exec "$@"'),
         ("scontrol", "touch requeued; exit $SCONTROL"),
         ("fxtune", "echo $@; exit $CODE"),
     ):
@@ -307,6 +309,12 @@ def test_job_script_passes_other_exit_codes_on(tmp_path):
         assert job(CODE=code).returncode == int(code)
         assert not (tmp_path / "requeued").exists()
     assert job(CODE="0").stdout == "+recipe=mine run.dir=runs/slurm-17\n"
+    composed = compose.load(job(CODE="0").stdout.replace("mine", "llama_lora", 1).split())
+    assert composed.run.dir == "runs/slurm-17"
+    few = job(CODE="0", SLURM_NNODES="2", SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE="8")
+    assert (few.returncode, few.stdout) == (2, "")
+    assert "2 nodes with 8 GPUs each need --ntasks-per-node=8" in few.stderr
+    assert job(CODE="0", SLURM_NNODES="2", SLURM_NTASKS_PER_NODE="8", SLURM_GPUS_ON_NODE="8").returncode == 0
     assert job(CODE="0", words="run.dir=mine").stdout == "+recipe=mine run.dir=mine\n"
     assert job(CODE="75", SCONTROL="0").returncode == 0
     assert (tmp_path / "requeued").exists()

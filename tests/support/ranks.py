@@ -1,12 +1,14 @@
-"""Runs of two ranks on the CPU, forked from parents that have imported all packages."""
+"""Runs of several ranks on the CPU, forked from parents that have imported all packages."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support.killing import Forked, ForkServer
+from support.injected import VARIABLE
+from support.killing import Forked, ForkServer, tail
 
 
 def free_port() -> int:
@@ -15,13 +17,20 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def messages(folder: Path) -> list[str]:
+    """The messages with which the runs in `folder` ended."""
+    return [line for line in tail(folder, 10**6).splitlines() if line.startswith("fxtune:")]
+
+
 @dataclass
 class Ranks:
-    """Starts runs of two ranks, as torchrun does. Use it as a context manager. One run at a time."""
+    """Starts runs of `count` ranks, as torchrun does. Use it as a context manager. One run at a time."""
 
-    servers: list[ForkServer] = field(default_factory=lambda: [ForkServer(), ForkServer()])
+    count: int = 2
+    servers: list[ForkServer] = field(default_factory=list)
 
     def __enter__(self) -> Ranks:
+        self.servers = [ForkServer() for _ in range(self.count)]
         for server in self.servers:
             server.__enter__()
         return self
@@ -30,14 +39,32 @@ class Ranks:
         for server in self.servers:
             server.__exit__(*error)
 
-    def start(self, words: list[str], folder: Path, trace: str = "trace") -> list[Forked]:
-        """Start a run in `folder`. The output of all ranks is appended to `folder`/log.txt."""
-        shared = {"WORLD_SIZE": str(len(self.servers)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return [
-            server.start(words, folder, f"{trace}-{rank}.jsonl", RANK=str(rank), LOCAL_RANK=str(rank), **shared)
-            for rank, server in enumerate(self.servers)
-        ]
+    def start(
+        self,
+        words: list[str],
+        folder: Path,
+        trace: str = "trace",
+        faults: Mapping[int, str] | None = None,
+        own: Mapping[int, list[str]] | None = None,
+        place: Callable[[int], dict[str, str]] | None = None,
+        **environ: str,
+    ) -> list[Forked]:
+        """Start a run in `folder`. The output of all ranks is appended to `folder`/log.txt.
 
-    def run(self, words: list[str], folder: Path, trace: str = "trace") -> list[int]:
+        `faults`: the fault of a rank (injected.py). `own`: further words of a rank. `place`: the
+        variables that tell a rank its place; None means those of torchrun.
+        """
+        port, started = str(free_port()), []
+
+        def of_torchrun(rank: int) -> dict[str, str]:
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.count)}
+            return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+        for rank, server in enumerate(self.servers):
+            one = {**(place or of_torchrun)(rank), VARIABLE: (faults or {}).get(rank, ""), **environ}
+            started.append(server.start([*words, *(own or {}).get(rank, ())], folder, f"{trace}-{rank}.jsonl", **one))
+        return started
+
+    def run(self, words: list[str], folder: Path, trace: str = "trace", **given: object) -> list[int]:
         """start(), and the exit codes."""
-        return [forked.wait() for forked in self.start(words, folder, trace)]
+        return [forked.wait() for forked in self.start(words, folder, trace, **given)]  # type: ignore[arg-type]

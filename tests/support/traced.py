@@ -199,6 +199,8 @@ def _own_group(pid: int) -> None:
 
 
 def _become_run(request: dict[str, Any]) -> None:
+    from support import injected
+
     _own_group(os.getpid())
     os.chdir(request["cwd"])
     os.environ.update(request["environ"])
@@ -209,6 +211,7 @@ def _become_run(request: dict[str, Any]) -> None:
         os.dup2(source, target)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     watch(request["trace"], request["last_operation"])
+    injected.install()
 
 
 if __name__ == "__main__":  # one run in this process: traced.py TRACE key=value ...

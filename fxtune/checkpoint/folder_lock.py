@@ -1,0 +1,94 @@
+"""The lock of a run folder: the operating system's (flock), and a note of who holds it.
+
+flock works for every path to the folder, and the death of a process releases it. Some network file systems keep it
+within one machine, and then a second host gets the lock, too. So the holder writes its host and a count, which goes
+up, next to the lock. Whoever gets the lock and finds the note of another host waits to see whether the count moves.
+After an orderly end there is no note, so only a run that died on one host and goes on on another has to wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+LOCK, HOLDER = ".lock", ".holder"
+COUNT_SECONDS = 5.0
+"""How often the holder counts."""
+WATCH_SECONDS = 3 * COUNT_SECONDS
+"""How long the count of another host must stand still before its run counts as dead."""
+
+
+class FolderLock:
+    """The lock of `folder` for this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = FileLock(folder / LOCK)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock; False if a process that is alive has it. Raises OSError."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            return False
+        if self._another_host_counts():
+            self._lock.release()
+            return False
+        self._note(0)
+        self._thread = threading.Thread(target=self._count, name="fxtune-folder-lock", daemon=True)
+        self._thread.start()
+        return True
+
+    def release(self) -> None:
+        """Give the lock back, if this process has it."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread = None
+            with suppress(OSError):
+                (self.folder / HOLDER).unlink(missing_ok=True)
+        self._lock.release()
+
+    def holder(self) -> str:
+        """Who has the lock, as far as is known: ` (process 7 on alpha)`."""
+        note = self._read()
+        return f" (process {note.get('process')} on {note.get('host')})" if note else ""
+
+    def _another_host_counts(self) -> bool:
+        first = self._read()
+        if not first or first.get("host") == socket.gethostname():
+            return False
+        until = time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < until:
+            time.sleep(COUNT_SECONDS / 10)
+            if (now := self._read()) and now != first:
+                return True
+        return False
+
+    def _count(self) -> None:
+        count = 0
+        while not self._over.wait(COUNT_SECONDS):
+            count += 1
+            with suppress(OSError):  # a full disk ends no run
+                self._note(count)
+
+    def _note(self, count: int) -> None:
+        note = {"host": socket.gethostname(), "process": os.getpid(), "count": count}
+        (self.folder / HOLDER).write_text(json.dumps(note))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            note = json.loads((self.folder / HOLDER).read_text())
+        except (OSError, ValueError):  # none, or being written
+            return {}
+        return note if isinstance(note, dict) else {}

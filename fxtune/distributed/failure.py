@@ -1,0 +1,188 @@
+"""The failure that ends a run of several ranks: one rank has it, all end with its exit code, and it is told once.
+
+A rank that fails announces it before it closes its connections. The others then lose that rank, a consequence, and
+take over the announced failure. Where it is announced depends on who started the ranks:
+
+    fxtune's launcher    In a file of the launcher's folder. The launcher tells it, because it also knows which rank
+                         was killed and could announce nothing.
+    torchrun, srun       In the store through which the ranks found each other. The first rank to write there tells
+                         its failure; the others keep quiet. Ranks that fail before they have found each other (a
+                         mistake in a recipe) connect to the store for this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Optional
+
+from fxtune.distributed.ranks import HEARTBEATS, place
+from fxtune.errors import LostRankError, Stopped, UserError, first_line
+
+PATIENCE = timedelta(seconds=5)
+"""How long a rank that lost another waits for that rank's announcement, and rank 0, if it holds the store, for others
+to read its own."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended."""
+
+    rank: int
+    message: str
+    exit_code: int
+    signal: Optional[int] = None
+    """The signal that ended it; `message` is what was saved."""
+    lost: bool = False
+    """Whether another rank's end was the cause."""
+    bug: bool = False
+    """Whether it is no UserError: the rank prints a traceback."""
+    at: float = 0.0
+    """time.time() of the announcement."""
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        rank, now = place()[0], time.time()
+        if isinstance(error, Stopped):
+            return Failure(rank, error.outcome, error.exit_code, signal=int(error.signal), at=now)
+        if isinstance(error, UserError):
+            return Failure(rank, str(error), error.exit_code, lost=isinstance(error, LostRankError), at=now)
+        from fxtune.system.oom import process_out_of_memory
+
+        if found := process_out_of_memory(error):
+            return Failure(rank, str(found), found.exit_code, at=now)
+        return Failure(rank, first_line(error), 1, bug=True, at=now)
+
+
+_STORES: list[Any] = []
+"""The torch.distributed.Store of each run of this process (a sweep has several): the last one is the current run's."""
+_ENDING: list[Failure] = []
+"""The failure that ends this run, once it is known here."""
+
+
+def find_store(limit: timedelta, opens: bool = True) -> Any:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT within `limit`; rank 0 opens it, unless torchrun has
+    or not `opens`. It waits for no other rank. Raises RuntimeError or ValueError."""
+    from torch.distributed import TCPStore
+
+    rank, size, _ = place()
+    opens = opens and rank == 0 and not _agent_holds_store()
+    address, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", ""))
+    answer: SimpleQueue[Any] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            answer.put(TCPStore(address, port, size, opens, limit, wait_for_workers=False, multi_tenant=opens))
+        except (RuntimeError, ValueError) as error:
+            answer.put(error)
+
+    # In a thread, because torch waits without limit for the answer of another program that listens there.
+    threading.Thread(target=connect, name="fxtune-store", daemon=True).start()
+    try:
+        found = answer.get(timeout=limit.total_seconds() + 1)
+    except Empty:
+        raise RuntimeError(f"what listens there does not answer as a rank would within {limit}") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def begin_run(store: Any) -> Any:
+    """A part of `store`, which all ranks share, for the run that begins. Its failure is announced there."""
+    from torch.distributed import PrefixStore
+
+    _STORES.append(PrefixStore(f"run {len(_STORES)}", store))
+    _ENDING.clear()
+    return _STORES[-1]
+
+
+def runs() -> int:
+    """How many runs of this process have begun."""
+    return len(_STORES)
+
+
+def announced(store: Any) -> bool:
+    """Whether a rank has announced its failure in `store`, a part that begin_run() returned."""
+    return bool(store.check(["failure"]))
+
+
+def announce(error: BaseException) -> Failure:
+    """Announce that `error` ends this rank, and return the failure that ends the run: its own, or an earlier one of
+    another rank."""
+    if _ENDING:
+        return _ENDING[0]
+    mine = Failure.of(error)
+    if folder := os.environ.get(HEARTBEATS):
+        with suppress(OSError):  # the launcher is dead
+            (Path(folder) / f"failure-{mine.rank}").write_text(json.dumps(asdict(mine)))
+        ending = mine
+    else:
+        ending = _first(mine) or mine
+    _ENDING.append(ending)
+    return ending
+
+
+def conclude(error: BaseException) -> tuple[bool, int]:
+    """Whether this rank tells the user of `error`, which ends it, and its exit code."""
+    rank, size, local_rank = place()
+    mine = Failure.of(error)
+    if size == 1:
+        return True, mine.exit_code
+    ending = announce(error)
+    if HEARTBEATS in os.environ:
+        return False, ending.exit_code
+    if not _wait_for_readers(rank, size) and mine.lost:  # rank 0 is gone, with its store, and has told if it could
+        return rank == 1 or local_rank == 0, mine.exit_code
+    return ending.rank == rank, ending.exit_code
+
+
+def read(folder: Path) -> list[Failure]:
+    """The failures that the ranks of fxtune's launcher announced in `folder`, the earliest first."""
+    found = []
+    for path in folder.glob("failure-*"):
+        try:
+            found.append(Failure(**json.loads(path.read_text())))
+        except ValueError:  # the rank was killed as it wrote
+            continue
+    return sorted(found, key=lambda failure: failure.at)
+
+
+def _first(mine: Failure) -> Failure | None:
+    """The failure that stands in the store: an earlier one of another rank, or now `mine`. None without a store."""
+    try:
+        store = _STORES[-1] if _STORES else begin_run(find_store(PATIENCE))
+        if mine.lost:
+            try:
+                store.wait(["failure"], PATIENCE)
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+        return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(mine)))))
+    except (RuntimeError, ValueError, KeyError):  # no store, or rank 0 is gone with it
+        return None
+
+
+def _wait_for_readers(rank: int, size: int) -> bool:
+    """Count this rank as one that knows the failure. If this rank holds the store, wait until the others know it, too.
+    Returns whether the store can be reached."""
+    try:
+        store = _STORES[-1]
+        known = store.add("known", 1)
+        until = time.monotonic() + PATIENCE.total_seconds()
+        while rank == 0 and not _agent_holds_store() and known < size and time.monotonic() < until:
+            time.sleep(0.05)
+            known = store.add("known", 0)
+        return True
+    except (RuntimeError, IndexError):
+        return False
+
+
+def _agent_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

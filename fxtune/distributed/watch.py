@@ -1,0 +1,133 @@
+"""Watches the ranks of a run: one that stands still while the others wait for it is named, and one that never moves
+again is ended, with the run.
+
+fxtune's launcher watches the ranks that it started. Under torchrun and srun no process of fxtune's does, so ranks 0
+and 1 watch all ranks, through the store: one of them is left to tell if the other stands still.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from fxtune.distributed import failure
+from fxtune.distributed.heartbeat import PULSE_SECONDS, STEP, Beat, Heartbeat
+from fxtune.errors import RankError
+
+STALL_SECONDS = 45.0
+"""A rank that does not move while the others wait for it is named after this time, and ended if its process does not
+run at all: it is stopped, or the machine swaps."""
+STEP_SECONDS = 1800.0
+"""A rank whose process runs is ended if the others have waited for it this long in one step. Outside of steps there is
+no limit: a large data set is tokenized, or a large model is exported, for hours."""
+AGAIN = "The same command goes on from the last checkpoint."
+
+
+class Watch:
+    """Judges the ranks by their beats, once in PULSE_SECONDS."""
+
+    def __init__(self) -> None:
+        self._pulses: dict[int, tuple[int, int]] = {}
+        """The pulse of each rank, and how many rounds ago it changed."""
+        self._named = -1.0
+
+    def look(self, beats: dict[int, Beat], now: float) -> tuple[int, str] | None:
+        """The rank that has to be ended and the sentence that says why, if there is one. Prints a line on a rank that
+        only stands still. `now`: time.monotonic()."""
+        for rank, beat in beats.items():
+            pulse, rounds = self._pulses.get(rank, (-1, 0))
+            # Rounds are counted, not seconds: if the whole machine stood still, this process did, too.
+            self._pulses[rank] = (beat.pulse, 0 if beat.pulse != pulse else rounds + 1)
+        for rank, (_, rounds) in self._pulses.items():
+            if rounds * PULSE_SECONDS >= STALL_SECONDS and rank in beats:
+                why = f"has not run for {STALL_SECONDS:.0f} s (stopped, or the machine swaps)"
+                return rank, _sentence(rank, beats[rank], why)
+        if (found := stalled(beats, now)) is None:
+            return None
+        rank, beat = found
+        if beat.doing == STEP and now - beat.since > STEP_SECONDS:
+            why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
+            return rank, _sentence(rank, beat, why)
+        if beat.since > self._named:
+            self._named = now
+            print(
+                f"fxtune: all ranks have waited for rank {rank} for {now - beat.since:.0f} s: it is at {beat}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+
+
+def stalled(beats: dict[int, Beat], now: float) -> tuple[int, Beat] | None:
+    """The rank that all others wait for, if it has said nothing for STALL_SECONDS."""
+    busy = [(rank, beat) for rank, beat in beats.items() if not beat.waits]
+    if len(busy) == 1 and len(beats) > 1 and now - max(beat.since for beat in beats.values()) > STALL_SECONDS:
+        return busy[0]
+    return None
+
+
+def _sentence(rank: int, beat: Beat, why: str) -> str:
+    return f"Rank {rank} of this run ({beat.host}, process {beat.process}) {why} at {beat}, so the run was ended."
+
+
+class StoreWatch:
+    """Tells the beats of this rank to the others through the store, and watches theirs, where fxtune's launcher does
+    not. The store does not answer while the process that holds it stands still: silence counts as rank 0's."""
+
+    def __init__(self, rank: int, size: int, heartbeat: Heartbeat, run: int) -> None:
+        self.rank, self.size, self.heartbeat, self.run = rank, size, heartbeat, run
+        self.beats = {rank: Beat(since=time.monotonic()) for rank in range(size)}
+        """The last beats that the store gave."""
+        self._over = threading.Event()
+        # Two threads, because nothing ends the wait for a store that does not answer.
+        for work in (self._exchange, self._watch) if rank < 2 else (self._exchange,):
+            threading.Thread(target=work, name="fxtune-rank-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _exchange(self) -> None:
+        pulse = 0
+        try:
+            store = failure.find_store(timedelta(minutes=1), opens=False)
+            while not self._over.wait(PULSE_SECONDS):
+                pulse += 1
+                store.set(self._key(self.rank), self._mine(pulse))
+                if self.rank < 2:
+                    self.beats = self._read(store)
+        except (RuntimeError, ValueError):  # rank 0 is gone: the next collective says so
+            self._over.set()
+
+    def _watch(self) -> None:
+        watch = Watch()
+        while not self._over.wait(PULSE_SECONDS):
+            if found := watch.look(self.beats, time.monotonic()):
+                self._end(*found)
+
+    def _key(self, rank: int) -> str:
+        return f"beat {self.run}/{rank}"
+
+    def _mine(self, pulse: int) -> str:
+        beat = self.heartbeat.last
+        age = round(time.monotonic() - beat.since, 3)
+        return json.dumps([beat.step, beat.doing, beat.waits, age, os.getpid(), pulse, socket.gethostname()])
+
+    def _read(self, store: Any) -> dict[int, Beat]:
+        told = [rank for rank, beat in self.beats.items() if beat.pulse or store.check([self._key(rank)])]
+        found = dict(self.beats)
+        for rank, text in zip(told, store.multi_get([self._key(rank) for rank in told]), strict=True):
+            step, doing, waits, age, *rest = json.loads(text)
+            found[rank] = Beat(step, doing, waits, time.monotonic() - age, *rest)
+        return found
+
+    def _end(self, rank: int, why: str) -> None:
+        error = RankError(f"{why} {AGAIN}")
+        if rank == 0 or failure.announce(error).rank == self.rank:  # the store of rank 0 may not answer
+            print(f"fxtune: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)

@@ -1,0 +1,28 @@
+"""The processes that use a GPU, as the driver lists them (NVML)."""
+
+from __future__ import annotations
+
+import os
+
+
+def gpu_processes(uuid: str) -> list[str]:
+    """`process 7 (3.2 GiB)` for each process but this one on the GPU with `uuid`. Empty if NVML does not tell: it is
+    not installed, or a container hides the processes of others."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}")
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+    return [
+        f"process {one.pid} ({(one.usedGpuMemory or 0) / 2**30:.1f} GiB)" for one in running if one.pid != os.getpid()
+    ]

@@ -95,6 +95,9 @@ def test_a_killed_rank_ends_the_one_that_waits_for_its_tokens(ranks, tmp_path):
     assert len(said) == 1, said
 
 
-def test_two_replicas_of_two_ranks_that_share_rows_learn_what_one_process_learns(forks, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "other"), [((), "replicate"), (("techniques.lora.enabled=false",), "shard")], ids=("replicas", "shards")
+)
+def test_two_pairs_of_ranks_that_share_rows_learn_what_one_process_learns(forks, tmp_path, words, other):
     with Ranks(4) as four:
-        compare(forks, four, tmp_path, (), "parallel.context=2", "parallel.replicate=2")
+        compare(forks, four, tmp_path, words, "parallel.context=2", f"parallel.{other}=2")

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxtune.errors import RankError, first_line
+from fxtune.errors import LostRankError, first_line
 
 
 @torch.library.custom_op("fxtune::all_to_all", mutates_args=())
 def all_to_all(parts: Tensor, group: str) -> Tensor:
     """Send `parts[i]` to rank i of the process group with the name `group`; [i] of the result is from rank i.
 
-    `parts`: [ranks, ...], the same shape and dtype on all of them. Raises RankError if a rank is gone.
+    `parts`: [ranks, ...], the same shape and dtype on all of them. Raises LostRankError if a rank is gone.
     """
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
     members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
     try:
         dist.all_to_all_single(received, parts.contiguous(), group=members)
     except RuntimeError as error:
-        raise RankError(
+        raise LostRankError(
             f"Rank {members.rank()} of the {members.size()} that share rows ({socket.gethostname()}) lost another one "
             f"while exchanging their pieces: {first_line(error)}. The same command goes on from the last checkpoint."
         ) from error

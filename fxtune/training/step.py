@@ -110,8 +110,9 @@ class TrainStep:
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
-            # By the micro-batch's place in the step, not by its rank: with dropout, too, N ranks learn what one does.
-            torch.manual_seed(_seed(self.seed, index, position * self.world.data_ranks + self.world.data_rank))
+            # By place in the step, not by rank: with dropout, too, N ranks learn what one does. Pieces draw their own.
+            place = position * self.world.data_ranks + self.world.data_rank
+            torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
             share = normalizer if own is None or position < own else math.inf
             part = self.recorder(batch, share) if self.recorder else self._pass(batch, share)
             totals = part if totals is None else totals + part
@@ -222,7 +223,7 @@ class TrainStep:
         return torch.stack([mean.detach(), *(metric.detach() / normalizer for metric in metrics.values())])
 
 
-def _seed(seed: int, step: int, micro_batch: int = 0) -> int:
-    """A seed for each micro-batch, unrelated to those of its neighbours."""
-    text = f"{seed}/{step}" + f"/{micro_batch}" * bool(micro_batch)
+def _seed(seed: int, step: int, micro_batch: int = 0, piece: int = 0) -> int:
+    """A seed for each micro-batch and each piece of its rows (see parallel.context), unrelated to its neighbours."""
+    text = f"{seed}/{step}" + f"/{micro_batch}" * bool(micro_batch) + f"/piece {piece}" * bool(piece)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -177,16 +177,19 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
     silence_libraries()
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
     random = model.init is Init.random
-    if world.degrees.shard > 1:
-        built = shards.empty(hf_config, dtype, world, code)
-        return _with_origin(built, model, hf_config)
-    if shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
+    origin = None if random else _locate(model)
+    divided = world.degrees.shard > 1
+    if not divided and shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
         world = dataclasses.replace(world, device=torch.device("cpu"))
-    if random:
+    if divided:
+        built = shards.empty(hf_config, dtype, world, code)
+    elif origin is None:
         built = weights.draw(hf_config, dtype, world, seed, code)
     else:
-        built = weights.read(_locate(model), hf_config, dtype, world, code, str(model.path))
-    return _with_origin(built, model, hf_config)
+        built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
+    built.name_or_path, built.base_revision = (origin.name, origin.revision) if origin else ("", None)
+    built.config_edited = origin is None or hf_config.to_dict() != _read_config(origin, model).to_dict()
+    return built
 
 
 def fill(
@@ -200,18 +203,9 @@ def fill(
         dtype, code = resolve_dtype(model, world), model.trust_remote_code
         drawn_shards.draw(built, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
     else:
-        shards.read(_locate(model), built, pieces, world, str(model.path))
-
-
-def _with_origin(built: Any, model: ModelConfig, hf_config: Any) -> Any:
-    """`built`, recording where it came from; see build()."""
-    if model.init is Init.random:
-        built.name_or_path, built.base_revision, built.config_edited = "", None, True
-        return built
-    origin = _locate(model)
-    built.name_or_path, built.base_revision = origin.name, origin.revision
-    built.config_edited = hf_config.to_dict() != _read_config(origin, model).to_dict()
-    return built
+        # The files that build() found, also if the hub has newer ones since.
+        found = _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
+        shards.read(found, built, pieces, world, str(model.path))
 
 
 def silence_libraries() -> None:

@@ -90,7 +90,7 @@ def test_a_loss_that_depends_on_the_split_is_out_of_bounds(monkeypatch):
     """The mean of each micro-batch instead of the mean of the step: right for one micro-batch, wrong for several."""
     backward = TrainStep.backward
 
-    def mean_of_means(self, batches, normalizer, index=0):
+    def mean_of_means(self, batches, normalizer, index=0, own=None):
         kept = list(batches)
         parts = [backward(self, [batch], batch.supervised * len(kept), index)["loss"] for batch in kept]
         return {"loss": sum(parts)}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fxtune.distributed.parallel import Degrees
 from fxtune.errors import HardwareError, MemoryShortError, Stopped
 from fxtune.system.signals import SIGNALS
 from fxtune.training.agreement import OUT_OF_MEMORY, together
@@ -20,12 +19,12 @@ class Two:
     size, rank = 2, 0
 
     def __init__(self, verdict: int = 0, reason: str = "", shard: int = 1) -> None:
-        self.verdict, self.reason, self.degrees = verdict, reason, Degrees(shard=shard)
+        self.verdict, self.reason, self.shares = verdict, reason, shard > 1
 
-    def agree(self, mine: int) -> int:
+    def agree(self, mine: int, doing: str = "") -> int:
         return max(mine, self.verdict)
 
-    def gather(self, value: str) -> list[str]:
+    def gather(self, value: str, doing: str = "") -> list[str]:
         return [value, self.reason]
 
 

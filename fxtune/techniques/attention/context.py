@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor, nn
 
-from fxtune.distributed.all_to_all import all_to_all
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.kernels.all_to_all import all_to_all
 from fxtune.models.dims import position_limit
 from fxtune.models.structure import observed
 from fxtune.system.profiler import OperatorCounter
@@ -74,7 +74,7 @@ def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Cal
         position_ids: Optional[Tensor] = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        attend = plain or _eager(type(module))
+        attend = plain or _eager(type(getattr(module, "stands_for", module)))  # see fused adapters
         if not context_group:
             if position_ids is not None:
                 options["position_ids"] = position_ids

@@ -112,11 +112,11 @@ class StandIn:
     """Replaces an attention as `self` in its own code: some projections are given, all else is the attention's."""
 
     def __init__(self, attention: Any, given: dict[str, Given]) -> None:
-        self._attention, self._given = attention, given
+        self.stands_for, self._given = attention, given
 
     def __getattr__(self, name: str) -> Any:
         given = self._given
-        return given[name] if name in given else getattr(self._attention, name)
+        return given[name] if name in given else getattr(self.stands_for, name)
 
 
 def given(names: Iterable[str], linears: Iterable[Any], hidden: Any, results: Iterable[Any]) -> dict[str, Given]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.rank_threads import on_ranks
 
-from fxtune.distributed.all_to_all import all_to_all
+from fxtune.kernels.all_to_all import all_to_all
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PYTEST := -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := --dist loadfile --no-loadscope-reorder
+# Slow tests wait for the processes that they start, so two of them share a core.
+SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 # torch is installed first. Without an NVIDIA driver this is the CPU build if pip's index has one; PyPI's build brings gigabytes of
 # CUDA libraries. PyTorch's own index has a small one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
@@ -25,10 +27,10 @@ quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, half 
 	$(BIN)/python -m fxtune +recipe=quickstart
 
 test: setup  ## Run the tests that need no GPU and at most a few seconds each
-	$(BIN)/python -m pytest $(PYTEST) -m 'not slow'
+	$(BIN)/python -m pytest -n auto $(PYTEST) -m 'not slow'
 
 test-all: test  ## Run all tests that need no GPU: those of `make test`, then the slow ones
-	$(BIN)/python -m pytest $(PYTEST) -m slow
+	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m slow
 
 check: lint audit  ## Lint, type-check and audit
 

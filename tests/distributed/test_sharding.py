@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.harness import command
-from support.killing import ForkServer, Reference, tail
+from support.killing import Reference, tail
 from support.ranks import Ranks
 from support.runs import losses
 
@@ -74,7 +74,7 @@ def test_two_copies_of_two_halves_learn_what_one_process_learns(forks, tmp_path)
     words = (*FULL, "train.micro_batch_size=1", "train.max_steps=20")
     alone, folder = tmp_path / "alone", tmp_path / "four"
     Reference.of(forks, made(alone, *words), alone)
-    with Ranks([ForkServer() for _ in range(4)]) as four:
+    with Ranks(4) as four:
         argv = made(folder, *words, "parallel.shard=2", "parallel.replicate=2")
         assert four.run(argv, folder) == [0, 0, 0, 0], tail(folder)
     assert_same_learning(alone, folder, 1e-6)
@@ -84,6 +84,6 @@ def test_three_ranks_hold_rows_that_they_do_not_divide(forks, tmp_path):
     words = (*FULL, "train.micro_batch_size=2", "train.global_batch_size=6")
     alone, folder = tmp_path / "alone", tmp_path / "three"
     Reference.of(forks, made(alone, *words), alone)
-    with Ranks([ForkServer() for _ in range(3)]) as three:
+    with Ranks(3) as three:
         assert three.run(made(folder, *words, "parallel.shard=3"), folder) == [0, 0, 0], tail(folder)
     assert_same_learning(alone, folder, 1e-6)

@@ -11,6 +11,7 @@ at most PATIENCE seconds later, whatever its recipe names. A commit whose files 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 
 from fxtune.errors import ConfigError, HubError, StorageError
 from fxtune.system.console import say
-from fxtune.system.progress import phase
+from fxtune.system.progress import Phase, phase
 from fxtune.system.redact import redact
 
 BUILTIN = "builtin:"
@@ -185,8 +186,11 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
             if here is not None and listed and here.name == commit:
                 return here
             # Download by branch or tag, not by commit: the cache can then resolve that name without a network.
-            with phase(f"Downloading {', '.join(patterns)} of {name}"):
-                return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+            with phase(f"Downloading {', '.join(patterns)} of {name}", unit="GB") as work:
+                found = huggingface_hub.snapshot_download(
+                    name, revision=revision, allow_patterns=patterns, tqdm_class=_counts_bytes(work)
+                )
+            return Path(found)
         if here is None:
             raise HubError(
                 f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
@@ -212,6 +216,26 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
             "is kept: give the same command again, and it goes on from there. Or fetch it elsewhere (`hf download "
             f"{name}`) and give that folder."
         ) from error
+
+
+def _counts_bytes(work: Phase) -> Any:
+    """A class of progress bars for the hub's library that draws nothing and moves `work`, in units of 1e9 bytes."""
+    from tqdm.auto import tqdm
+
+    class Bytes(tqdm):
+        monitor_interval = 0  # no thread of its own
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.counts = options.get("unit") == "B"  # the library also has a bar that counts files
+            super().__init__(*given, **{**options, "disable": False, "leave": False, "file": io.StringIO()})
+
+        def display(self, *given: Any, **options: Any) -> bool:
+            if self.counts:  # two bars, of bytes received and of bytes written
+                work.total = max(work.total, (self.total or 0) / 1e9)
+                work.done = max(work.done, self.n / 1e9)
+            return True
+
+    return Bytes
 
 
 def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:

@@ -135,3 +135,19 @@ def test_interrupted_download_continues_where_it_stopped(hub, tmp_path):
     assert f"bytes: {len(FILES['model.safetensors'])}" in out
     [fetched] = tmp_path.glob("**/snapshots/*/model.safetensors")
     assert fetched.read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_download_says_how_many_bytes_have_come(hub, tmp_path):
+    hub.mode = "works"
+    code = """
+from fxtune.system import hub
+made, counts_bytes = [], hub._counts_bytes
+hub._counts_bytes = lambda work: made.append(work) or counts_bytes(work)
+hub.fetch(hub.locate("nobody/tiny"), ["model.safetensors"])
+print(round(made[-1].done * 1e9), round(made[-1].total * 1e9), made[-1])
+"""
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    size = len(FILES["model.safetensors"])
+    assert done.stdout.startswith(f"{size} {size} Downloading model.safetensors of nobody/tiny: 100%"), done.stderr

@@ -59,7 +59,7 @@ def test_hub_model_is_pinned_to_resolved_commit(tmp_path, monkeypatch):
     commit, downloads = "0123456789abcdef" * 2 + "01234567", []
     snapshot = tmp_path / "snapshots" / commit
 
-    def download(name, revision, allow_patterns, local_files_only=False):
+    def download(name, revision, allow_patterns, local_files_only=False, tqdm_class=None):
         if local_files_only:
             raise huggingface_hub.errors.LocalEntryNotFoundError("nothing was fetched yet")
         downloads.append((revision, list(allow_patterns)))

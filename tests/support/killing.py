@@ -174,10 +174,14 @@ class Forked:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         return True
 
-    def until(self, phase: str, occurrence: int = 1) -> bool:
-        """Wait until the run enters `phase` for the n-th time. Returns False if it ends before."""
+    def until(self, phase: str, occurrence: int = 1, timeout: float = 600) -> bool:
+        """Wait until the run enters `phase` for the n-th time.
+
+        Returns False if it ends before. Kills it and raises AssertionError if it does neither within `timeout`.
+        """
         wanted = f'"enter": "{phase}"'.encode()
-        while True:
+        limit = time.monotonic() + timeout
+        while time.monotonic() < limit:
             over = self.ended()
             with contextlib.suppress(FileNotFoundError):
                 if self.file.read_bytes().count(wanted) >= occurrence:
@@ -185,6 +189,9 @@ class Forked:
             if over:
                 return False
             time.sleep(0.001)
+        self.kill()
+        self.server.answer(START)
+        raise AssertionError(f"the run has not entered {phase!r} {occurrence} times within {timeout} s")
 
     def children_left(self, within: float = 120) -> bool:
         """Whether a process of the run's group still exists `within` seconds after its end."""

@@ -23,6 +23,8 @@ from fxtune.errors import RankError
 STALL_SECONDS = 45.0
 """A rank that does not move while the others wait for it is named after this time, and ended if its process does not
 run at all: it is stopped, or the machine swaps."""
+SILENT_SECONDS = 5.0
+"""A rank without a pulse for this time is not named as one that only stands still."""
 STEP_SECONDS = 1800.0
 """A rank whose process runs is ended if the others have waited for it this long in one step. Outside of steps there is
 no limit: a large data set is tokenized, or a large model is exported, for hours."""
@@ -54,6 +56,8 @@ class Watch:
         if beat.doing == STEP and now - beat.since > STEP_SECONDS:
             why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
             return rank, _sentence(rank, beat, why)
+        if self._pulses[rank][1] * PULSE_SECONDS >= SILENT_SECONDS:
+            return None  # its process does not run: it is ended soon, and named then
         if beat.since > self._named:
             self._named = now
             print(

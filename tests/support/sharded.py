@@ -264,20 +264,23 @@ class NoTokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
+SIZES: dict[str, Any] = dict(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+"""The shape of the small models below."""
+
+
 def llama(tied: bool = False) -> Any:
     """A small random Llama for save_model()."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     model: Any = LlamaForCausalLM(config)
     model.base_revision = None
     return model
@@ -288,15 +291,7 @@ def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
+    config = MixtralConfig(**SIZES, num_local_experts=4)
     model: Any = MixtralForCausalLM(config)
     model.base_revision = None
     return model

@@ -116,6 +116,26 @@ COMMANDS = {
         },
         gets_overrides=True,
     ),
+    "lr": Command(
+        "fxtune.cli.lr",
+        "test learning rates in a short run, and suggest one",
+        reads_data=True,
+        options={
+            "--steps": {**_STEPS, "type": whole_number(20), "help": "steps of the test"},
+            "--lowest": {
+                "metavar": "LR",
+                "type": positive_number("the rate of the first step"),
+                "help": "the rate of the first step",
+            },
+            "--highest": {
+                "metavar": "LR",
+                "type": positive_number("the rate of the last step"),
+                "help": "the rate of the last step",
+            },
+            "--plot": {"metavar": "FILE.png", "type": Path, "help": "draw the curve (.png, .svg or .pdf)"},
+            **_JSON,
+        },
+    ),
     "doctor": Command(
         "fxtune.cli.doctor",
         "show what this machine has and whether it works; a recipe is optional",

@@ -47,16 +47,16 @@ def write_json(file: Path, value: Any) -> None:
         raise _not_writable(file, error) from error
 
 
-def require_writable(file: Path) -> None:
-    """Raise StorageError if `file` cannot be written, before minutes of work. Its content stays."""
+def require_writable(file: Path, option: str = "--json") -> None:
+    """Raise StorageError if the `file` of `option` cannot be written, before minutes of work. Its content stays."""
     existed = file.exists()
     try:
         file.open("a").close()
         if not existed:
             file.unlink()
     except OSError as error:
-        raise _not_writable(file, error) from error
+        raise _not_writable(file, error, option) from error
 
 
-def _not_writable(file: Path, error: OSError) -> StorageError:
-    return StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that exists.")
+def _not_writable(file: Path, error: OSError, option: str = "--json") -> StorageError:
+    return StorageError(f"{option} {file} cannot be written: {error}. Give a file in a folder that exists.")

@@ -10,7 +10,6 @@ Of several ranks each takes its part of every step, and the figures are of all.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import time
@@ -22,7 +21,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from fxtune.config.root import Config, OutOfMemory
+from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
@@ -30,8 +29,7 @@ from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
 from fxtune.tracking.throughput import StartupTimer, memory_gib
-from fxtune.tracking.tracker import DisplayKind, TrackingConfig
-from fxtune.training.builder import RunBuilder
+from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.step import Metrics, TrainStep
 from fxtune.training.step_monitor import StepStatistics
@@ -127,21 +125,6 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
         rates = [builder.learning_rate(index, plan.steps) for index in range(plan.steps)]
         taken = work.over((step, train_step(plan, step, rates[step.index])) for step in loader.steps())
         return _measure(builder, train_step, plan, taken, startup, steps, warm_up, profile)
-
-
-def steps_only(config: Config, steps: int) -> Config:
-    """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
-
-    A held-out share stays, because it decides which documents are trained on.
-    """
-    config = copy.deepcopy(config)
-    config.train.max_steps, config.train.epochs = steps, None
-    config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
-    config.data.eval_fraction = config.data.held_out_share
-    config.data.questions.path, config.data.eval_sources = None, []
-    config.checkpoint.every = 0
-    config.tracking = TrackingConfig(display=DisplayKind.none)
-    return config
 
 
 def _measure(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from omegaconf import FloatNode
 
 from fxtune.system.facts import APEX, MachineFacts, c_compiler
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
 
+AUTO = "auto"
 SCHEDULEFREE = "schedulefree"
 QUANT = "Install it with pip install 'fxtune[quant]'"
 
@@ -31,8 +35,9 @@ class OptimizerConfig:
     """`adamw_8bit` keeps AdamW's moments in 8 bits; `adamw_schedulefree` averages its weights instead of decaying the
     learning rate (arXiv 2405.15682), so it needs schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex;
     `muon` updates matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
-    lr: float = field(default=2e-4, metadata={"above": 0})
-    """Peak learning rate."""
+    lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
+    """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
+    rule for AdamW (docs/time_to_model.md); a line says how. `fxtune lr` tests rates."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
     weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
@@ -52,7 +57,13 @@ class OptimizerConfig:
     """Round updates of bfloat16 weights up or down at random, so that small ones add up instead of being lost. For
     `adamw`, whose moments are then float32, and for `adamw_8bit` of torchao."""
 
+    def __post_init__(self) -> None:
+        if self.lr != AUTO:  # as OmegaConf reads a float: 1, "1e-4"
+            self.lr = FloatNode(self.lr)._value()
 
+
+ZERO_INITS = ("default", "gaussian")
+"""Values of techniques.lora.init with which an adapter starts as zero."""
 READS: dict[OptimizerName, tuple[str, ...]] = {
     OptimizerName.adamw: ("betas", "eps", "fused"),
     OptimizerName.adamw_8bit: ("betas", "eps"),
@@ -69,10 +80,21 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
 NEEDS_WHOLE = (OptimizerName.adafactor, OptimizerName.muon)
 """Optimizers whose update of a weight depends on more than its own gradient and state."""
 
+HAS_RULE = (
+    OptimizerName.adamw,
+    OptimizerName.adamw_8bit,
+    OptimizerName.adamw_schedulefree,
+    OptimizerName.apex_adamw,
+    OptimizerName.muon,
+)
+"""Optimizers for which lr=auto has a rule: AdamW's kinds, and Muon, whose updates are scaled to AdamW's."""
+
 
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why this optimizer cannot run under `facts`. Needs no weights."""
     yield from _unread_options(config)
+    if config.lr == AUTO:
+        yield from no_rule(config, facts)
     eight_bit, chosen = config.name is OptimizerName.adamw_8bit, library(config, facts)
     if eight_bit and chosen is Library.auto:
         both = [f"{one} {facts.lacks(one)}" for one in ("bitsandbytes", "torchao")]
@@ -119,6 +141,21 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield (
             "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or "
             "$CC). Install one (Debian: apt install gcc), or use adamw without stochastic_rounding."
+        )
+
+
+def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    """Yield each reason why lr=auto has no rule to go by."""
+    give = "Give a number (`fxtune lr` tests rates)"
+    if config.name not in HAS_RULE:
+        yield f"optimizer.lr: auto has a rule for AdamW and none for {config.name.value}. {give}."
+    if not facts.text.get("hidden_size"):
+        yield f"optimizer.lr: auto needs the model's hidden size, and its config has no hidden_size. {give}."
+    lora = facts.techniques.lora
+    if lora.enabled and lora.init.value not in ZERO_INITS:
+        yield (
+            f"optimizer.lr: auto has a rule for adapters that start at zero, and techniques.lora.init="
+            f"{lora.init.value} starts elsewhere. {give}, or use init=default."
         )
 
 

@@ -4,6 +4,7 @@ their results hold for training.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import nn
 
 from fxtune.checkpoint import folder as checkpoint_folder
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
-from fxtune.config.root import Config
+from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
@@ -33,6 +34,7 @@ from fxtune.models import load as models
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as update_rule
+from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.system.hub import locate
@@ -51,7 +53,7 @@ from fxtune.techniques.package_checks import unusable
 from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
-from fxtune.tracking.tracker import DisplayKind
+from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
@@ -125,7 +127,7 @@ class RunBuilder:
     @phase("Reading the data")
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
         """The tokenizer and the data, read before the weights: a bad row is found in seconds, an 8B model takes a
-        minute to load. `quarantine`: see tokenize().
+        minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize().
         """
         config = self.config
         with _all_missing_at_once(config):
@@ -144,7 +146,12 @@ class RunBuilder:
             quarantine=quarantine if self.world.main else None,
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
         )
-        return tokenizer, self.world.main_first(prepare, "waiting for rank 0 to tokenize")
+        data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
+        if config.optimizer.lr == update_rule.AUTO:
+            found = guess(config.optimizer, self.facts, data.training.documents_per_step)
+            self.config = replace(config, optimizer=replace(config.optimizer, lr=found.rate))
+            self.decided.append(found.text)
+        return tokenizer, data
 
     @phase("Building the model")
     def build(self) -> nn.Module:
@@ -265,6 +272,8 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     undecided = config.data.packing == AUTO
     if resumes and undecided:
         config = replace(config, data=check.earlier_rows(config.data))
+    if resumes and config.optimizer.lr == update_rule.AUTO:
+        config = replace(config, optimizer=check.earlier_rate(config.optimizer))
     builder = RunBuilder(config)
     if reasons := list(config.parallel.check(builder.world.degrees)):  # here, because other commands use one rank
         raise ConfigError("\n".join(reasons))
@@ -275,6 +284,21 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     check.keep_threads()
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check
+
+
+def steps_only(config: Config, steps: int) -> Config:
+    """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
+
+    A held-out share stays, because it decides which documents are trained on.
+    """
+    config = copy.deepcopy(config)
+    config.train.max_steps, config.train.epochs = steps, None
+    config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
+    config.data.eval_fraction = config.data.held_out_share
+    config.data.questions.path, config.data.eval_sources = None, []
+    config.checkpoint.every = 0
+    config.tracking = TrackingConfig(display=DisplayKind.none)
+    return config
 
 
 def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfig, list[str], Facts]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -103,6 +104,16 @@ class ResumeCheck:
             raise StorageError(f"{self.folder / FILE}: rows.buckets={buckets} are no lengths. Restore the file.")
         return dataclasses.replace(data, packing=packing, buckets=buckets)
 
+    def earlier_rate(self, optimizer: OptimizerConfig) -> OptimizerConfig:
+        """`optimizer`, whose lr is `auto`, with the rate that was decided when the run started."""
+        rate = self._section("rate").get("lr")
+        if rate is None:  # the file was removed
+            return optimizer
+        if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+            raise StorageError(f"{self.folder / FILE}: rate.lr={rate} is no learning rate. Restore the file.")
+        self.note(f"optimizer.lr: {rate:g}, as auto chose it when the run was started")
+        return dataclasses.replace(optimizer, lr=rate)
+
     def keep_threads(self) -> None:
         """Use as many CPU threads as when the run started, if this machine has the cores: sums depend on them."""
         threads = str(self._section("machine").get("threads", ""))
@@ -132,13 +143,15 @@ class ResumeCheck:
         self.compare("model", {"dtype": facts.dtype, **_weight_digests(model)})
         self.compare("machine", _machine(facts), refuse=False)
 
-    def check_data(self, tables: Iterable[TokenTable]) -> None:
-        """compare() the tokens of each training source."""
+    def check_data(self, tables: Iterable[TokenTable], rate: float | None) -> None:
+        """compare() the tokens of each training source, and the learning rate if it is `auto` in the recipe."""
         documents = {
             f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
             for number, table in enumerate(tables)
         }
         self.compare("data", documents)
+        if rate is not None:
+            self.compare("rate", {"lr": rate})
 
     def compare(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
         """Compare a section with its values at the start of the run, and keep it for setting.json. Raises ConfigError

@@ -150,7 +150,8 @@ class Trainer:
         self.tokenizer, self.data = builder.read(quarantine=folder.path / "quarantine.jsonl")
         self.world.heartbeat.doing("building the model")
         self.plan = self.data.training
-        resume_check.check_data(self.data.tables)
+        self.peak_rate = builder.config.optimizer.lr
+        resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         data = config.data
         self.questions = AnswerEvaluation.open(
             data.own_questions(), self.tokenizer, folder.path, data.chat_template, data.system
@@ -184,7 +185,7 @@ class Trainer:
         self.run_state.compare_ranks()
         self.clock.load(self.state.clock)
         self.end = RunEnd(config, folder.path, self.world, self.clock, self.state)
-        self.schedule = self.run_state.schedule(Schedule.of(config.schedule, config.optimizer.lr, self.plan.steps))
+        self.schedule = self.run_state.schedule(Schedule.of(config.schedule, self.peak_rate, self.plan.steps))
         if folder.extends or self.schedule.planned != self.plan.steps:
             self._extend()
         self.batch_sizes = BatchSizes(
@@ -533,7 +534,7 @@ class Trainer:
         self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
-        figures, note = dict(state.figures), weights_note(step, state)
+        figures, note = {**state.figures, "train/peak_lr": self.peak_rate}, weights_note(step, state)
         if note:
             best = {"eval/best_loss": state.best_loss, "eval/best_match": state.best_match}
             figures |= {name: value for name, value in best.items() if value is not None}

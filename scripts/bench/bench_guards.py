@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for a checkout t
 from fxtune.config import compose as configs
 from fxtune.config.root import Spikes
 from fxtune.data.batches.loader import Loader
-from fxtune.diagnostics.benchmark import steps_only
 from fxtune.objectives.causal_lm import CausalLM
-from fxtune.training.builder import RunBuilder
+from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.step import TrainStep
 from fxtune.training.step_monitor import StepStatistics
 

@@ -313,8 +313,8 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
 
     from fxtune.checkpoint.run_folder import claim
     from fxtune.config.compose import load
-    from fxtune.diagnostics.benchmark import steps_only
     from fxtune.tracking.display import Display
+    from fxtune.training.builder import steps_only
     from fxtune.training.trainer import Trainer
 
     config = steps_only(load(words), count)

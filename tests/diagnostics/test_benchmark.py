@@ -13,7 +13,7 @@ from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.diagnostics import benchmark
 from fxtune.tracking import throughput
 from fxtune.training import trainer
-from fxtune.training.builder import RunBuilder
+from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.step import TrainStep
 from fxtune.tuning import trial
 from fxtune.tuning.trial import Outcome, TrialResult
@@ -60,7 +60,7 @@ def test_times_fit_together(small, monkeypatch):
     found = benchmark.measure(small, steps=4, warm_up=2)
     assert 0 < found.first_step_seconds < found.second_step_seconds
     assert found.step_seconds_p5 < found.step_seconds < found.step_seconds_p95, "the slow step is not the median"
-    plan = RunBuilder(benchmark.steps_only(small, 6)).read()[1].training
+    plan = RunBuilder(steps_only(small, 6)).read()[1].training
     seconds = sum(plan.tokens(step) for step in range(2, 6)) / found.tokens_per_second
     assert seconds > 1.65, "the time of the slow step counts"
     assert 0 <= found.data_wait < 1

@@ -179,3 +179,24 @@ def test_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch):
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+def test_learning_rate_that_auto_chose_stays_when_the_rule_changes(small, cwd, monkeypatch, said):
+    small.run.dir, small.train.max_steps, small.optimizer.lr = "run", 2, "auto"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
+        trainer.run(small)
+    (line,) = [text for text in said if "optimizer.lr: auto chose 0.00249 = " in text]
+    assert json.loads(Path("run/setting.json").read_text())["rate"] == {"lr": 0.00249}
+    changed("rate", "lr", 0.002)  # as an earlier version's rule might have had it
+    assert trainer.run(small)["train/peak_lr"] == 0.002
+    assert [text for text in said if "0.002, as auto chose it when the run was started" in text]
+    assert [text for text in said if "auto chose 0.00249" in text] == [line]
+
+
+@pytest.mark.parametrize("rate", ["fast", -1.0, float("nan")])
+def test_recorded_rate_that_is_none_is_refused(tmp_path, rate):
+    (tmp_path / "setting.json").write_text(json.dumps({"rate": {"lr": rate}}))
+    check = ResumeCheck(tmp_path, True, False, print)
+    with pytest.raises(StorageError, match="no learning rate"):
+        check.earlier_rate(Config().optimizer)

@@ -103,6 +103,12 @@ class Plan:
         each = self.sizes.global_batch_size
         return Plan(self.stream, replace(self.sizes, global_batch_size=each * ranks, rank=rank, ranks=ranks))
 
+    @property
+    def documents_per_step(self) -> float:
+        """Documents, or pieces of long ones, in a step: the mean of the first epoch, whatever the run's length."""
+        epoch = self.stream.epoch(0)
+        return len(epoch.segments) / len(epoch) * self.sizes.global_batch_size
+
     def max_row_length(self, step: int) -> int:
         """Tokens of the longest row of a step, padding included."""
         return max(self.batch_spec(step, micro).width for micro in range(self.micro_batches(step)))

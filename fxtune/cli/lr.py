@@ -1,0 +1,117 @@
+"""`fxtune lr`: tests learning rates in one short run, and suggests one.
+
+    fxtune lr +recipe=quickstart                          # a table of the curve, and a suggestion
+    fxtune lr +recipe=quickstart --plot lr.png            # also draw it (needs matplotlib)
+    fxtune lr +recipe=quickstart --lowest 1e-5 --highest 1e-1 --steps 100
+
+The rate grows with each step, from a hundredth of what optimizer.lr=auto would choose to a hundred times that, until
+the loss has diverged. The steps are those of the recipe, with its data, its batch and its seed. Nothing is saved but
+the files of --plot and --json; a run's folder is not touched. One process takes the steps, whatever run.gpus says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from fxtune.cli.options import require_writable, write_json
+from fxtune.errors import ConfigError
+from fxtune.system.console import say, table, unicode
+from fxtune.tuning.range_test import STEPS, RangeTest, range_test
+
+if TYPE_CHECKING:
+    from fxtune.config.root import Config
+
+ROWS = 16
+"""Rows of the table."""
+BAR = 40
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def run(
+    config: Config,
+    steps: int = STEPS,
+    lowest: Optional[float] = None,
+    highest: Optional[float] = None,
+    plot: Optional[Path] = None,
+    json: Optional[Path] = None,
+) -> None:
+    """Test and print. Raises ConfigError for what cannot be tested or drawn, StorageError for a file that cannot be
+    written, and as training does.
+    """
+    if plot is not None:
+        if plot.suffix not in ENDINGS:
+            raise ConfigError(f"--plot {plot}: the file ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install 'fxtune[plots]'. Without it there is the table.")
+    for option, file in (("--plot", plot), ("--json", json)):
+        if file is not None:
+            require_writable(file, option)
+    found = range_test(config, steps, lowest, highest)
+    for note in [*config.techniques.ignored_options(), *found.decided]:
+        say(note)
+    say(curve_table(found))
+    if found.epochs > 1:
+        say(f"The test saw the data {found.epochs:.1f} times, so a low loss is also that of known rows.")
+    say(verdict(found))
+    if plot is not None:
+        draw(found, config.run.name, plot)
+        say(f"The curve is in {plot}")
+    if json is not None:
+        write_json(json, dataclasses.asdict(found))
+
+
+def verdict(found: RangeTest) -> str:
+    """The suggestion in one line, with the rates that it competes with."""
+    others = f"The recipe has {found.present:g}"
+    if found.auto is not None:
+        others += "" if found.auto == found.present else f", optimizer.lr=auto would be {found.auto:g}"
+    if found.suggestion is None:
+        return f"No suggestion: {found.reason}. {others}."
+    return f"Suggestion: optimizer.lr={found.suggestion:g} ({found.reason}). {others}."
+
+
+def curve_table(found: RangeTest) -> Any:
+    """The curve as a table: the mean loss at every third rate or so, with a bar."""
+    top = max(mean for mean in found.smoothed[:-1] or found.smoothed)
+    every = max(1, math.ceil(len(found.rates) / ROWS))
+    shown = sorted({*range(0, len(found.rates), every), len(found.rates) - 1})
+    rows = [
+        [
+            f"{found.rates[at]:.2e}",
+            f"{found.losses[at]:.4f}" if math.isfinite(found.losses[at]) else "not finite",
+            f"{found.smoothed[at]:.4f}" if math.isfinite(found.smoothed[at]) else "",
+            _bar(found.smoothed[at] / top),
+        ]
+        for at in shown
+    ]
+    title = f"{len(found.rates)} steps" + (", until the loss diverged" if found.diverged else "")
+    return table(title, ["learning rate", "loss", "mean of the last", ""], rows)
+
+
+def _bar(share: float) -> str:
+    return ("█" if unicode() else "#") * round(BAR * min(share, 1.0)) if math.isfinite(share) else ""
+
+
+def draw(found: RangeTest, title: str, file: Path) -> None:
+    """Write the curve to `file`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    start = found.smoothed[0]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(found.rates, found.losses, ".", color="0.7", label="loss of a step")
+    axes.plot(found.rates, found.smoothed, color="C0", label="mean of the last")
+    for rate, name, color in ((found.suggestion, "suggestion", "C2"), (found.present, "recipe", "C1")):
+        if rate is not None:
+            axes.axvline(rate, color=color, linestyle="--", label=f"{name}: {rate:g}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per supervised token)", title=title)
+    axes.set_ylim(0, 1.5 * start)  # a diverged loss would hide the rest
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

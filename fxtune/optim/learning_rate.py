@@ -1,0 +1,65 @@
+"""`optimizer.lr=auto`: a learning rate for AdamW from the size of the model, the adapters and the batch.
+
+    5e-5 x (10 for adapters) x (2000 / hidden size)^P x (32 / alpha) x sqrt(documents in a step / 128)
+
+The first three factors are Thinking Machines' rule, fitted to sweeps of Llama (P = 0.781) and Qwen (P = 0.0775) models
+(the guide to hyperparameters of their tinker-cookbook; "LoRA Without Regret", 2025, has the 10). Other families get
+Llama's exponent, which is the safer one: it gives large models less. The rule is for adapters of alpha / r with
+alpha = 32, where the best rate does not depend on r. An adapter's update grows with alpha and with the rate, so
+another alpha divides the rate; with alpha = 2 r it falls as 1 / r (arXiv 2602.06204 finds both). The last factor is
+the guide's for batches; 128 documents are the batch of its sweeps. Here it is between 1 and 2: small batches need no
+such reduction (arXiv 2507.07101, and the built-in model agrees: docs/time_to_model.md), and adapters tolerate large
+ones less than full fine-tuning does ("LoRA Without Regret").
+
+It is a first guess. `fxtune lr` looks at the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fxtune.optim.config import OptimizerConfig
+from fxtune.techniques.facts import Facts
+
+BASE = 5e-5
+ADAPTERS = 10.0
+HIDDEN = 2000
+EXPONENTS = {"qwen": 0.0775, "llama": 0.781}
+"""By the beginning of a `model_type`."""
+ALPHA = 32.0
+DOCUMENTS = 128.0
+LARGEST = 2.0
+"""The largest factor for a batch."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A rate, to three digits, and the line that says where it is from."""
+
+    rate: float
+    text: str
+
+
+def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
+    """The learning rate of optimizer.lr=auto. `documents`: in a step of the run, on average. optim/config.check() has
+    refused what the rule is not for.
+    """
+    lora, hidden, family = facts.techniques.lora, int(facts.text["hidden_size"]), str(facts.text.get("model_type"))
+    like = next((name for name in EXPONENTS if family.startswith(name)), "llama")
+    exponent = EXPONENTS[like]
+    rate = BASE * (HIDDEN / hidden) ** exponent
+    whose = "" if family.startswith(like) else f", as of {like}: {family} has none of its own"
+    factors = [f"{BASE:g}", f"({HIDDEN} / hidden size {hidden})^{exponent:g}{whose}"]
+    if lora.enabled:
+        alpha = lora.alpha * (math.sqrt(lora.r) if lora.rslora else 1.0)
+        rate *= ADAPTERS * ALPHA / alpha
+        of = f" x sqrt(r {lora.r})" if lora.rslora else ""
+        factors += [f"{ADAPTERS:g} for adapters", f"{ALPHA:g} / alpha {lora.alpha:g}{of}"]
+    factor = min(max(math.sqrt(documents / DOCUMENTS), 1.0), LARGEST)
+    rate *= factor
+    factors.append(f"{factor:.3g} for {documents:.3g} documents in a step")
+    rate = float(f"{rate:.3g}")
+    return Guess(
+        rate, f"optimizer.lr: auto chose {rate:g} = {' x '.join(factors)} (Thinking Machines' rule for AdamW)"
+    )

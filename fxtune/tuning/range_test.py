@@ -1,0 +1,167 @@
+"""A learning-rate range test (arXiv 1506.01186): one short run of a recipe whose rate grows from step to step.
+
+The steps are the recipe's own (TrainStep): its data in its order, its model, adapters, optimizer and clipping. The
+rate grows by the same factor in each, from far too low to far too high, and the test stops when the loss has diverged.
+Low rates change nothing, higher ones lower the loss, and those above them destroy what was learned. The suggestion is
+where the loss falls fastest: at its lowest point the rate is already too high to stay at.
+
+Nothing is written, and the weights are dropped. The same recipe and seed give the same curve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fxtune.config.root import Config, Spikes
+from fxtune.data.batches.loader import Loader
+from fxtune.errors import ConfigError
+from fxtune.objectives.causal_lm import CausalLM
+from fxtune.optim.config import OptimizerName, no_rule
+from fxtune.optim.learning_rate import guess
+from fxtune.system.progress import phase
+from fxtune.training.builder import RunBuilder, steps_only
+from fxtune.training.oom_advice import MemoryPhase
+
+STEPS = 50
+LEAST_STEPS = 20
+SPAN = 100.0
+"""The test begins at a guess divided by this, and ends at the guess times this."""
+SMOOTHING = 0.8
+"""Decay of the mean of the losses: it is of about five steps."""
+START = 5
+"""The mean of so many losses is that of the untrained model: the first rates change nothing."""
+DIVERGED = 0.15
+"""The loss has diverged when its mean is above that of the untrained model by this share, and by four times the error
+of such a mean."""
+REACH = 3
+"""The slope at a rate is that of so many steps before and after it."""
+LEAST_DISTANCE = 3.0
+"""The suggestion is below the rate of the lowest mean by this factor at least: means lag behind."""
+GAIN = 0.03
+"""A curve whose mean falls by less than this share suggests nothing."""
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    rates: list[float]
+    """The rates that were taken, ascending."""
+    losses: list[float]
+    """The loss before the update with each rate, nats per supervised token; the last one may be NaN or infinite."""
+    smoothed: list[float]
+    """Their moving means."""
+    diverged: bool
+    """Whether the last loss ended the test."""
+    epochs: float
+    """How often the test saw the data."""
+    suggestion: float | None
+    reason: str
+    """Where on the curve the suggestion is, or why there is none."""
+    present: float
+    """optimizer.lr of the recipe, with `auto` decided."""
+    auto: float | None
+    """What optimizer.lr=auto chooses; None: it has no rule for this recipe."""
+    decided: list[str]
+    """What each `auto` became, and why."""
+
+
+def refusals(config: Config) -> Iterator[str]:
+    """Yield each reason why the rates of `config` cannot be tested, worded as what to change."""
+    if config.optimizer.name is OptimizerName.adamw_schedulefree:
+        yield (
+            "optimizer.name: adamw_schedulefree weights its average by the rates so far, so a growing rate says "
+            "nothing about a constant one. Test with optimizer.name=adamw."
+        )
+
+
+def range_test(config: Config, steps: int = STEPS, low: float | None = None, high: float | None = None) -> RangeTest:
+    """Take up to `steps` steps at rates from `low` to `high`; None: around the recipe's rate, or the guess of
+    optimizer.lr=auto if there is one. `config` is not changed. Raises ConfigError for what cannot be tested, and as
+    training does.
+    """
+    if reasons := list(refusals(config)):
+        raise ConfigError("\n".join(reasons))
+    config = steps_only(config, steps)
+    config.train.spikes = Spikes.off  # they are what the test looks for
+    builder = RunBuilder(config)
+    plan = builder.read()[1].training
+    present, auto = builder.config.optimizer.lr, None
+    if not list(no_rule(config.optimizer, builder.facts)):
+        auto = guess(config.optimizer, builder.facts, plan.documents_per_step).rate
+    low, high = low or (auto or present) / SPAN, high or (auto or present) * SPAN
+    if low >= high:
+        raise ConfigError(f"The test begins at {low:g} and ends at {high:g}: --lowest must be below --highest.")
+    planned = [low * (high / low) ** (number / (steps - 1)) for number in range(steps)]
+    model = builder.language_model(builder.build())
+    builder.prove(model)
+    train_step = builder.train_step(model, CausalLM())
+    model.model.train()
+    losses: list[float] = []
+    diverged = False
+    with (
+        contextlib.closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader,
+        builder.oom_context("Testing learning rates", MemoryPhase.training),
+        phase("Testing learning rates", steps, "steps") as work,
+    ):
+        for step, rate in zip(work.over(loader.steps()), planned, strict=False):
+            metrics = train_step(plan, step, rate)
+            losses.append(metrics["loss"].item())
+            if diverged := has_diverged(losses):
+                break
+    rates, epochs = planned[: len(losses)], plan.epoch(len(losses))
+    suggestion, reason = suggest(rates, losses)
+    means = smooth(losses)
+    return RangeTest(rates, losses, means, diverged, epochs, suggestion, reason, present, auto, list(builder.decided))
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Exponential moving means, corrected for their beginning as Adam's moments are."""
+    means, total = [], 0.0
+    for count, loss in enumerate(losses, 1):
+        total = SMOOTHING * total + (1 - SMOOTHING) * loss
+        means.append(total / (1 - SMOOTHING**count))
+    return means
+
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Whether the last loss is not finite, or the mean of the last ones is far above that of the first ones."""
+    if not math.isfinite(losses[-1]):
+        return True
+    if len(losses) <= START:
+        return False
+    first = losses[:START]
+    error = statistics.stdev(first) / math.sqrt(START)
+    start = statistics.mean(first)
+    return smooth(losses)[-1] > start + max(DIVERGED * start, 4 * error)
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | None, str]:
+    """The rate, to two digits, at which the mean loss falls fastest, and where that is; or None, and why."""
+    finite = losses if math.isfinite(losses[-1]) else losses[:-1]  # that ended the test
+    means = smooth(finite)
+    if len(means) <= 2 * START:
+        return None, "the loss diverged at once: test lower rates (--lowest)"
+    start = statistics.mean(finite[:START])
+    lowest = min(range(len(means)), key=means.__getitem__)
+    if means[lowest] > (1 - GAIN) * start:
+        return None, f"the mean loss never fell by {GAIN:.0%}: test higher rates (--highest), or take more --steps"
+    # The slope over the logarithm of the rate, by least squares over 2 x REACH + 1 steps.
+    logs = [math.log(rate) for rate in rates]
+    slopes = {
+        at: statistics.linear_regression(logs[at - REACH : at + REACH + 1], means[at - REACH : at + REACH + 1]).slope
+        for at in range(REACH, lowest - REACH + 1)
+    }
+    steepest = rates[min(slopes, key=slopes.__getitem__)] if slopes else rates[lowest] / LEAST_DISTANCE
+    found = min(steepest, rates[lowest] / LEAST_DISTANCE)
+    where = f"its mean is lowest at {rates[lowest]:.2g}"
+    why = (
+        f"the loss falls fastest there; {where}"
+        if found == steepest
+        else (f"{where}, and the suggestion keeps a third of that")
+    )
+    if lowest == len(losses) - 1:
+        why += ", where the test ended: higher rates may be better (--highest)"
+    return float(f"{found:.2g}"), why

@@ -1,0 +1,59 @@
+"""What a user sees of `fxtune lr`: the table, the suggestion, --plot and --json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.tuning import TINY
+
+from fxtune.cli import lr
+from fxtune.cli.main import main
+from fxtune.tuning.range_test import RangeTest
+
+
+@pytest.fixture
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def test_the_command_prints_a_table_and_writes_what_it_is_told_to(cwd, capsys, _cache):
+    (cwd / "runs" / "quickstart").mkdir(parents=True)
+    assert main(["lr", *TINY, "--steps", "20", "--lowest", "1e-3", "--highest", "1e3", "--json", "lr.json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads((cwd / "lr.json").read_text())
+    assert {path.name for path in cwd.iterdir()} == {"lr.json", "runs"}
+    assert not list((cwd / "runs" / "quickstart").iterdir())
+    assert "1.00e-03" in out
+    assert "uggestion: " in out
+    assert "The recipe has 0.004, optimizer.lr=auto would be" in out
+    assert found["present"] == 4e-3
+    assert found["auto"] == pytest.approx(1.26e-2, rel=0.01)
+
+
+FOUND = RangeTest([1e-3, 1e-2, 1e-1], [2.0, 1.0, 9.0], [2.0, 1.5, 3.0], True, 0.5, 5e-3, "a reason", 4e-3, None, [])
+
+
+def test_the_curve_is_drawn(cwd):
+    pytest.importorskip("matplotlib")
+    lr.draw(FOUND, "quickstart", cwd / "lr.svg")
+    assert "<svg" in (cwd / "lr.svg").read_text()
+
+
+def test_verdict_names_the_rates_that_compete():
+    assert lr.verdict(FOUND) == "Suggestion: optimizer.lr=0.005 (a reason). The recipe has 0.004."
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        (["--steps", "5"], "--steps 5: give a whole number, 20 or more", 2),
+        (["--lowest", "0"], "--lowest 0: give the rate of the first step", 2),
+        (["--plot", "curve.gif"], "--plot curve.gif: the file ends in .png, .svg or .pdf", 2),
+        (["--json", "nowhere/b.json"], "--json nowhere/b.json cannot be written", 6),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_is_built(cwd, capsys, monkeypatch, words, message, code):
+    monkeypatch.setattr(lr, "range_test", None)
+    assert main(["lr", *TINY, *words]) == code
+    assert message in capsys.readouterr().err.replace("\n", " ")

@@ -12,12 +12,12 @@ from fxtune.cli.main import main
 from fxtune.tuning.range_test import RangeTest
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def test_the_command_prints_a_table_and_writes_what_it_is_told_to(cwd, capsys, _cache):
+def test_the_command_prints_a_table_and_writes_what_it_is_told_to(cwd, capsys):
     (cwd / "runs" / "quickstart").mkdir(parents=True)
     assert main(["lr", *TINY, "--steps", "20", "--lowest", "1e-3", "--highest", "1e3", "--json", "lr.json"]) == 0
     out = capsys.readouterr().out

@@ -35,6 +35,9 @@ class Shape:
         used = text.get("num_experts_per_tok") or 1
         key_heads = text.get("num_key_value_heads") or heads
         inner = (experts > 1 and text.get("moe_intermediate_size")) or text.get("intermediate_size") or 4 * hidden
+        inner = (
+            sum(inner) // len(inner) if isinstance(inner, (list, tuple)) else inner
+        )  # one for each layer (Gemma 3n)
         return Shape(
             hidden,
             inner * (used if experts > 1 else 1),

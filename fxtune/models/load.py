@@ -86,6 +86,13 @@ def load_config(model: ModelConfig) -> Any:
     else:
         config = _read_config(_locate(model), model)
         config = _edited_config(config, model.architecture) if model.architecture else config
+    try:
+        config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path: {config.model_type} holds several text models (an encoder and a decoder), and fxtune trains "
+            "a decoder alone. Use another model."
+        ) from error
     return with_adapter_rope(config, adapter) if adapter else config
 
 

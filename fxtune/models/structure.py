@@ -12,18 +12,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.errors import ConfigError, first_line
+
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a causal language model, with or without adapters, first to last."""
-    return list(_layer_list(_base(model).get_decoder(), model.config))
+    return [layer for layers in _layer_lists(_decoder(_base(model)), model.config) for layer in layers]
 
 
-def _layer_list(decoder: nn.Module, config: Any) -> nn.ModuleList:
+def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
+    """The lists of layers in a decoder: one as long as the config says or, where that number counts something else
+    (passes through a layer in HRM, its attentions in LongCat), the largest lists of one class."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
     depth = config.get_text_config().num_hidden_layers
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
-    raise AssertionError(f"{type(decoder).__name__} has no list of {depth} layers")
+    if as_long := [layers for layers in lists if len(layers) == depth]:
+        return as_long[:1]
+    inner = {id(part) for layers in lists for layer in layers for part in layer.modules()}
+    outer = [layers for layers in lists if id(layers) not in inner]
+    assert outer, f"{type(decoder).__name__} has no list of layers"
+    largest = max(outer, key=lambda layers: sum(weight.numel() for weight in layers.parameters()))
+    return [layers for layers in outer if type(layers[0]) is type(largest[0])]
+
+
+def _decoder(base: Any) -> nn.Module:
+    """What transformers takes for the decoder, unless that is the head (ModernBERT)."""
+    decoder: nn.Module = base.get_decoder()
+    return decoder if any(isinstance(module, nn.ModuleList) for module in decoder.modules()) else base.base_model
 
 
 def _base(model: Any) -> Any:
@@ -60,9 +74,9 @@ def _skeleton(architecture: str) -> nn.Module:
 def backbone(model: nn.Module) -> nn.Module:
     """The decoder of a causal language model, with or without adapters: tokens in, last hidden states out, no head."""
     base = _base(model)
-    decoder: nn.Module = base.get_decoder()
+    decoder = _decoder(base)
     if decoder is base:  # Llama 4's
-        layers = _layer_list(base, model.config)
+        layers = _layer_lists(base, model.config)[0]
         decoder = next(module for module in base.modules() if layers in module.children())
     return decoder
 
@@ -93,6 +107,19 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
             size = math.prod(packed.shape) if packed is not None else parameter.numel()
             known.setdefault(id(parameter), getattr(module, "weight_count", size))
     return {name: known[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+@contextmanager
+def running_on_text(model: nn.Module) -> Iterator[None]:
+    """Raise ConfigError if the model's code fails in this context: some take more than tokens (a language, images)."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = model.config.model_type  # type: ignore[union-attr]
+        raise ConfigError(
+            f"model.path: the code of {kind} in transformers does not run on a row of tokens alone: "
+            f"{first_line(error)}. Use another model."
+        ) from error
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from fxtune.kernels.linear_cross_entropy import (
     scale_and_cap,
 )
 from fxtune.kernels.matmul import CUBLAS
-from fxtune.models.structure import backbone, observed
+from fxtune.models.structure import backbone, observed, running_on_text
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence, Switch
@@ -159,7 +159,8 @@ class LanguageModel:
         inputs = model_inputs(self.model, ids[None], torch.arange(len(ids), device=device)[None], starts)
         labels = ids.roll(-1)
         with observed(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            own = self.model(**inputs).logits.flatten(0, 1)
+            with running_on_text(self.model):
+                own = self.model(**inputs).logits.flatten(0, 1)
             expected = F.cross_entropy(own.float(), labels, reduction="none")
             limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
             try:

@@ -9,16 +9,20 @@ does not act is an error. `resolve` decides every `auto` once, so the other meth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import BooleanNode
 from torch import nn
 
 from fxtune.distributed.world import World
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
+
+
+AUTO = "auto"
 
 
 class Switch(str, Enum):
@@ -71,3 +75,24 @@ class Technique:
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Yield observations on the built model. `probe`: keyword arguments of `model` for one small packed row."""
         yield from ()
+
+
+@dataclass
+class OptionalTechnique(Technique):
+    """A technique that a recipe may wish for without demanding it."""
+
+    enabled: Any = field(default=False, metadata={"kind": bool, "words": (AUTO,)})
+    """Whether to use this technique. `auto`: where it can act; elsewhere a line says why not. With `true` that is an
+    error. Its other options have no effect without it."""
+
+    def __post_init__(self) -> None:
+        if self.enabled != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
+            self.enabled = BooleanNode(self.enabled)._value()
+
+    @property
+    def is_wish(self) -> bool:
+        """Whether this is undecided, and no other option demands anything."""
+        defaults = {entry.name: getattr(type(self)(), entry.name) for entry in fields(self)}
+        return self.enabled == AUTO and all(
+            value in (defaults[name], AUTO) for name, value in vars(self).items() if name in defaults
+        )

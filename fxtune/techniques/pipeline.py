@@ -27,7 +27,7 @@ from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import context
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, Attention
-from fxtune.techniques.base import Evidence, Switch, Technique
+from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch, Technique
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
@@ -101,11 +101,25 @@ class Pipeline:
     def resolved(self, facts: Facts, problems: Sequence[str] = (), measure: bool = True) -> tuple[Pipeline, list[str]]:
         """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. `problems`: see
         check(), which it calls. `measure`: see decided()."""
-        self.check(facts, problems)
-        chosen, notes = self.decided(facts, measure)
+        possible, aside = self.possible(facts)
+        possible.check(facts, problems)
+        chosen, notes = possible.decided(facts, measure)
         chosen.check(facts)
+        notes = aside + notes
         if not self.rope.enabled and (scaling := own_scaling(facts.text)):
             notes.append(f"rope: the model's own scaling, {scaling}")
+        return chosen, notes
+
+    def possible(self, facts: Facts) -> tuple[Pipeline, list[str]]:
+        """A copy without the techniques that are only wished for (`enabled=auto`) and cannot act under `facts`, and a
+        line for each."""
+        chosen, notes = copy.deepcopy(self), []
+        facts = replace(facts, techniques=chosen)
+        for name, technique in chosen.enabled():
+            wished = isinstance(technique, OptionalTechnique) and technique.is_wish
+            if wished and (reason := next(technique.check(facts), None)):
+                technique.enabled = False
+                notes.append(f"{name}: off, because {_cause(reason)}")
         return chosen, notes
 
     def decided(self, facts: Facts, measure: bool = True) -> tuple[Pipeline, list[str]]:
@@ -117,6 +131,8 @@ class Pipeline:
             timed = technique is chosen.liger and chosen.compile.enabled
             if why := technique.resolve(replace(facts, device="cpu") if timed and not measure else facts):
                 notes.append(f"{name}: {why}")
+            if technique.enabled == AUTO:
+                technique.enabled = True
         return chosen, notes
 
     def mlp_kernel(self, facts: Facts) -> Literal["lora", "liger", ""]:
@@ -181,7 +197,7 @@ class Pipeline:
         facts = replace(facts, techniques=self)
         padded = set(self.attention.check(replace(facts, packing=False)))
         packed = (one for one in self.attention.check(replace(facts, packing=True)) if one not in padded)
-        return next((one.partition(": ")[2].rpartition(". ")[0] for one in packed), None)  # without key and change
+        return next(map(_cause, packed), None)
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
@@ -264,9 +280,19 @@ class Pipeline:
         with self.precision.context(device):
             return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
 
+    def withdraw_compile(self, model: nn.Module, probe: dict[str, Any]) -> str | None:
+        """Undo techniques.compile if the compiler cannot compile `model`. Returns why, None if it can."""
+        with self.precision.context(next(model.parameters()).device):
+            return self.compile.withdraw(model, probe)
+
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """verify(), and a ConfigError that lists every technique that did not act."""
         return require_acted(self.verify(model, probe))
+
+
+def _cause(reason: str) -> str:
+    """A reason of Technique.check() without the option in front and the advice at the end."""
+    return reason.partition(": ")[2].rpartition(". ")[0]
 
 
 def require_acted(observed: list[Evidence]) -> list[Evidence]:

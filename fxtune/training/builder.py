@@ -37,6 +37,7 @@ from fxtune.optim import config as update_rule
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
+from fxtune.system.console import say
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
@@ -81,6 +82,8 @@ class RunBuilder:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _all_missing_at_once(config):
             self.hf_config = models.load_config(config.model)
+        if why := isolation.why_not_causal(self.hf_config):
+            raise ConfigError(f"model.path: {why}. Use a decoder.")
         while True:
             data, notes, self.facts = decide_rows(config, self.world, self.hf_config)
             optimizer_needs = update_rule.packages(config.optimizer, self.facts)
@@ -157,7 +160,12 @@ class RunBuilder:
     def build(self) -> nn.Module:
         """The model with every technique applied."""
         with self.oom_context("Building the model"):
-            return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
+            model = self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
+            if self.config.techniques.compile.is_wish and self.techniques.compile.enabled:
+                probe = make_probe(model, self.facts.packing)
+                if why := self.techniques.withdraw_compile(model, probe):
+                    say(f"compile: off, because {why}")
+            return model
 
     @phase("Trying the loss on a small row")
     def language_model(self, model: nn.Module) -> LanguageModel:

@@ -35,6 +35,7 @@ from fxtune.models.load import Init, ModelConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json
 from fxtune.system.host import cores
+from fxtune.techniques.base import AUTO
 from fxtune.techniques.facts import Facts
 
 FILE = "setting.json"
@@ -76,7 +77,11 @@ class ResumeCheck:
         have raises StorageError.
         """
         changes = {}
-        for name, was in self._section("techniques").items():
+        recorded = self._section("techniques")
+        for name, technique in vars(configured).items() if recorded else ():
+            if technique.enabled == AUTO and name not in recorded:  # it could not act
+                changes[name] = dataclasses.replace(technique, enabled=False)
+        for name, was in recorded.items():
             technique, decided = getattr(configured, name, None), getattr(today, name, None)
             if not dataclasses.is_dataclass(technique) or isinstance(technique, type) or not isinstance(was, dict):
                 continue

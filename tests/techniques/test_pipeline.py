@@ -6,7 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from support.architectures import CPU, FAMILIES, built, enable, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import (
+    CPU,
+    FAMILIES,
+    built,
+    enable,
+    facts_of,
+    logits,
+    lora,
+    on_disk,
+    random_model,
+    tiny_model,
+    trained,
+)
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
@@ -14,6 +26,8 @@ from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques.base import Switch, Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast, Precision
 from fxtune.techniques.rope import Rope
@@ -152,3 +166,40 @@ def test_liger_is_not_measured_where_the_card_is_busy(monkeypatch):
     chosen, _ = pipeline.decided(facts, measure=False)
     assert chosen.liger.rms_norm is Switch.off
     assert pipeline.liger.rms_norm is Switch.auto
+
+
+@pytest.mark.parametrize(
+    ("options", "off"),
+    [
+        ({}, ["compile: off, because rows of any length would each compile again"]),
+        ({"fullgraph": False}, None),
+    ],
+)
+def test_a_wish_that_cannot_act_steps_aside_and_a_demand_is_refused(options, off):
+    pipeline, facts = lora(), facts_of(random_model("llama"), packing=False, rows=())
+    pipeline.compile = Compile(enabled="auto", **options)
+    if off is None:
+        with pytest.raises(ConfigError, match=r"techniques\.compile\.enabled: rows of any length"):
+            pipeline.resolved(facts)
+        return
+    chosen, notes = pipeline.resolved(facts)
+    assert chosen.compile.enabled is False
+    assert [line for line in notes if line.startswith("compile: ")] == off
+    pipeline.compile.enabled = True
+    with pytest.raises(ConfigError, match=r"techniques\.compile\.enabled: rows of any length"):
+        pipeline.resolved(facts)
+
+
+def test_liger_as_a_wish_keeps_what_serves_any_model():
+    pipeline = lora()
+    pipeline.liger = Liger(enabled="auto")
+    facts = facts_of(tiny_model("qwen3_moe"), packing=True, rows=(4096,), micro_batch_size=64)
+    facts.model["vocab_size"] = 65536
+    chosen, notes = pipeline.resolved(facts)
+    assert chosen.liger.enabled is True
+    assert chosen.liger.fused_linear_cross_entropy is Switch.on
+    assert {getattr(chosen.liger, name) for name in OPERATIONS} == {Switch.off}
+    assert any("its kernels off (they are known for other models than qwen3_moe)" in line for line in notes)
+    pipeline.liger.rms_norm = Switch.on
+    with pytest.raises(ConfigError, match=r"techniques\.liger\.enabled: Liger's kernels are known for"):
+        pipeline.resolved(facts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,43 @@ def test_a_model_with_vision_trains_its_text_part(config):
     }
     assert trainer.run(made)["train/step"] == 5
     verify.run(made, loss=True)
+
+
+def test_fast_settings_step_aside_where_they_cannot_act(config, capsys, monkeypatch):
+    """The compiler finds a graph break in this layer; Liger has no kernels for this model; the run resumes."""
+    import torch
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer as Layer
+
+    own = Layer.forward
+
+    def with_a_break(self, hidden_states, **kwargs):
+        torch._dynamo.graph_break()
+        return own(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(Layer, "forward", with_a_break)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    fast = ("techniques=[lora,fast]", "techniques.precision.autocast=none", "checkpoint.every=1")
+    trainer.run(config("qwen3_moe", *fast, "train.max_steps=2"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compile: off, because ")]
+    assert "the layer cannot be one graph" in line
+    recorded = json.loads(Path("run/setting.json").read_text())["techniques"]
+    assert "compile" not in recorded
+    assert "checkpointing" in recorded
+    for path in ("result.json", "checkpoints/step-2"):
+        shutil.rmtree(f"run/{path}", ignore_errors=True)
+        Path("run", path).unlink(missing_ok=True)
+    assert trainer.run(config("qwen3_moe", *fast, "train.max_steps=2"))["train/step"] == 2
+    assert "compile: off" not in capsys.readouterr().out  # as it was decided when the run started
+    with pytest.raises(ConfigError, match=r"techniques\.compile\.fullgraph: the layer cannot be one graph"):
+        trainer.run(config("qwen3_moe", *fast, "techniques.compile.enabled=true", "run.dir=other"))
+
+
+def test_an_encoder_is_refused_before_weights(config, monkeypatch):
+    monkeypatch.setattr("fxtune.models.load.build", lambda *_, **__: pytest.fail("a weight was drawn"))
+    made = config("llama")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    made.model.architecture = {"model_type": "bert", "vocab_size": VOCABULARY, **sizes}
+    with pytest.raises(ConfigError, match=r"^model\.path: in bert of transformers [^\n]* depend on later tokens"):
+        trainer.run(made)
+    made.model.architecture["is_decoder"] = True
+    assert RunBuilder(made).hf_config.is_decoder

@@ -9,7 +9,9 @@ tests do the same, so nobody waits for it. The proof on the real model (techniqu
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+import json
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +24,8 @@ PROVEN = frozenset(_PROVEN.split())
 """Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
 """The most that other documents' logits may move, relative to the changed one's."""
+LOOKS_AHEAD = 1e-4
+"""The most that a changed token may move the logits before it, relative to its own."""
 MOST_DOCUMENTS = 4
 """Documents that are changed, one at a time."""
 _SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64, "pad_token_id": 0}
@@ -52,19 +56,45 @@ def is_isolated(moved: float, leaked: float) -> bool:
     return moved > 0 and leaked <= LEAK * moved
 
 
+class Trial(NamedTuple):
+    """What a small model showed."""
+
+    packed: str | None
+    """Why documents in one row may see each other; None if they do not."""
+    looks_ahead: float
+    """How far a changed last token moved the logits before it, relative to its own; NaN if that is not known."""
+
+
 def why_not_isolated(hf_config: Any) -> str | None:
     """Why documents in one row may see each other in a model of this config, or None if they do not. A mask that
     transformers makes separates them; kernels that read `cu_seqlens` are not tried."""
     text = hf_config.get_text_config()
-    if text.model_type in PROVEN:
+    return None if text.model_type in PROVEN else try_small_model(text).packed
+
+
+def why_not_causal(hf_config: Any) -> str | None:
+    """Why a model of this config is no causal one (an encoder), or None if it is: the logits of a token must not
+    depend on later tokens. Its loss would fall without learning anything."""
+    text = hf_config.get_text_config()
+    if text.model_type in PROVEN or not try_small_model(text).looks_ahead > LOOKS_AHEAD:
         return None
-    return try_small_model(text)
+    return (
+        f"in {text.model_type} of transformers with this config, a token's logits depend on later tokens, so it "
+        "cannot be trained to predict them"
+    )
 
 
-def try_small_model(text: Any) -> str | None:
-    """why_not_isolated() of a decoder's config, by trying a small model of its kind."""
+def try_small_model(text: Any) -> Trial:
+    """A trial of a decoder's config by a small model of its kind."""
+    kind: Any = type(text)
+    return _try_small_model(json.dumps(text.to_dict(), sort_keys=True, default=str), kind)
+
+
+@functools.lru_cache(maxsize=4)
+def _try_small_model(values: str, kind: Any) -> Trial:
     from transformers import AutoModelForCausalLM
 
+    text = kind(**{key: value for key, value in json.loads(values).items() if key != "model_type"})
     name = text.model_type
     try:
         config = _small(text)
@@ -74,10 +104,22 @@ def try_small_model(text: Any) -> str | None:
             ids = torch.arange(2, 26).unsqueeze(0)
             positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)
             with observed(model), torch.no_grad():
-                _, moved, leaked = movement(model, {"input_ids": ids, "position_ids": positions, "use_cache": False})
+                row = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+                _, moved, leaked = movement(model, row)
+                looks_ahead = _movement_by_last(model, ids)
     except Exception as error:  # noqa: BLE001  a key that depends on a changed one: anything may happen here
-        return f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
-    return None if is_isolated(moved, leaked) else f"in {name} of transformers, documents in one row see each other"
+        unknown = f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
+        return Trial(unknown, float("nan"))
+    apart = is_isolated(moved, leaked)
+    return Trial(None if apart else f"in {name} of transformers, documents in one row see each other", looks_ahead)
+
+
+def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:
+    """How far the logits of all tokens but the last move when that one is changed, relative to its own movement."""
+    before, changed = model(input_ids=ids, use_cache=False).logits.float(), ids.clone()
+    changed[:, -1] += 1
+    shift = (model(input_ids=changed, use_cache=False).logits.float() - before).abs()
+    return (shift[:, :-1].max() / shift[:, -1].max()).item()
 
 
 def _small(config: Any) -> Any:

@@ -58,6 +58,7 @@ class Attention(Technique):
     trust_remote_code: bool = False
     """hub:... only: run compiled code of that kernel's author. Needs a full commit hash."""
 
+    _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
     _by_documents = False  # whether sdpa's kernel for packed documents runs; no option: resolve() sets it
 
     def check(self, facts: Facts) -> Iterator[str]:
@@ -115,7 +116,7 @@ class Attention(Technique):
             if why := _passed_over(name, facts):
                 passed.append(f"{name} {why}")
                 continue
-            self.backend = name
+            self.backend, self._by_auto = name, True
             why = f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else ""
             note = f"auto chose {name}, the fastest that is correct here{why}"
             break
@@ -148,11 +149,15 @@ class Attention(Technique):
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         wanted = self._implementation(model.config)
-        layers = attention_layers(model.config.get_text_config().to_dict())  # type: ignore[union-attr, operator]
+        text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        layers = attention_layers(text.to_dict())
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             seen, observation = _operators(model, probe, layers)
-            yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, wanted in seen)
+            # Not every config of a hybrid says how many of its layers attend.
+            some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
+            acted = seen.get(wanted, 0) >= layers or some
+            yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted)
             if (probe["position_ids"] == 0).sum() > 1:
                 yield self._isolation(model, probe)
 
@@ -196,8 +201,8 @@ def _passed_over(name: str, facts: Facts) -> str | None:
     return next((cause for cause, _ in BACKENDS[name].refuses(facts)), None)
 
 
-def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[set[str], str]:
-    """The implementations that ran in all layers of one forward pass, by the profiler; and a description of it."""
+def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[dict[str, int], str]:
+    """The calls of each implementation in one forward pass, by the profiler; and a description of them."""
     own = str(model.config._attn_implementation)  # type: ignore[union-attr]
     known = (*BACKENDS.values(), BY_DOCUMENTS, named(own))
     patterns = {backend.implementation: backend.ran for backend in known if backend.ran}
@@ -215,7 +220,7 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[se
     )
     kernels = sorted({short_name(kernel) for seen in ran.values() for kernel in seen.kernels})
     return (
-        {name for name, seen in ran.items() if seen.calls >= layers},
+        {name: seen.calls for name, seen in ran.items()},
         f"{calls} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""),
     )
 

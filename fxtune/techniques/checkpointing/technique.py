@@ -27,7 +27,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import Evidence, OptionalTechnique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
@@ -64,7 +64,7 @@ class What(str, Enum):
 
 
 @dataclass
-class Checkpointing(Technique):
+class Checkpointing(OptionalTechnique):
     policy: Policy = Policy.full
     """What layers keep for the backward pass. `none`: everything; `selective`: what `save` and `recompute` say;
     `full`: their input; `mix`: what `mix` says of each; `budget`: what the compiler chooses; `auto`: the fastest of

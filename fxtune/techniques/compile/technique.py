@@ -37,12 +37,13 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
 from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
 from fxtune.techniques.attention.backends import BY_DOCUMENTS
-from fxtune.techniques.base import Evidence, Switch, Technique
+from fxtune.techniques.base import Evidence, OptionalTechnique, Switch
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
@@ -84,7 +85,7 @@ DYNAMIC = {Dynamic.never: False, Dynamic.auto: None, Dynamic.always: True}
 
 
 @dataclass
-class Compile(Technique):
+class Compile(OptionalTechnique):
     scope: Scope = Scope.layers
     """`layers`: each decoder layer by itself, one graph for all of a kind. `model`: the whole decoder in one graph."""
     mode: CompileMode = CompileMode.default
@@ -105,6 +106,7 @@ class Compile(Technique):
     input needs no gradient) and each kind of layer take one each."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._monitor = self._new_monitor()
 
     def check(self, facts: Facts) -> Iterator[str]:
@@ -226,7 +228,7 @@ class Compile(Technique):
         limit = lengths * (self.max_recompiles + 1) + 1  # higher than max_recompiles, which is to fail first
         for name in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
-        for part in decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]:
+        for part in self._parts(model):
             compiled: Callable[..., Any] = torch.compile(
                 part.forward, mode=MODES[self.mode.value], fullgraph=self.fullgraph, dynamic=DYNAMIC[self.dynamic]
             )
@@ -235,6 +237,30 @@ class Compile(Technique):
             compiled = partial(self._monitor.call, compiled)
             part.forward = partial(_unless_caching, part.forward, compiled, self.scope is Scope.model)
         return model
+
+    def withdraw(self, model: nn.Module, probe: dict[str, Any]) -> str | None:
+        """Why the compiler cannot do what verify() asks for, after undoing apply(); None if it can. A model's code
+        shows that only when it runs."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            why = next(
+                (f"asked for {one.asked}; seen: {one.observed}" for one in self.verify(model, probe) if not one.acted),
+                None,
+            )
+        except (ConfigError, TorchDynamoException) as error:
+            why = str(error)
+        if why is None:
+            return None
+        for part in self._parts(model):
+            wrapped: Any = part.forward
+            part.forward = wrapped.args[0]
+        torch._dynamo.reset()
+        self.enabled = False
+        return why
+
+    def _parts(self, model: nn.Module) -> list[nn.Module]:
+        return decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]
 
     def drop(self) -> None:
         """Free what mode=reduce_overhead has recorded. All code is then compiled again, from the disk cache."""

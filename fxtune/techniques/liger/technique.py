@@ -32,7 +32,7 @@ from fxtune.system.json_cache import add_cached, read_cached
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Evidence, Switch, Technique
+from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch
 from fxtune.techniques.liger import forwards, timing
 from fxtune.techniques.liger.forwards import Family
 
@@ -66,7 +66,7 @@ OPERATIONS = {
 
 
 @dataclass
-class Liger(Technique):
+class Liger(OptionalTechnique):
     rms_norm: Switch = Switch.auto
     """`auto` here and below: on with a GPU; under torch.compile on if it is measured to be faster than compiled
     code."""
@@ -96,6 +96,8 @@ class Liger(Technique):
             return
         kind, demanded = facts.text.get("model_type", "this model"), self._enabled()
         if kind not in FAMILIES:
+            if self.enabled == AUTO and not demanded:
+                return  # the fused loss serves any model
             yield (
                 f"enabled: Liger's kernels are known for {', '.join(sorted(FAMILIES))}, and this is {kind}. Set "
                 f"{', '.join(possible)} to off (fused_linear_cross_entropy serves any model), or enabled to false."
@@ -119,7 +121,7 @@ class Liger(Technique):
             for name in demanded:
                 if name != "rope":
                     yield f"{name}: {PACKAGE} {facts.lacks(PACKAGE)}. Or use auto."
-        elif facts.device == "cuda" and PACKAGE not in facts.packages and theirs:
+        elif self.enabled != AUTO and facts.device == "cuda" and PACKAGE not in facts.packages and theirs:
             yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
 
     def packages(self, facts: Facts) -> Iterator[str]:
@@ -129,6 +131,9 @@ class Liger(Technique):
 
     def resolve(self, facts: Facts) -> str | None:
         notes = []
+        kind = facts.text.get("model_type", "this model")
+        if kind not in FAMILIES and Switch.auto in (getattr(self, name) for name in OPERATIONS):
+            notes.append(f"its kernels off (they are known for other models than {kind})")
         for name in OPERATIONS:
             if getattr(self, name) is Switch.auto:
                 on, why = self._choose(name, facts)
@@ -158,6 +163,8 @@ class Liger(Technique):
             return False, "Triton needs a GPU"
         if name != "rope" and PACKAGE in facts.broken:
             return False, f"{PACKAGE} {facts.lacks(PACKAGE)}"
+        if name != "rope" and self.enabled == AUTO and PACKAGE not in facts.packages:
+            return False, f"the package {PACKAGE} is not installed"
         if not facts.techniques.compile.enabled:
             return True, "nothing else fuses it without torch.compile"
         if name == "rope":

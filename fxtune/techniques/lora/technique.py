@@ -25,7 +25,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models.peft_adapter import load_adapter, require_same_options
-from fxtune.models.structure import base_dtype, observed, parameter_counts, skeleton
+from fxtune.models.structure import base_dtype, observed, parameter_counts, running_on_text, skeleton
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
@@ -185,7 +185,7 @@ class Lora(Technique):
         if reasons := targets.problems(model, self):
             raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
         chosen = targets.select(model, self)
-        with targets.calls_observed(model, chosen):
+        with targets.calls_observed(model, chosen), running_on_text(model):
             before = probe_logits(model)
         start = None if before.is_meta else _Start.of(model, before)
         try:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,8 @@ from fxtune.errors import RankError
 STALL_SECONDS = 45.0
 """A rank that does not move while the others wait for it is named after this time, and ended if its process does not
 run at all: it is stopped, or the machine swaps."""
+FIRST_SECONDS = 300.0
+"""The same for a rank that has not had a pulse yet: a busy machine takes long to start its thread."""
 SILENT_SECONDS = 5.0
 """A rank without a pulse for this time is not named as one that only stands still."""
 STEP_SECONDS = 1800.0
@@ -47,8 +50,11 @@ class Watch:
             # Rounds are counted, not seconds: if the whole machine stood still, this process did, too.
             self._pulses[rank] = (beat.pulse, 0 if beat.pulse != pulse else rounds + 1)
         for rank, (_, rounds) in self._pulses.items():
-            if rounds * PULSE_SECONDS >= STALL_SECONDS and rank in beats:
-                why = f"has not run for {STALL_SECONDS:.0f} s (stopped, or the machine swaps)"
+            if rank not in beats:
+                continue
+            limit = STALL_SECONDS if beats[rank].pulse else FIRST_SECONDS
+            if rounds * PULSE_SECONDS >= limit:
+                why = f"has not run for {limit:.0f} s (stopped, or the machine swaps)"
                 return rank, _sentence(rank, beats[rank], why)
         if (found := stalled(beats, now)) is None:
             return None
@@ -84,9 +90,12 @@ class StoreWatch:
     """Tells the beats of this rank to the others through the store, and watches theirs, where fxtune's launcher does
     not. The store does not answer while the process that holds it stands still: silence counts as rank 0's."""
 
-    def __init__(self, rank: int, size: int, heartbeat: Heartbeat, run: int) -> None:
-        self.rank, self.size, self.heartbeat, self.run = rank, size, heartbeat, run
-        self.beats = {rank: Beat(since=time.monotonic()) for rank in range(size)}
+    def __init__(self, rank: int, processes: Sequence[tuple[int, str]], heartbeat: Heartbeat, run: int) -> None:
+        """`processes`: the process id and the host of each rank; `run`: counts the runs of this process."""
+        self.rank, self.heartbeat, self.run, now = rank, heartbeat, run, time.monotonic()
+        self.beats = {
+            one: Beat(since=now, process=process, host=host) for one, (process, host) in enumerate(processes)
+        }
         """The last beats that the store gave."""
         self._over = threading.Event()
         # Two threads, because nothing ends the wait for a store that does not answer.

@@ -405,11 +405,11 @@ def _join(world: World) -> None:
         if isinstance(error, RankError):
             raise
         raise _cannot_meet(world, error) from error
+    packages, process = installed_packages(), (os.getpid(), socket.gethostname())
+    ranks = world.gather((packages, process), "comparing packages")
     if HEARTBEATS not in os.environ:
-        _WATCH[:] = [StoreWatch(world.rank, world.size, world.heartbeat, failure.runs())]
-    _require_idle_cards(world)
-    packages = installed_packages()
-    for rank, others in enumerate(world.gather(packages, "comparing packages")):
+        _WATCH[:] = [StoreWatch(world.rank, [one for _, one in ranks], world.heartbeat, failure.runs())]
+    for rank, (others, _) in enumerate(ranks):
         if differing := sorted(
             name for name in packages.keys() | others.keys() if packages.get(name) != others.get(name)
         ):
@@ -418,6 +418,7 @@ def _join(world: World) -> None:
                 f"Ranks {world.rank} and {rank} have different packages: {name} {packages.get(name, 'missing')} and "
                 f"{others.get(name, 'missing')}. Install the same versions on every host."
             )
+    _require_idle_cards(world)
 
 
 BUSY = 0.1

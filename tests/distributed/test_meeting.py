@@ -71,7 +71,7 @@ def test_rank_that_never_comes_is_named(forks, tmp_path):
 def test_stopped_rank_is_named_by_the_other_without_a_launcher(ranks, tmp_path, victim):
     both = ranks.start(command(tmp_path, "train.epochs=400"), tmp_path)
     try:
-        assert both[0].until("training", 5), tail(tmp_path)
+        assert both[0].until("training", 50), tail(tmp_path)  # by then each rank has had a pulse
         os.kill(both[victim].pid, signal.SIGSTOP)
         assert both[1 - victim].wait() == 7, tail(tmp_path)
     finally:

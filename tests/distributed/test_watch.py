@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fxtune.distributed.heartbeat import STEP, Beat
-from fxtune.distributed.watch import STALL_SECONDS, STEP_SECONDS, Watch, stalled
+from fxtune.distributed.watch import FIRST_SECONDS, STALL_SECONDS, STEP_SECONDS, Watch, stalled
 
 
 def test_the_rank_that_all_others_wait_for_is_named():
@@ -27,6 +27,15 @@ def test_rank_whose_process_does_not_run_is_ended_and_named_once(capsys):
     assert found[0] == 1
     assert capsys.readouterr().err.count("all ranks have waited for rank 1") == 0
     assert re.match(r"Rank 1 of this run \(.*, process 11\) has not run for 45 s .* at step 5, forward", found[1])
+
+
+def test_rank_without_a_first_pulse_has_more_time():
+    watch = Watch()
+    for second in range(int(FIRST_SECONDS)):
+        assert watch.look({0: Beat(process=10, pulse=second), 1: Beat(process=11)}, 1.0) is None
+    rank, why = watch.look({0: Beat(process=10, pulse=-1), 1: Beat(process=11)}, 1.0)
+    assert rank == 1
+    assert "process 11) has not run for 300 s" in why
 
 
 @pytest.mark.parametrize(("doing", "ends"), [("tokenizing", False), (STEP, True)])

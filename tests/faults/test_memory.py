@@ -33,7 +33,7 @@ def short(tmp_path_factory):
         [sys.executable, str(SHORT), str(folder), *SCENARIOS],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=3600,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
     )

@@ -39,6 +39,7 @@ FREE_ON_RESUME = (
     "checkpoint",
     "train.log_every",
     "train.max_minutes",
+    "train.pause_after",
     "data.workers",
     "data.cache_dir",
     "data.questions",
@@ -121,7 +122,7 @@ class RunFolder:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
         if self.lock is not None and not self.resumed and not (self.path / "metrics.jsonl").exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
-                for name in ("config.yaml", "setting.json", "evidence.json", HOLDER, LOCK):
+                for name in ("config.yaml", "setting.json", "evidence.json", "energy.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 

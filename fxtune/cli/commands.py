@@ -26,6 +26,8 @@ class Command:
     """The options of its own, as argparse takes them. Those that are given are passed to `run` by name."""
     gets_overrides: bool = False
     """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
+    space_prefix: str = ""
+    """Words that begin with this are no keys: `run` gets them as `space`."""
     config_optional: bool = False
     """Without a recipe or key, `run(None)` is called."""
     ranks: bool = False
@@ -135,6 +137,31 @@ COMMANDS = {
             "--plot": {"metavar": "FILE.png", "type": Path, "help": "draw the curve (.png, .svg or .pdf)"},
             **_JSON,
         },
+    ),
+    "sweep": Command(
+        "fxtune.cli.sweep",
+        "search for good hyper-parameters and stop the losers early: sweep ... sweep.KEY=VALUES",
+        reads_data=True,
+        options={
+            "--trials": {"metavar": "N", "type": whole_number(2), "help": "configurations (8)"},
+            "--method": {
+                "choices": ["halving", "hyperband", "asha", "median", "none"],
+                "help": "how the losers are found (halving)",
+            },
+            "--eta": {"metavar": "N", "type": whole_number(2), "help": "of N configurations one goes on (2)"},
+            "--rungs": {
+                "metavar": "N",
+                "type": whole_number(1),
+                "help": "how often they are compared, the end included; each rung is eta times as far",
+            },
+            "--sampler": {"choices": ["spread", "tpe"], "help": "how configurations are drawn (see docs)"},
+            "--seed": {"metavar": "N", "type": whole_number(0), "help": "of the draws (0)"},
+            "--workers": {"metavar": "N", "type": whole_number(1), "help": "runs at a time (all GPUs, or 1)"},
+            "--output": {"metavar": "FILE.yaml", "help": "where the recipe goes"},
+            **_JSON,
+        },
+        gets_overrides=True,
+        space_prefix="sweep.",
     ),
     "doctor": Command(
         "fxtune.cli.doctor",

@@ -241,6 +241,10 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 def _run_command(command: Command, options: argparse.Namespace, own: dict[str, Any]) -> None:
     """Compose the config. Then call the command with it, print it (--cfg, --info), or run each job of a multirun."""
+    if command.space_prefix:
+        words = {word: word.startswith(command.space_prefix) for word in options.overrides}
+        own["space"] = [word for word, swept in words.items() if swept]
+        options.overrides = [word for word, swept in words.items() if not swept]
     if command.gets_overrides:
         own["overrides"] = options.overrides
     if command.config_optional and not (options.overrides or options.cfg or options.info):

@@ -191,7 +191,7 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
         "",
         f"  {_command(path)}",
         "",
-        f"{recipe_writer.MARK.removeprefix('# ')}{command} ({date.today()})",
+        f"{recipe_writer.MARK.removeprefix('# ')}tune {command} ({date.today()})",
         f"Hardware: {several}{facts.device_name}, {facts.memory / GIB:.0f} GiB.",
         f"Packages: fxtune {__version__}, {', '.join(packages)}.",
         f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",

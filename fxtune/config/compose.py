@@ -109,7 +109,7 @@ def of_run(folder: Path, trust_remote_code: bool = False) -> Config:
             f"{folder / 'config.yaml'}: trust_remote_code runs code of a stranger, so a run folder cannot set it. If "
             "the run is yours, add --trust-remote-code."
         )
-    config.run.dir = config.data.cache_dir = None
+    config.run.dir = config.data.cache_dir = config.train.pause_after = None
     return config
 
 

@@ -108,6 +108,9 @@ class TrainConfig:
     max_minutes: Optional[float] = field(default=None, metadata={"above": 0})
     """Be done so many minutes after the start, all processes of the run taken together. With schedule.name=wsd the
     decay begins early enough to end in time; other schedules are cut off."""
+    pause_after: Optional[int] = field(default=None, metadata={"min": 1})
+    """Save after this step and end, without an export. The same command with a later one, or without it, goes on with
+    the same bits. The learning rate is that of the whole run."""
     log_every: int = field(default=1, metadata={"min": 1})
     """Steps between two log lines. The loop waits for the device only when it logs."""
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})

@@ -9,10 +9,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
@@ -33,25 +33,32 @@ def run_process(command: Sequence[str], limit: float | None = None) -> tuple[int
     Returns the exit code (None: it reached the limit), the end of its output, and its run time in seconds.
     """
     with tempfile.TemporaryFile() as output:
-        # An installed fxtune is found as here. Named first, its site-packages would hide what PYTHONPATH names.
-        own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
-        path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
         start = time.monotonic()
-        process = subprocess.Popen(
-            [*_die_with_parent(), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        process = start_process(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             return None, _tail(output), time.monotonic() - start  # read before it reports its own interrupt
         finally:
-            _end(process)
+            end_process(process)
         return code, _tail(output), time.monotonic() - start
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **pipes: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process that can import this fxtune, as the leader of a process group. The caller ends it; if the thread
+    that called this dies, Linux kills it. `environment`: variables that it has beside those of this process.
+    """
+    # An installed fxtune is found as here. Named first, its site-packages would hide what PYTHONPATH names.
+    own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
+    path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [*_die_with_parent(), *command],
+        start_new_session=True,
+        env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+        **pipes,
+    )
 
 
 def _tail(output: IO[bytes]) -> str:
@@ -60,7 +67,7 @@ def _tail(output: IO[bytes]) -> str:
     return os.pread(output.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     """End the process by SIGINT, so that it removes its temporary files, then kill its group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)

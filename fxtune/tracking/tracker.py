@@ -28,6 +28,7 @@ from fxtune.system.progress import phase
 from fxtune.system.redact import redact, redact_arguments
 from fxtune.system.signals import SIGNALS
 from fxtune.techniques.facts import Facts
+from fxtune.tracking.cost import CostConfig
 from fxtune.tracking.jsonl import MetricsFile
 from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand
 from fxtune.tracking.wandb_worker import GOES_ON, STEP
@@ -77,6 +78,7 @@ class TrackingConfig:
     """Also write TensorBoard event files into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
     display: DisplayKind = DisplayKind.auto
     """`auto`: a live display on a terminal, one line per log interval elsewhere."""
+    cost: CostConfig = field(default_factory=CostConfig)
 
 
 def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:

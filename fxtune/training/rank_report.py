@@ -20,6 +20,7 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.system.units import GIB
 from fxtune.tracking.throughput import memory_gib
+from fxtune.training.run_energy import RunEnergy
 
 Result = TypeVar("Result")
 
@@ -39,6 +40,8 @@ class RankReport:
         self._all: list[list[float]] = []
         """Seconds of a step's passes, seconds waited for data, peak memory and peak reserved memory in GiB, of each
         rank. Empty before the first exchange."""
+        self.energy: RunEnergy | None = None
+        """Its figures travel in the same message."""
 
     def timed(self, work: Callable[[], Result]) -> Result:
         """work(), the forward and backward passes of a step."""
@@ -63,8 +66,12 @@ class RankReport:
 
     def agree(self, mine: int) -> int:
         """World.agree(), with the figures of each rank in the same message."""
-        found = self.world.exchange([float(mine), *self._own()], "deciding together")
-        self._all = [figures for _, *figures in found]
+        own = self._own()
+        used = self.energy.own() if self.energy else []
+        found = self.world.exchange([float(mine), *own, *used], "deciding together")
+        self._all = [figures[1 : 1 + len(own)] for figures in found]
+        if self.energy:
+            self.energy.exchanged([figures[1 + len(own) :] for figures in found])
         return int(max(verdict for verdict, *_ in found))
 
     def longest_wait(self) -> float | None:

@@ -37,6 +37,7 @@ from fxtune.system.signals import SIGNALS
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.throughput import StartupTimer
+from fxtune.tracking.wandb_worker import GOES_ON
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
@@ -45,6 +46,7 @@ from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
+from fxtune.training.run_energy import RunEnergy, sentence
 from fxtune.training.run_log import RunLog, introduction
 from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
@@ -144,6 +146,7 @@ class Trainer:
         builder, resume_check = build_for_run(config, folder, screen.note)
         self.builder = builder
         self.world, self.facts, self.techniques = builder.world, builder.facts, builder.techniques
+        self.energy = RunEnergy(folder, self.world, config.tracking.cost)
         if reasons := list(tracker.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
         self.startup.done("checks")
@@ -174,6 +177,7 @@ class Trainer:
             folder.path, self.plan, self.tokenizer.decode, screen.note, writes=self.world.main
         )
         self.rank_report = self.train_step.rank_report
+        self.rank_report.energy = self.energy
         self.monitor = StepMonitor(
             config.train, self.train_step.spikes, self.bad_batches, self.train_step.loss_scale.active
         )
@@ -262,6 +266,7 @@ class Trainer:
                 self.run_state.check_room(
                     self.plan.steps, self.facts.optimizer, export_all=not self.techniques.lora.enabled
                 )
+                self.energy.meter.start()
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
@@ -269,7 +274,7 @@ class Trainer:
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, announce=False) as self.training:
                     self._loop()
-                return self._finish()
+                return self._pause() if self._pauses() else self._finish()
             except Stopped as stop:
                 self._stop(stop)
                 raise
@@ -277,10 +282,12 @@ class Trainer:
                 self.close()
 
     def close(self) -> None:
-        """End the loader processes. This comes last, so that the checkpoint after a signal does not wait for them."""
+        """End the loader processes and the measurement of energy. This comes last, so that the checkpoint after a
+        signal does not wait for them."""
         for loading in (self.loader, self.held_out):
             if loading is not None:
                 loading.close()
+        self.energy.close()
 
     def _loop(self) -> None:
         config, state, statistics = self.config, self.state, self.monitor.statistics
@@ -288,7 +295,7 @@ class Trainer:
         self.clock.start(state.step)
         if state.step:  # a signal may have interrupted the evaluation, and the run may have been told to finish
             self._end_step(evaluate=state.evaluation_due, save=state.evaluation_due, looks=True)
-        for step, lr, metrics in self.steps():
+        for step, lr, metrics in self.steps() if not self._pauses() else ():
             if self.unlogged_lr is not None:
                 self._log_line(self.unlogged_lr)
             statistics.add(metrics)
@@ -310,6 +317,13 @@ class Trainer:
                     self._log_line(self.unlogged_lr)
             self._stop_if_not_finite()
             self._end_step(evaluate, save, looks)
+            if self._pauses():
+                break
+
+    def _pauses(self) -> bool:
+        """Whether train.pause_after ends this process here, before the end of the run."""
+        after = self.config.train.pause_after
+        return after is not None and after <= self.state.step < self.schedule.last
 
     def _end_step(self, evaluate: bool, save: bool, looks: bool) -> None:
         """Evaluate, decide whether the run ends early, and save, each if it is due. `looks`: see RunEnd.decide()."""
@@ -451,6 +465,19 @@ class Trainer:
         self._ensure_saved()
         stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
+    def _pause(self) -> dict[str, Any]:
+        """Save the state. Returns the last figures of the run so far."""
+        if self.unlogged_lr is not None:
+            self._log_line(self.unlogged_lr)
+        self._ensure_saved()
+        self.tracker.finish(exit_code=GOES_ON)
+        self.screen.finish()
+        self.screen.note(
+            f"Paused after step {self.state.step} of {self.schedule.last} (train.pause_after). The same command "
+            "without this key, or with a later step, goes on."
+        )
+        return dict(self.state.figures)
+
     def _ensure_saved(self) -> None:
         self.world.heartbeat.doing("saving")
         shared(self.world, self.run_state.ensure_saved, "waiting for rank 0 to save")
@@ -484,6 +511,7 @@ class Trainer:
                 **self.meter.read(self.rank_report.longest_wait()),
                 **self.rank_report.figures(),
                 **timings,
+                **self.energy.log(self.state.tokens),
                 **({} if end is None else {"train/end_time": end}),
             }
         )
@@ -558,13 +586,16 @@ class Trainer:
             figures |= timings
         if reason := state.ending.get("reason"):
             figures["train/ended_early"] = reason
+        used = self.energy.end(state.tokens)
+        figures |= used
         self.tracker.summary(figures)
         self.folder.finish(figures)
         self.end.done()
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
+        spent = [line] if (line := sentence(used)) else []
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
-        self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported])
+        self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported, *spent])
         return figures
 
     def _gives_finite_loss(self, step: int) -> bool:

@@ -1,1 +1,1 @@
-"""Searches for fast settings."""
+"""Searches for fast settings and for good hyper-parameters."""

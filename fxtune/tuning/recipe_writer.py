@@ -25,18 +25,19 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact
 
-MARK = "# Found by: fxtune tune "
+MARK = "# Found by: fxtune "
 """A line in the header of every file that is written here."""
 
 
-def output_path(overrides: list[str], name: str, output: str | None) -> Path:
-    """The path of the new recipe. Raises ConfigError for a bad name, StorageError if a file of the user is there."""
-    path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_tuned.yaml")
+def output_path(overrides: list[str], name: str, output: str | None, suffix: str = "tuned") -> Path:
+    """The path of the new recipe, by default recipes/NAME_SUFFIX.yaml. Raises ConfigError for a bad name, StorageError
+    if a file of the user is there."""
+    path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_{suffix}.yaml")
     if path.suffix != ".yaml" or not discovery.is_name(path.stem):
         raise ConfigError(f"--output {output}: a recipe is a file NAME.yaml, and NAME has {discovery.NAME_CHARACTERS}")
     try:
         if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
-            raise StorageError(f"{path} exists, and fxtune tune did not write it: give another name with --output")
+            raise StorageError(f"{path} exists, and fxtune did not write it: give another name with --output")
     except OSError as error:
         raise _not_written(path, error) from error
     return path

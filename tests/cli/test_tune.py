@@ -220,6 +220,6 @@ def test_a_file_of_the_user_is_not_touched(cwd, trials, capsys):
     RECIPE.parent.mkdir()
     RECIPE.write_text("# mine\n")
     assert main(["tune", *TINY]) == StorageError.exit_code
-    assert "fxtune tune did not write it" in capsys.readouterr().err
+    assert "fxtune did not write it" in capsys.readouterr().err
     assert trials.calls == []
     assert RECIPE.read_text() == "# mine\n"

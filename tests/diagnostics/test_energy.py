@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxtune.diagnostics import energy
-from fxtune.diagnostics.energy import Energy, integrate
+from fxtune.diagnostics.energy import Energy
+from fxtune.system.energy import integrate
 
 
 class Driver:

@@ -11,6 +11,7 @@ import pytest
 from fxtune.cli import main as command
 from fxtune.config import compose
 from fxtune.config.introspection import all_keys
+from fxtune.tuning import sweep_space
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,7 +42,10 @@ def test_every_command_in_the_documents_composes(line, cwd, monkeypatch):
     words = [text for text in words if text not in ("-m", "--cfg", "job")]
     alone = command.COMMANDS[word].positional or command.COMMANDS[word].config_optional
     if not alone or any("=" in text for text in words):
-        chosen = compose.prepare([text for text in words if "=" in text], multirun="-m" in line)
+        swept = [text for text in words if text.startswith(sweep_space.PREFIX)]
+        assert bool(swept) == (word == "sweep")
+        sweep_space.parse(swept)
+        chosen = compose.prepare([text for text in words if "=" in text and text not in swept], multirun="-m" in line)
         assert chosen
         compose.check_jobs(chosen)
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "tracking": "errors system checkpoint techniques",
     "config": "errors system distributed data models checkpoint techniques optim tracking",
     "training": "errors system distributed data models checkpoint techniques objectives optim tracking config",
-    "tuning": "errors system distributed data models techniques objectives optim config training",
+    "tuning": "errors system distributed data models checkpoint techniques objectives optim config training",
     "diagnostics": "errors system distributed kernels data checkpoint techniques objectives tracking config training tuning",
     "cli": "errors system distributed data models checkpoint techniques objectives optim tracking config training tuning "
     "diagnostics",

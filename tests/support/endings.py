@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TELLTALE = ("second", "time", "data_wait", "memory_", "mfu", "compile/", "slowest_")
+TELLTALE = ("second", "time", "data_wait", "memory_", "mfu", "compile/", "slowest_", "energy/", "cost/")
 """Figures with one of these in their name depend on the clock, the machine or the process."""
 
 

@@ -237,3 +237,27 @@ def test_adapter_loaded_by_plain_peft_gives_the_trained_logits(small, build):
         assert torch.allclose(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits, atol=1e-5)
         with plain.disable_adapter():
             assert not torch.allclose(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits, atol=1e-2)
+
+
+def test_paused_run_goes_on_with_the_same_bits_at_the_rate_of_the_whole_run(narrow, cwd, said):
+    narrow.run.dir = "whole"
+    narrow.run.deterministic = True
+    train.run(narrow)
+    narrow.run.dir = "paused"
+    for pause in (2, 3, 5, None):
+        narrow.train.pause_after = pause
+        train.run(narrow)
+        if pause:
+            assert said[-1].startswith(f"Paused after step {pause} of 6 (train.pause_after).")
+            assert not Path("paused/result.json").exists()
+    whole, paused = (
+        [
+            {name: value for name, value in line.items() if name in ("train/step", "train/loss", "train/lr")}
+            for line in history(Path(folder))
+            if "train/loss" in line
+        ]
+        for folder in ("whole", "paused")
+    )
+    assert whole == paused
+    files = [Path(folder, "adapter", "adapter_model.safetensors").read_bytes() for folder in ("whole", "paused")]
+    assert files[0] == files[1]

@@ -71,7 +71,7 @@ def test_an_earlier_recipe_is_kept_and_a_file_of_the_user_is_refused(cwd):
     assert "number 2" in path.read_text()
     assert "number 1" in Path("recipes/fast.yaml.old").read_text()
     path.write_text("# mine\n")
-    with pytest.raises(StorageError, match="fxtune tune did not write it"):
+    with pytest.raises(StorageError, match="fxtune did not write it"):
         recipe_writer.output_path([QUICKSTART], "run", str(path))
     with pytest.raises(ConfigError, match=r"a recipe is a file NAME\.yaml"):
         recipe_writer.output_path([QUICKSTART], "run", "fast.txt")

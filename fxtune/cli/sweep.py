@@ -1,0 +1,257 @@
+"""`fxtune sweep`: searches for good hyper-parameters, and stops the losers early.
+
+    fxtune sweep +recipe=quickstart data.eval_fraction=0.1 sweep.lr='loguniform(1e-3,2e-2)' sweep.r='choice(8,16,32)'
+    fxtune sweep ... --method hyperband                  # several brackets, from judged early to run to the end
+    fxtune sweep ... --trials 16 --eta 4 --workers 2     # more configurations, harder rungs, two runs at a time
+
+sweep.KEY takes loguniform(LOW,HIGH), uniform(LOW,HIGH) or choice(A,B,C). KEY may be shortened to the end of its name.
+Each configuration trains up to a rung, a share of its run, and is paused by a checkpoint. The best 1/eta go on with
+the same bits, at the learning rate of the whole run; the others are stopped. Eight configurations cost 2.5 runs.
+
+methods: halving (the default), hyperband; asha and median (Optuna's pruners, which judge each configuration by those
+before it); none (each runs to its end). Several GPUs train one configuration each.
+
+The sweep is in runs/NAME_sweep, or in run.dir: a run for each configuration, optuna.db for optuna-dashboard,
+sweep.json and curves.svg. It ends with a recipe of the winner, recipes/NAME_swept.yaml. The same command goes on after
+a kill.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from fxtune import __version__
+from fxtune.checkpoint.run_folder import write_json
+from fxtune.cli import options
+from fxtune.cli.sweep_results import FILE
+from fxtune.config import discovery
+from fxtune.config.compose import load
+from fxtune.config.overrides import RecipeStore
+from fxtune.config.root import Config
+from fxtune.config.validate import OUTPUT_KEYS
+from fxtune.distributed.world import THREADS
+from fxtune.errors import ConfigError
+from fxtune.system import console, progress
+from fxtune.system.atomic_files import replace_text
+from fxtune.system.console import say
+from fxtune.system.host import cores
+from fxtune.system.redact import redact_arguments
+from fxtune.tracking.tracker import DisplayKind
+from fxtune.training.run_energy import sentence
+from fxtune.tuning import recipe_writer, sampling, sweep_space
+from fxtune.tuning.curves import Curve, svg
+from fxtune.tuning.race import State, hyperband
+from fxtune.tuning.sampling import Sampler
+from fxtune.tuning.sweep import Method, Sweep, SweepPlan, Trial, refuse, shown
+from fxtune.tuning.sweep_space import Dimension
+
+TRIALS, ETA, MOST_RUNGS = 8, 2, 5
+CURVES = "curves.svg"
+
+
+def run(
+    config: Config,
+    overrides: Sequence[str],
+    space: Sequence[str],
+    trials: Optional[int] = None,
+    method: str = Method.halving.value,
+    eta: int = ETA,
+    rungs: Optional[int] = None,
+    sampler: Optional[str] = None,
+    seed: int = 0,
+    workers: Optional[int] = None,
+    output: Optional[str] = None,
+    json: Optional[Path] = None,
+) -> None:
+    """Race, print the table, write the recipe of the winner. `overrides`: the recipe and keys as typed. `space`: the
+    words that begin with `sweep.`.
+
+    Raises ConfigError for a bad option or if nothing runs, StorageError for a file that cannot be written.
+    """
+    dimensions = sweep_space.parse(space)
+    if not dimensions:
+        raise ConfigError("nothing is swept: add sweep.KEY=VALUES, as in sweep.lr='loguniform(1e-4,2e-3)'")
+    typed = [choice.key for choice in map(RecipeStore(Config).override, overrides)]
+    for one in dimensions:
+        if one.key in typed:
+            raise ConfigError(f"`{one.key}` is given, and swept, too: leave one of them out")
+    refuse(config)
+    plan = plan_of(dimensions, trials, Method(method), eta, rungs, sampler, seed)
+    path = recipe_writer.output_path(list(overrides), config.run.name, output, "swept")
+    folder = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / f"{config.run.name}_sweep"
+    if json is not None:
+        options.require_writable(json)
+
+    def tell(text: str) -> None:
+        say(text)
+        write_json(folder / FILE, results(sweep))
+
+    sweep = Sweep(config, overrides, plan, folder, environments(config, workers), tell)
+    with sweep.opened():
+        cost = sum(bracket.cost for bracket in plan.brackets()) / plan.parts
+        say(f"{plan.trials} configurations, {method}, for {cost:.3g} whole runs: {folder}")
+        with _shown(sweep, config.tracking.display) as look:
+            sweep.run(look)
+        best = sweep.winner()
+        say(table(sweep))
+        _write_curves(sweep)
+        found = results(sweep)
+        write_json(folder / FILE, found)
+        if json is not None:
+            options.write_json(json, found)
+        if best is None:
+            raise ConfigError(f"No configuration came to its end; {folder / FILE} says why")
+        recipe_writer.write(path, header(sweep, best, path), list(overrides), winning_config(sweep, best))
+    say(f"The best is trial {best.entrant.number}: {best.title}, held-out loss {best.entrant.loss:.4f}: {best.folder}")
+    if line := sentence(sweep.used().figures(0, config.tracking.cost)):
+        say(line)
+    say(f"The recipe is {path}: fxtune +recipe={_name(path)}. The curves are in {folder / CURVES}.")
+
+
+def plan_of(
+    dimensions: Sequence[Dimension],
+    trials: Optional[int],
+    method: Method,
+    eta: int,
+    rungs: Optional[int],
+    sampler: Optional[str],
+    seed: int,
+) -> SweepPlan:
+    """What the options mean. Raises ConfigError."""
+    if rungs is None:
+        rungs = min(MOST_RUNGS, 1 + int(math.log(trials or TRIALS, eta) + 1e-9)) if method is Method.halving else 4
+        rungs = 1 if method is Method.none else max(rungs, 2)
+    parts = eta ** (rungs - 1)
+    if trials is None:
+        trials = TRIALS
+        if method is Method.hyperband:
+            trials = sum(bracket.count for bracket in hyperband(eta, parts))
+    trials = int(min(trials, sampling.combinations(dimensions)))
+    learns = method is not Method.halving
+    chosen = Sampler(sampler) if sampler else Sampler.tpe if learns else Sampler.spread
+    return SweepPlan(tuple(dimensions), method, trials, parts, eta, chosen, seed)
+
+
+def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
+    """The variables of each process that trains: its card or, on the CPU, its share of the threads."""
+    if torch.cuda.is_available() and config.run.device.value != "cpu":
+        cards = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        cards = cards or [str(index) for index in range(torch.cuda.device_count())]
+        if workers is not None and workers > len(cards):
+            raise ConfigError(f"--workers {workers}, but there are {len(cards)} GPUs: each run has one")
+        return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:workers]]
+    workers = workers or 1
+    if workers == 1 or os.environ.keys() & THREADS:
+        return [{} for _ in range(workers)]
+    return [{"OMP_NUM_THREADS": str(max(1, cores() // workers))} for _ in range(workers)]
+
+
+@contextmanager
+def _shown(sweep: Sweep, kind: DisplayKind) -> Iterator[Any]:
+    """Show the race as a live table on a terminal; elsewhere its events are lines. Yields what is to be called each
+    second."""
+    live, total = None, sum(bracket.cost for bracket in sweep.plan.brackets()) / sweep.plan.parts
+    if kind in (DisplayKind.auto, DisplayKind.rich) and console.is_live():
+        progress.hide()
+        live = progress.live_region(lambda: table(sweep), transient=True)
+    try:
+        with progress.phase("The race", total, "whole runs", announce=False) as work:
+
+            def look() -> None:
+                work.done = sweep.runs
+
+            yield look
+    finally:
+        progress.end_region(live)
+
+
+def table(sweep: Sweep) -> Any:
+    """The race: the farthest first, then the lowest loss."""
+    rows = []
+    for trial in sweep.ranking():
+        entrant = trial.entrant
+        steps = trial.step() if entrant.state is State.running else trial.step_of(entrant.reached)
+        state = entrant.state.value + (f": {_first_line(entrant.reason)}" if entrant.reason else "")
+        loss = f"{entrant.loss:.4f}" if entrant.losses else ""
+        values = [shown(value) for value in trial.values.values()]
+        rows.append([str(entrant.number), *values, f"{steps}/{trial.steps}" if trial.steps else "", loss, state])
+    keys = [one.key.removeprefix("techniques.") for one in sweep.plan.space]
+    title = f"Sweep of {sweep.plan.trials} configurations, {sweep.plan.method.value}; {sweep.runs:.3g} whole runs"
+    return console.table(title, ["trial", *keys, "steps", "held-out loss", ""], rows)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def results(sweep: Sweep) -> dict[str, Any]:
+    """What sweep.json has: each configuration, best first."""
+    best = sweep.winner()
+    rows = []
+    for trial in sweep.ranking():
+        entrant = trial.entrant
+        rows.append(
+            {
+                "trial": entrant.number,
+                "values": trial.values,
+                "state": entrant.state.value,
+                "loss": entrant.loss if entrant.losses else None,
+                "losses": {str(trial.step_of(rung)): loss for rung, loss in entrant.losses.items()},
+                "steps": trial.steps,
+                "folder": str(trial.folder),
+                "error": entrant.reason or None,
+            }
+        )
+    return {
+        "sweep": sweep.plan.saved(),
+        "whole_runs": sweep.runs,
+        "energy": sweep.used().figures(0, sweep.config.tracking.cost),
+        "winner": None if best is None else best.entrant.number,
+        "runs": rows,
+    }
+
+
+def _write_curves(sweep: Sweep) -> None:
+    best, curves = sweep.winner(), []
+    for trial in sweep.trials:
+        if points := trial.curve():
+            share = [(step / max(trial.steps, 1), loss) for step, loss in points]
+            curves.append(Curve(f"trial {trial.entrant.number}: {trial.title}", share, trial is best))
+    replace_text(sweep.folder / CURVES, svg(curves, f"{sweep.config.run.name}: held-out loss of each configuration"))
+
+
+def winning_config(sweep: Sweep, best: Trial) -> Config:
+    """The config of the winner's run, without what the sweep added to tell its runs apart."""
+    return load([word for word in sweep.words(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
+
+
+def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
+    """The comment at the top of the recipe: what it is, how to run it, and what was measured."""
+    plan, entrant = sweep.plan, best.entrant
+    words = [f"{sweep_space.PREFIX}{one.key}={one.text}" for one in plan.space]
+    asked = ["--method", plan.method.value, "--trials", str(plan.trials), "--seed", str(plan.seed)]
+    command = shlex.join([*redact_arguments(list(sweep.overrides)), *words, *asked])
+    done = sum(trial.entrant.state is State.done for trial in sweep.trials)
+    return [
+        f"{sweep.config.run.name} with the lowest held-out loss of {len(sweep.trials)} configurations",
+        "",
+        f"  python -m fxtune +recipe={_name(path)}",
+        "",
+        f"{recipe_writer.MARK.removeprefix('# ')}sweep {command} ({date.today()}, fxtune {__version__})",
+        f"Values: {best.title}.",
+        f"Measured: held-out loss {entrant.loss:.4f} after {best.steps} steps; {done} of {len(sweep.trials)} ran to "
+        f"their end, for {sweep.runs:.3g} whole runs in all.",
+    ]
+
+
+def _name(path: Path) -> str:
+    return path.stem if path.parent.resolve() == discovery.LOCAL.resolve() else str(path)

@@ -1,0 +1,200 @@
+"""Energy, power and utilisation of a GPU (NVML) and of the host's CPUs (RAPL), where they can be read.
+
+- GPU: the energy counter of NVML (millijoules since the driver was loaded; Volta and newer), or its power, integrated
+  by trapezoids. Both measure the whole board: memory, fans, and other processes on the same GPU are included.
+- CPU: the counters of Linux in /sys/class/powercap (microjoules of each processor package and its memory, Intel and
+  AMD). Most systems let only root read them. Everything that runs on the host is included.
+
+What cannot be read has no figure: nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RAPL = Path("/sys/class/powercap")
+INTERVAL = 1.0
+"""Seconds between two samples of EnergyMeter. A sample takes less than a millisecond."""
+
+
+class Card:
+    """NVML's view of a CUDA device. Raises nothing: `missing` says why nothing can be read; empty: something can."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.missing = ""
+        self._nvml: Any = None
+        self._handle: Any = None
+        if device.type != "cuda":
+            self.missing = f"NVML is for NVIDIA GPUs, and the device is {device.type}"
+            return
+        try:
+            import pynvml
+        except ImportError:
+            self.missing = "the package nvidia-ml-py is not installed"
+            return
+        # By its UUID, because CUDA counts the visible devices and NVML all of them, in another order.
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self.missing = str(error)
+            return
+        self._nvml = pynvml
+        try:
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}")
+        except pynvml.NVMLError as error:
+            self.missing = str(error)
+
+    def joules(self) -> float | None:
+        """The energy counter; None if this GPU or driver has none."""
+        millijoules = self._read("nvmlDeviceGetTotalEnergyConsumption")
+        return None if millijoules is None else millijoules / 1e3
+
+    def watts(self) -> float | None:
+        milliwatts = self._read("nvmlDeviceGetPowerUsage")
+        return None if milliwatts is None else milliwatts / 1e3
+
+    def utilization(self) -> float | None:
+        """The share of the last moments in which a kernel ran, 0 to 1."""
+        rates = self._read("nvmlDeviceGetUtilizationRates")
+        return None if rates is None else rates.gpu / 100
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = self._handle = None
+
+    def _read(self, function: str) -> Any:
+        if self._handle is None:
+            return None
+        try:
+            return getattr(self._nvml, function)(self._handle)
+        except self._nvml.NVMLError:
+            return None
+
+
+class Processors:
+    """The RAPL counters of this host."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._zones: list[tuple[Path, int, int]] = []
+        """(file, where the counter wraps, last count), in microjoules."""
+        self._joules = 0.0
+        for zone in sorted((folder or RAPL).glob("intel-rapl:*")):
+            try:
+                name = (zone / "name").read_text().strip()
+                if not name.startswith("package") and name != "dram":
+                    continue  # cores are a part of their package, and psys has all packages in it
+                wraps = int((zone / "max_energy_range_uj").read_text())
+                self._zones.append((zone / "energy_uj", wraps, int((zone / "energy_uj").read_text())))
+            except (OSError, ValueError):
+                continue
+
+    def joules(self) -> float | None:
+        """Joules since this object was made; None if no counter can be read. To be called before one wraps twice."""
+        if not self._zones:
+            return None
+        zones = []
+        for file, wraps, before in self._zones:
+            try:
+                now = int(file.read_text())
+            except (OSError, ValueError):
+                continue
+            self._joules += ((now - before) if now >= before else (now - before + wraps)) / 1e6
+            zones.append((file, wraps, now))
+        self._zones = zones
+        return self._joules
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an EnergyMeter has measured since it was started. None: it cannot be read."""
+
+    seconds: float = 0.0
+    gpu_joules: float | None = None
+    gpu_utilization: float | None = None
+    """Mean share of the time in which a kernel ran, 0 to 1."""
+    cpu_joules: float | None = None
+
+
+class EnergyMeter:
+    """Measures from now on. start() begins a thread that samples each second, if there is anything to sample.
+
+    `hosts`: whether this process measures the CPUs, which one process a host does.
+    """
+
+    def __init__(self, device: torch.device, hosts: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self._card = Card(device)
+        self._processors = Processors() if hosts else None
+        self._counter = self._card.joules()
+        self._power: list[tuple[float, float]] = []
+        """The last sample of the power, if the card has no counter."""
+        self._joules = 0.0
+        self._used, self._samples = 0.0, 0
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._sampled = self._sample()
+
+    def start(self) -> None:
+        """Sample from now on. Counters do without, but for utilisation and counters of CPUs, which wrap."""
+        if self._sampled and self._thread is None:
+            self._thread = threading.Thread(target=self._repeat, name="fxtune-energy", daemon=True)
+            self._thread.start()
+
+    def read(self) -> Reading:
+        """What was measured so far."""
+        with self._lock:
+            self._sample()
+            gpu: float | None = self._joules if self._power else None
+            if self._counter is not None and (now := self._card.joules()) is not None:
+                gpu = max(now - self._counter, 0.0)
+            return Reading(
+                self._clock() - self._began,
+                gpu or None,
+                self._used / self._samples if self._samples else None,
+                (self._processors.joules() if self._processors else None) or None,
+            )
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._card.close()
+
+    def _repeat(self) -> None:
+        while not self._over.wait(INTERVAL):
+            with self._lock:
+                self._sample()
+
+    def _sample(self) -> bool:
+        """Read what must be read regularly. Returns whether there is anything of that kind."""
+        found = False
+        if (used := self._card.utilization()) is not None:
+            self._used, self._samples = self._used + used, self._samples + 1
+            found = True
+        if self._counter is None and (watts := self._card.watts()) is not None:
+            self._power.append((self._clock(), watts))
+            self._joules += integrate(self._power) or 0.0
+            self._power = self._power[-1:]
+            found = True
+        if self._processors is not None and self._processors.joules() is not None:
+            found = True
+        return found
+
+
+def integrate(samples: Sequence[tuple[float, float]]) -> float | None:
+    """Joules of (seconds, watts), by trapezoids; None for fewer than two samples, or no power at all."""
+    joules = sum((after - before) * (low + high) / 2 for (before, low), (after, high) in pairwise(samples))
+    return joules or None

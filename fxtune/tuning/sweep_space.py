@@ -1,0 +1,194 @@
+"""The search space of `fxtune sweep`: keys, and the values that each may take.
+
+    sweep.optimizer.lr='loguniform(1e-4,2e-3)'    evenly in the logarithm
+    sweep.train.max_grad_norm='uniform(0.3,2)'    evenly
+    sweep.techniques.lora.r='choice(8,16,32)'     one of these; `8,16,32` is the same
+
+A key may be shortened to the end of its name where only one key ends so: `sweep.lr`, `sweep.lora.r`. A key that holds
+whole numbers draws whole numbers. Losses are compared on the same held-out data after the same share of the run, so
+keys that change the data, the model, the length of the run or what is compared are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from fxtune.config.introspection import Slot, all_keys
+from fxtune.config.overrides import COMMAND_LINE, RecipeStore
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError, did_you_mean
+
+PREFIX = "sweep."
+SECTIONS = ("optimizer", "schedule", "techniques", "train")
+"""Sections of the config whose keys may be swept."""
+REFUSED = {
+    "data": "it changes the data, so the losses could not be compared",
+    "model": "losses of different models cannot be compared. Sweep each model by itself",
+    "run": "it does not change what is learned, or (run.seed) the order of the data. Give it one value",
+    "train.max_steps": "configurations are compared after the same share of a run of one length. Give it one value",
+    "train.epochs": "configurations are compared after the same share of a run of one length. Give it one value",
+    "train.eval_every": "the sweep decides when its runs evaluate",
+    "train.eval_share": "the sweep decides when its runs evaluate",
+    "train.pause_after": "the sweep decides when its runs pause",
+    "train.max_minutes": "a deadline depends on the clock, and configurations are compared after the same steps",
+    "train.stop": "the sweep stops the losers itself. Add it to the recipe of the winner",
+    "train.log_every": "it does not change what is learned",
+}
+"""Key or section -> why it cannot be swept."""
+INTERVALS = ("loguniform", "uniform")
+_CALL = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One swept key. `choices`: its values, each with its spelling on the command line; empty for an interval."""
+
+    key: str
+    text: str
+    """As it was typed: `loguniform(1e-4,2e-3)`."""
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+    choices: tuple[tuple[Any, str], ...] = ()
+
+    def at(self, share: float) -> Any:
+        """The value at `share` of the way through the dimension, 0 up to 1."""
+        if self.choices:
+            return self.choices[min(int(share * len(self.choices)), len(self.choices) - 1)][0]
+        # Whole numbers get intervals of the same width (or of the same width in the logarithm).
+        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        if self.log:
+            value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+        else:
+            value = low + share * (high - low)
+        value = min(max(value, self.low), self.high)
+        return min(max(round(value), int(self.low)), int(self.high)) if self.whole else value
+
+    @property
+    def size(self) -> float:
+        """How many values it has."""
+        if self.choices:
+            return len(self.choices)
+        return self.high - self.low + 1 if self.whole else math.inf
+
+    def override(self, value: Any) -> str:
+        """The word of a command line that sets `value`."""
+        return f"{self.key}={dict(self.choices)[value] if self.choices else repr(value)}"
+
+
+def parse(words: Sequence[str]) -> list[Dimension]:
+    """The dimensions of `sweep.KEY=VALUES` words. Raises one ConfigError with every mistake."""
+    dimensions: list[Dimension] = []
+    problems = []
+    for word in words:
+        try:
+            found = _dimension(word)
+            if any(found.key == other.key for other in dimensions):
+                raise ConfigError(f"`{PREFIX}{found.key}` is given twice")
+            dimensions.append(found)
+        except ConfigError as error:
+            problems.append(f"{COMMAND_LINE}: {str(error).removeprefix(f'{COMMAND_LINE}: ')}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return dimensions
+
+
+def _dimension(word: str) -> Dimension:
+    name, equals, text = word.removeprefix(PREFIX).partition("=")
+    if not equals or not text.strip():
+        raise ConfigError(f"`{word}` names no values: {PREFIX}{name}='loguniform(1e-4,2e-3)' or 'choice(8,16,32)'")
+    key = full_key(name)
+    call = _CALL.fullmatch(text)
+    if call and call[1] in INTERVALS:
+        return _interval(key, text, call[1], call[2])
+    if call and call[1] != "choice":
+        known = (*INTERVALS, "choice")
+        raise ConfigError(f"`{word}`: there is no `{call[1]}(...)`{did_you_mean(call[1], known)}")
+    return _choice(key, text, call[2] if call else text)
+
+
+def full_key(name: str) -> str:
+    """The key that `name` is or ends. Raises ConfigError if there is none or more than one, or if it is refused."""
+    keys = [*all_keys(Config)]
+    if name not in keys:
+        every = [key for key in keys if key.endswith(f".{name}") and ".0." not in key and not _slot(key).fields]
+        ending = [key for key in every if key.split(".")[0] in SECTIONS] or every
+        if len(ending) > 1:
+            raise ConfigError(f"`{PREFIX}{name}` may mean {', '.join(ending)}: write the whole key")
+        if not ending:
+            known = {part for key in keys for part in (key, key.rpartition(".")[2])}
+            raise ConfigError(f"`{PREFIX}{name}`: there is no key `{name}`{did_you_mean(name, known)}")
+        name = ending[0]
+    for refused, why in REFUSED.items():
+        if f"{name}.".startswith(f"{refused}."):
+            raise ConfigError(f"`{PREFIX}{name}` cannot be swept: {why}")
+    if name.split(".")[0] not in SECTIONS:
+        raise ConfigError(f"`{PREFIX}{name}` cannot be swept: it does not change what is learned")
+    if _slot(name).fields:
+        below = list(_slot(name).fields)
+        raise ConfigError(f"`{PREFIX}{name}` has keys of its own ({', '.join(below)}): name one of them")
+    return name
+
+
+def _slot(key: str) -> Slot:
+    slot: Slot | None = Slot(Config)
+    for part in key.split("."):
+        slot = slot.below(part) if slot is not None else None
+    assert slot is not None
+    return slot
+
+
+def _interval(key: str, text: str, kind: str, inside: str) -> Dimension:
+    slot, shown = _slot(key), f"`{PREFIX}{key}={text}`"
+    if slot.kind not in (int, float):
+        raise ConfigError(f"{shown}: {key} is no number. Name its values: choice(A,B)")
+    try:
+        low, high = (float(part) for part in inside.split(","))
+    except ValueError:
+        raise ConfigError(f"{shown}: {kind} takes two numbers, the lowest and the highest") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ConfigError(f"{shown} is an empty range: the first number must be below the second")
+    log = kind == "loguniform"
+    if log and low <= 0:
+        raise ConfigError(f"{shown}: the logarithm of {low:g} does not exist. Begin above 0, or use uniform({inside})")
+    whole = slot.kind is int
+    if whole and not (low.is_integer() and high.is_integer()):
+        raise ConfigError(f"{shown}: {key} is a whole number, so both ends must be")
+    for end in (low, high):
+        _check(key, str(int(end)) if whole else repr(end))
+    return Dimension(key, text, low, high, log, whole)
+
+
+def _choice(key: str, text: str, inside: str) -> Dimension:
+    try:
+        parsed = OverridesParser.create().parse_override(f"{key}=choice({inside})")
+    except HydraException as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ConfigError(f"`{PREFIX}{key}={text}` cannot be read ({reason}): choice(A,B,C)") from error
+    spelled: dict[Any, str] = {}
+    for value, spelling in zip(parsed.value().list, parsed.sweep_string_iterator(), strict=True):  # type: ignore[union-attr]
+        _check(key, spelling)
+        value = Override._convert_value(value)
+        # Optuna stores numbers and text. A list is stored as it is spelled.
+        spelled.setdefault(
+            value if value is None or isinstance(value, (bool, int, float, str)) else spelling, spelling
+        )
+    if len(spelled) < 2:
+        raise ConfigError(
+            f"`{PREFIX}{key}={text}` has one value only. Give {key}=VALUE, or more values to choose from"
+        )
+    return Dimension(key, text, choices=tuple(spelled.items()))
+
+
+def _check(key: str, value: str) -> None:
+    """Raise ConfigError if `value`, as it is spelled on a command line, is none of `key`."""
+    RecipeStore(Config).override(f"{key}={value}")

@@ -35,7 +35,6 @@ from fxtune.cli import options
 from fxtune.cli.sweep_results import FILE
 from fxtune.config import discovery
 from fxtune.config.compose import load
-from fxtune.config.overrides import RecipeStore
 from fxtune.config.root import Config
 from fxtune.config.validate import OUTPUT_KEYS
 from fxtune.distributed.world import THREADS
@@ -80,9 +79,11 @@ def run(
     dimensions = sweep_space.parse(space)
     if not dimensions:
         raise ConfigError("nothing is swept: add sweep.KEY=VALUES, as in sweep.lr='loguniform(1e-4,2e-3)'")
-    typed = [choice.key for choice in map(RecipeStore(Config).override, overrides)]
+    typed = recipe_writer.choices(list(overrides))
+    if any(choice.sweeps for choice in typed):
+        raise ConfigError("sweep draws values itself, so each key has one: leave -m out, and write sweep.KEY=A,B")
     for one in dimensions:
-        if one.key in typed:
+        if any(choice.key == one.key for choice in typed):
             raise ConfigError(f"`{one.key}` is given, and swept, too: leave one of them out")
     refuse(config)
     plan = plan_of(dimensions, trials, Method(method), eta, rungs, sampler, seed)

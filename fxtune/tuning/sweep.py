@@ -12,6 +12,7 @@ of a sweep is what Optuna's storage and the run folders hold, so a sweep that is
 from __future__ import annotations
 
 import json
+import os
 import select
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from fxtune.checkpoint.folder_lock import FolderLock
 from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, RESULT, differences, read_config
 from fxtune.config.compose import load
 from fxtune.config.introspection import with_defaults
-from fxtune.config.root import Config, Export
+from fxtune.config.root import Config, Export, Resume
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact, redact_text
@@ -44,6 +45,8 @@ from fxtune.tuning.sweep_space import Dimension
 from fxtune.tuning.sweep_worker import PLAN, TRAIN, SweepWorker
 
 SETTINGS, STUDY = "sweep.yaml", "optuna.db"
+TAIL = 8192
+"""Bytes that hold the last line of a metrics.jsonl."""
 REFRESH = 1.0
 """Seconds between two looks at the runs."""
 STARTUP = 8
@@ -131,8 +134,12 @@ class Trial:
         return [(line["train/step"], line["eval/loss"]) for line in self.lines() if line.get("eval/loss") is not None]
 
     def step(self) -> int:
-        """The steps that are logged."""
-        return max((int(line.get("train/step", 0)) for line in self.lines()), default=0)
+        """The step of the last complete line of metrics.jsonl."""
+        file = self.folder / "metrics.jsonl"
+        with suppress(OSError, ValueError, KeyError, IndexError, TypeError), file.open("rb") as lines:
+            lines.seek(-min(TAIL, lines.seek(0, os.SEEK_END)), os.SEEK_END)
+            return int(json.loads(lines.read().split(b"\n")[-2])["train/step"])
+        return 0
 
 
 def shown(value: Any) -> str:
@@ -188,7 +195,11 @@ class Sweep:
         """Write sweep.yaml, or compare with the one that is there."""
         plain = redact(json.loads(json.dumps(asdict(self.config))))
         now = {**self.plan.saved(), "config": plain}
-        before = read_config(self.folder, SETTINGS)
+        before, resume = read_config(self.folder, SETTINGS), self.config.run.resume
+        if before is None and resume is Resume.must:
+            raise ConfigError(f"run.resume=must, but {self.folder} holds no sweep. Check run.dir.")
+        if before is not None and resume is Resume.never:
+            raise ConfigError(f"{self.folder} holds a sweep, and run.resume=never. Set run.dir to a new folder.")
         if before is None:
             if (self.folder / "config.yaml").exists():
                 raise ConfigError(f"{self.folder} holds a run, and no sweep. Set run.dir to another folder.")

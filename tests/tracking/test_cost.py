@@ -25,5 +25,5 @@ def test_cost_of_two_card_hours(config, joules, cost):
 
 def test_keys():
     assert load(["tracking.cost.card_hour=2.5", "tracking.cost.kwh=0.3"]).tracking.cost == CostConfig(2.5, 0.3)
-    with pytest.raises(ConfigError, match=r"tracking.cost.kwh=0` must be above 0"):
+    with pytest.raises(ConfigError, match=r"tracking.cost.kwh=0.0` must be above 0"):
         load(["tracking.cost.kwh=0"])

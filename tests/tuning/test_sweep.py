@@ -263,6 +263,9 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
     other = sweep_of([*recipe, "optimizer.weight_decay=0.3"])
     with pytest.raises(ConfigError, match=r"optimizer.weight_decay: .* -> 0.3"), other.opened():
         pass
+    again = sweep_of([*recipe, "run.resume=never"])
+    with pytest.raises(ConfigError, match="holds a sweep, and run.resume=never"), again.opened():
+        pass
     with sweep_of([*recipe, "tracking.wandb.project=other", "checkpoint.every=7"]).opened():
         pass
     Path("sweep/sweep.yaml").rename("sweep/config.yaml")

@@ -264,7 +264,7 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
     with pytest.raises(ConfigError, match=r"optimizer.weight_decay: .* -> 0.3"), other.opened():
         pass
     again = sweep_of([*recipe, "run.resume=never"])
-    with pytest.raises(ConfigError, match="holds a sweep, and run.resume=never"), again.opened():
+    with pytest.raises(ConfigError, match=r"holds a sweep, and run\.resume=never"), again.opened():
         pass
     with sweep_of([*recipe, "tracking.wandb.project=other", "checkpoint.every=7"]).opened():
         pass

@@ -77,9 +77,6 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
 """For each optimizer, the options it reads beyond those that all read. Muon also reads AdamW's."""
 
 
-NEEDS_WHOLE = (OptimizerName.adafactor, OptimizerName.muon)
-"""Optimizers whose update of a weight depends on more than its own gradient and state."""
-
 HAS_RULE = (
     OptimizerName.adamw,
     OptimizerName.adamw_8bit,
@@ -107,7 +104,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if eight_bit and facts.degrees.shard > 1 and not facts.techniques.lora.enabled:
         yield (
             "optimizer.name: adamw_8bit scales its moments in blocks that reach over rows, so a checkpoint of divided "
-            "weights could not be read by other ranks. Use adamw, lion or sgd, or set parallel.shard=1."
+            "weights could not be read by other ranks. Use adamw, lion, muon or sgd, or set parallel.shard=1."
         )
     if not eight_bit and config.library is not Library.auto:
         yield (
@@ -130,10 +127,10 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _no_stochastic_rounding(config, facts)
-    if facts.degrees.shard > 1 and config.name in NEEDS_WHOLE and not facts.techniques.lora.enabled:
+    if facts.degrees.shard > 1 and config.name is OptimizerName.adafactor and not facts.techniques.lora.enabled:
         yield (
-            f"optimizer.name: {config.name.value} computes with whole matrices, and parallel.shard="
-            f"{facts.degrees.shard} leaves each rank rows of them. Use adamw, lion or sgd, train adapters "
+            "optimizer.name: adafactor keeps means over whole matrices, and parallel.shard="
+            f"{facts.degrees.shard} leaves each rank rows of them. Use adamw, lion, muon or sgd, train adapters "
             "(techniques.lora.enabled=true), or set parallel.shard=1."
         )
     compiled = config.stochastic_rounding or (eight_bit and chosen is Library.torchao)

@@ -23,6 +23,7 @@ from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import sharding_of
 from fxtune.distributed.world import World
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
+from fxtune.optim.divided_muon import DividedMuon, Matrix
 from fxtune.optim.skip_nonfinite import MAX_BYTES, Guard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.compiler_cache import use_cache_folder
@@ -49,15 +50,19 @@ class Optimizer:
         """Where weights are divided over ranks: the rows that this rank holds and updates, and the parameter."""
         self.names: dict[torch.Tensor, str] = {}
         """The tensors that are updated and the names of their parameters."""
+        rows: dict[torch.Tensor, nn.Parameter] = {}
+        """The rows that this rank holds of each divided weight, also where it holds none."""
         for name, weight in trained.items():
-            own = nn.Parameter(local(weight)) if is_divided(weight) else weight
+            own = weight
+            if is_divided(weight):
+                own = rows[weight] = nn.Parameter(local(weight))
             if not own.numel():  # a weight of fewer rows than ranks
                 continue
             if own is not weight:
                 self.divided[own] = weight
             self.names[own] = name
         self.sharding = sharding_of(model)
-        self.parts = _library_optimizers(model, config, list(self.names))
+        self.parts = _library_optimizers(model, config, list(self.names), rows)
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
         """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with others."""
@@ -265,7 +270,8 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
     """Whether a Guard undoes bad steps. Adafactor itself syncs for each weight; schedulefree counts on the host."""
     counts = isinstance(part, torch.optim.Adafactor) or _is_from(part, "schedulefree")
-    possible = not part.defaults.get("fused") and not counts
+    # Ranks that exchange updates in a step take it together, or none does.
+    possible = not part.defaults.get("fused") and not counts and not isinstance(part, DividedMuon)
     return possible and parameters[0].is_cuda and sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
 
 
@@ -274,8 +280,12 @@ def _is_from(part: torch.optim.Optimizer, package: str) -> bool:
 
 
 def _library_optimizers(
-    model: Any, config: OptimizerConfig, parameters: list[torch.Tensor]
+    model: Any,
+    config: OptimizerConfig,
+    parameters: list[torch.Tensor],
+    rows: dict[torch.Tensor, nn.Parameter],
 ) -> list[torch.optim.Optimizer]:
+    """The optimizers of `parameters`, the tensors to update. `rows`: those of divided weights."""
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
     adam: dict[str, Any] = dict(betas=(config.betas[0], config.betas[1]), eps=config.eps, **shared)
     groups = _groups(parameters, config.weight_decay)
@@ -318,9 +328,15 @@ def _library_optimizers(
     tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tables |= set(head.parameters()) if head is not None else set()
+    tables |= {rows[table] for table in tables if table in rows}
     matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
     rest = [p for p in parameters if p.ndim != 2 or p in tables]
-    muon = torch.optim.Muon(matrices, momentum=config.momentum, adjust_lr_fn="match_rms_adamw", **shared)
+    options: dict[str, Any] = dict(momentum=config.momentum, adjust_lr_fn="match_rms_adamw", **shared)
+    divided = [Matrix(own, weight.shape) for weight, own in rows.items() if own.ndim == 2 and own not in tables]
+    if divided and (sharding := sharding_of(model)) is not None:
+        muon: torch.optim.Optimizer = DividedMuon(divided, sharding, **options)
+    else:
+        muon = torch.optim.Muon(matrices, **options)
     return [muon, adamw(_groups(rest, config.weight_decay))] if rest else [muon]
 
 

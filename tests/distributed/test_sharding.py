@@ -54,9 +54,16 @@ def assert_same_learning(alone: Path, shared: Path, tolerance: float) -> None:
         (("data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2"), 0.0),
         ((*READ, *FUSED, "data.buckets=[32,64,128]"), 0.0),
         ((*FULL, "train.max_grad_norm=0"), 0.0),
+        ((*FULL, "train.max_grad_norm=0", "optimizer.name=muon", "optimizer.lr=1e-3"), 0.0),
         ((*FULL, *UNEVEN, "techniques.liger.enabled=true"), 1e-6),
     ],
-    ids=("drawn, packed", "read, fused, recomputed, bucketed", "full", "full, three micro-batches a rank, clipped"),
+    ids=(
+        "drawn, packed",
+        "read, fused, recomputed, bucketed",
+        "full",
+        "full, muon",
+        "full, three micro-batches a rank, clipped",
+    ),
 )
 def test_halves_of_the_weights_learn_what_one_process_learns(ranks, forks, tmp_path, words, tolerance):
     """Bit for bit with one micro-batch a rank and no norm of the gradient, where the order of the sums is the same."""

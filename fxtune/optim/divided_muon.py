@@ -1,0 +1,96 @@
+"""Muon for matrices that are divided by rows over ranks (parallel.shard).
+
+Muon makes the update of a whole matrix orthogonal, and a rank has rows of it. Momentum is a number for each weight, so
+each rank keeps that of its rows. Then the ranks share the work: of each N matrices, rank i gets all rows of the update
+of matrix i, makes it orthogonal, and sends the rows back. These are two exchanges of bfloat16, in which Muon computes
+anyway, so the numbers are those of one process. A rank sends 4 (N - 1) / N bytes for each weight that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from fxtune.distributed.sharding import Sharding
+
+
+class Matrix(NamedTuple):
+    """A divided matrix."""
+
+    own: nn.Parameter
+    """This rank's rows, perhaps none."""
+    shape: torch.Size
+    """Of the whole matrix."""
+
+
+class DividedMuon(torch.optim.Muon):
+    """torch.optim.Muon over `matrices`, the same ones in the same order on all ranks of `sharding`."""
+
+    def __init__(self, matrices: Sequence[Matrix], sharding: Sharding, **options: Any) -> None:
+        super().__init__([one.own for one in matrices if one.own.numel()], **options)
+        self.matrices, self.sharding = matrices, sharding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the rows of this rank. All ranks call this together."""
+        assert closure is None
+        world = self.sharding.world
+        group = world.weights_group
+        ranks, me = dist.get_world_size(group), dist.get_rank(group)
+        options = self.param_groups[0]
+
+        def exchange(parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+            """Send `parts[i]` to rank i; the numbers that each rank sends to this one, `sizes` of them."""
+            sent = torch.cat(parts).view(torch.uint8)
+            received = torch.empty(2 * sum(sizes), dtype=torch.uint8, device=sent.device)
+            with world.waiting("making updates orthogonal"):
+                dist.all_to_all_single(
+                    received, sent, [2 * size for size in sizes], [2 * len(part) for part in parts], group=group
+                )
+            return list(received.view(torch.bfloat16).split(sizes))
+
+        for first in range(0, len(self.matrices), ranks):
+            turn = self.matrices[first : first + ranks]
+            updates = [self._update(one.own, options) for one in turn]
+            nothing = updates[0].new_empty(0)
+            updates += [nothing] * (ranks - len(turn))
+            mine = turn[me].shape if me < len(turn) else torch.Size((0, 0))
+            sizes = [len(range(mine[0])[rows]) * mine[1] for rows in _rows(mine[0], ranks)]
+            made = exchange([update.flatten() for update in updates], sizes)
+            if me < len(turn):
+                whole = torch.cat(made).view(mine)
+                whole = _zeropower_via_newtonschulz(
+                    whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
+                )
+                made = [whole[rows].flatten() for rows in _rows(mine[0], ranks)]
+            for matrix, update in zip(turn, exchange(made, [update.numel() for update in updates]), strict=False):
+                self._apply_to(matrix, update, options)
+
+    def _update(self, own: nn.Parameter, options: dict[str, Any]) -> torch.Tensor:
+        """The momentum's update of these rows, in bfloat16; zeros without a gradient."""
+        if own.grad is None or not own.numel():
+            return torch.zeros_like(own, dtype=torch.bfloat16)
+        state = self.state[own]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(own.grad)
+        momentum = options["momentum"]
+        state["momentum_buffer"].lerp_(own.grad, 1 - momentum)
+        update: torch.Tensor = state["momentum_buffer"]
+        return (own.grad.lerp(update, momentum) if options["nesterov"] else update).to(torch.bfloat16)
+
+    def _apply_to(self, matrix: Matrix, update: torch.Tensor, options: dict[str, Any]) -> None:
+        own, lr = matrix.own, float(options["lr"])
+        if own.grad is not None and own.numel():
+            own.mul_(1 - lr * options["weight_decay"])
+            own.add_(update.view_as(own), alpha=-_adjust_lr(lr, options["adjust_lr_fn"], matrix.shape))
+
+
+def _rows(count: int, ranks: int) -> list[slice]:
+    """The rows of each rank, as fully_shard divides them."""
+    most = -(-count // ranks)
+    return [slice(min(rank * most, count), min((rank + 1) * most, count)) for rank in range(ranks)]

@@ -99,7 +99,8 @@ def shard(
 
     def divide(part: nn.Module) -> Any:
         # Autocast leaves operations other than products in the dtype of their weights.
-        dtype = cast if _only_linears(part, ignored) else None
+        codes = any(not one.is_floating_point() for one in part.parameters())  # fp8: older torch would cast them, too
+        dtype = cast if _only_linears(part, ignored) and not codes else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         divided = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         ignored.update(part.parameters())

@@ -95,9 +95,17 @@ def quantize_weight(weight: Tensor) -> Weight:
 @torch.no_grad()
 def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
     """A weight from its forward half: `codes` [out, in] and `scales`, float32, one for each row."""
+    back, back_scales = transposed(codes, scales)
+    return Weight(codes.view(torch.uint8), scales.view(1, -1), back, back_scales)
+
+
+@torch.no_grad()
+def transposed(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """`back` and `back_scales` of a Weight from `codes` [out, in] and `scales`. Each row of `back` depends on one
+    column of `codes`."""
     transpose = dequantize_weight(codes, scales, torch.bfloat16).t().contiguous()
     back, back_scales = quantize_rows(transpose, powers=True)
-    return Weight(codes.view(torch.uint8), scales.view(1, -1), back.view(torch.uint8), back_scales.view(1, -1))
+    return back.view(torch.uint8), back_scales.view(1, -1)
 
 
 def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:

@@ -33,13 +33,12 @@ def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[]
         names = {_storage(one): name for name, one in build().named_parameters()}
     # A constructor's values are replaced by those of the model's own init function.
     last = {name: turn for turn, storage in enumerate(counted.turns) if (name := names.get(storage)) is not None}
-    targets = dict(model.named_parameters())
-    places = {piece.name: (targets[name], piece) for name, parts in pieces.items() for piece in parts}
+    places = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
     wanted = {turn: places[name] for name, turn in last.items() if name in places}
     fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))
 
-    def take_whole(parameter: torch.Tensor, piece: Piece, value: torch.Tensor) -> None:
-        fill_piece(parameter, piece, lambda _, first, end: value.view(piece.shape)[first:end])
+    def take_whole(name: str, piece: Piece, value: torch.Tensor) -> None:
+        fill_piece(model, name, piece, lambda _, first, end: value.view(piece.shape)[first:end])
 
     def take(turn: int, value: torch.Tensor) -> None:
         if turn in wanted:

@@ -213,6 +213,7 @@ def fill(
         # The files that build() found, also if the hub has newer ones since.
         found = _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
         shards.read(found, built, pieces, world, str(model.path))
+    shards.complete(built, world)
 
 
 def silence_libraries() -> None:

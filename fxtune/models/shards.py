@@ -5,6 +5,11 @@
     wanted = pieces_of(built)     which rows of which tensor of the files each parameter consists of
     shard(built, ...)             memory for this rank's rows (distributed/sharding.py)
     read(...)                     those rows, from the files
+    complete(built, ...)          what modules compute from the rows of all ranks
+
+A module whose weight is not stored as the files have it (fp8) has a method `store_rows(into, first, rows)`: write the
+rows of the files that begin at row `first` of its weight to `into`, this rank's memory of them. If it computes more
+from them, its method `complete_rows(world)` does that, on all ranks together.
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
 memory. The files must store weights as the architecture has them: families whose weights transformers converts while
@@ -16,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -87,19 +92,35 @@ def fill(model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read) -> Non
         if name in pieces:
             local(parameter).zero_()
             for piece in pieces[name]:
-                fill_piece(parameter, piece, read)
+                fill_piece(model, name, piece, read)
 
 
 @torch.no_grad()
-def fill_piece(parameter: torch.Tensor, piece: Piece, read: Read) -> None:
-    """Write the rows of `piece` that this rank holds."""
+def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
+    """Write the rows of `piece`, a part of the parameter `name` of `model`, that this rank holds."""
+    parameter, owner = model.get_parameter(name), cast(Any, model.get_submodule(name.rpartition(".")[0]))
     own, start = local(parameter), chunk_of(parameter).offset[0]
     first, end = max(start, piece.first), min(start + len(own), piece.first + piece.shape[0])
     if first < end:
         into = own[first - start : end - start]
         if len(piece.shape) > 1:
             into = into.narrow(1, 0, piece.shape[1])
-        into.copy_(read(piece.name, first - piece.first, end - piece.first))
+        rows = read(piece.name, first - piece.first, end - piece.first)
+        if hasattr(owner, "store_rows") and into.dtype is torch.uint8:
+            owner.store_rows(into, first, rows)
+        else:
+            into.copy_(rows)
+
+
+@torch.no_grad()
+def complete(model: nn.Module, world: World) -> None:
+    """Let modules compute what follows from the rows that all ranks have stored. All ranks call this together."""
+    done: set[Any] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if hasattr(module, "complete_rows") and weight not in done:  # a tied head and embedding have one weight
+            done.add(weight)
+            cast(Any, module).complete_rows(world)
 
 
 def read(origin: Origin, model: Any, pieces: Mapping[str, list[Piece]], world: World, path: str) -> None:
@@ -182,5 +203,7 @@ def _require_finite(model: nn.Module, pieces: Mapping[str, Any], world: World, p
 def _finite(own: torch.Tensor) -> bool:
     if not own.numel():
         return True
+    if own.dtype is torch.uint8:  # the bits of e4m3
+        return bool((own & 0x7F != 0x7F).all())
     low, high = torch.aminmax(own)
     return bool((torch.stack([low, high]).float() * 0 == 0).all())

@@ -18,6 +18,7 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.compile.technique import Scope
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
+from fxtune.techniques.quantize import Type
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -27,8 +28,11 @@ def refuses(facts: Facts) -> Iterator[str]:
     """Each reason why weights cannot be divided under `facts`, with what to change."""
     techniques, whole = facts.techniques, "or parallel.shard=1"
     lora, compile = techniques.lora, techniques.compile
-    if techniques.quantize.enabled:
-        yield f"quantized weights are packed, and not cut by rows. Set techniques.quantize.enabled=false, {whole}."
+    if techniques.quantize.enabled and techniques.quantize.type is not Type.fp8:
+        yield (
+            f"weights in {techniques.quantize.type.value} are packed by a library, and not cut by rows. Set "
+            f"techniques.quantize.type=fp8 (GPUs from Ada and Hopper on), techniques.quantize.enabled=false, {whole}."
+        )
     if lora.enabled and (lora.factored or lora.dora):
         kind = "DoRA" if lora.dora else lora.init.value
         change = "techniques.lora.dora=false" if lora.dora else "techniques.lora.init=default"

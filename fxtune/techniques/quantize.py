@@ -241,9 +241,12 @@ class Quantize(Technique):
         before = total * size / GIB
         after = before - inside * (size - bytes_per_weight(self.type.value, self.double)) / GIB
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
+        if (parts := facts.degrees.shard) > 1:  # each rank reads and quantizes a matrix at a time
+            after, before = after / parts, 0.0
         if after > free:
+            which = "the quantized model" if parts == 1 else "a rank's part of the quantized model"
             yield (
-                f"enabled: the quantized model takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
+                f"enabled: {which} takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
                 "smaller model" + ("." if self.type is Type.nf4 else ", or type=nf4.")
             )
         elif before > max(free, host):
@@ -297,7 +300,7 @@ class Quantize(Technique):
         error = math.nan
         for index, (_, parent, name, linear) in enumerate(targets):
             made = quantized(linear, self.type.value, self.library.value, self.double, compute, world.device)
-            if index == 0:
+            if index == 0 and not linear.weight.is_meta:
                 whole = linear.weight.detach().to(world.device).float()
                 error = ((dequantized(made).float() - whole).norm() / whole.norm()).item()
                 del whole
@@ -345,10 +348,13 @@ class Quantize(Technique):
             and (self.type is Type.fp8 or stored < done.before),
         )
         worst = WORST_ERROR[self.type.value]
+        error, which = done.error, "in the first linear"
+        if divided := [one.rounding for one in model.modules() if getattr(one, "rounding", 0.0)]:
+            error, which = max(divided), f"at most in {len(divided)} matrices, of which each rank has rows"
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
-            f"{done.error:.4f} in the first linear",
-            0 < done.error < worst,
+            f"{error:.4f} {which}",
+            0 < error < worst,
         )
         trained = sum(parameter.requires_grad for module in linears for parameter in module.parameters())
         dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
@@ -393,7 +399,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to `device`. Parameters stay the same objects, so tied ones stay tied."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.device != device:
+            if parameter.device != device and not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)

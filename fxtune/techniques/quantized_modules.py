@@ -11,6 +11,9 @@ nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 we
 as fast, and save no memory (kernels/fp8.py). The head and the token embeddings can be in fp8, too: matrices
 [vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is dequantized
 as it is read; the rounding of the head's logits, about 0.04 of their size, shows in the reported loss.
+
+With parallel.shard each rank has rows of the codes and of their transpose, and all scales, 4 bytes a row. It quantizes
+the rows that it reads; then the transpose of each matrix is made of the codes of all ranks (complete_rows()).
 """
 
 from __future__ import annotations
@@ -23,9 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxtune.distributed.chunks import chunk_of, is_divided, local, whole
+from fxtune.distributed.world import World
 from fxtune.kernels import fp8
 from fxtune.kernels.fp8 import E4M3, quantize_rows
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
+from fxtune.models.shards import mark_joined
+
+SAMPLE = 64
+"""Rows of a divided weight on which its rounding is measured."""
 
 
 def bytes_per_weight(kind: str, double: bool = True) -> float:
@@ -47,7 +56,8 @@ def quantized(
 
     `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of
     the dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are
-    accumulated in float32 and rounded to bfloat16. `linear` does not change.
+    accumulated in float32 and rounded to bfloat16. `linear` does not change. Without a weight yet (on the meta device)
+    it can become fp8: the result stores the rows that models/shards.py reads.
     """
     makers: dict[str, Any] = {
         "fp8": _fp8,
@@ -57,7 +67,10 @@ def quantized(
         "int8/torchao": _int8_torchao,
     }
     name = kind if kind == "fp8" else f"{kind}/{library}"
-    made = makers[name](linear, linear.weight.detach().to(device), double)
+    if linear.weight.is_meta:
+        made: Any = _fp8_without_weight(linear, device)
+    else:
+        made = makers[name](linear, linear.weight.detach().to(device), double)
     made.compute_dtype, made.fxtune_quantized = compute, name
     made.bias = _bias_of(linear, compute, device)
     return made.train(linear.training)
@@ -65,7 +78,11 @@ def quantized(
 
 def _bias_of(linear: nn.Linear, compute: torch.dtype, device: torch.device) -> Any:
     bias = linear.bias
-    return None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+    if bias is None or not bias.is_meta:
+        return None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+    made = nn.Parameter(torch.empty_like(bias, dtype=compute), requires_grad=False)
+    mark_joined(made, [bias])
+    return made
 
 
 def _biased(linear: nn.Linear, output: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,7 +98,7 @@ def is_quantized(module: nn.Module) -> bool:
 def dequantized(module: Any) -> Tensor:
     """The weight of a quantized linear, [out, in] in its compute dtype."""
     if isinstance(module, _Fp8):
-        return fp8.dequantize_weight(module.weight, module.scales, module.compute_dtype)
+        return fp8.dequantize_weight(whole(module.weight), module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
         return int8_weight(module.codes, module.scale, module.compute_dtype)
     if module.fxtune_quantized == "nf4/torchao":
@@ -116,11 +133,17 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
     if len(modules) == 1 or not isinstance(modules[0], _Fp8):
         return [tensor for module in modules for tensor in packed(module)]
     codes, scales = torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
+    if codes.is_meta:
+        return list(_empty_weight(len(codes), codes.shape[1], scales.device))
     return list(fp8.with_transpose(codes, scales))
 
 
 def stored_bytes(module: Any) -> int:
-    """Bytes of a quantized module's weight, scales included."""
+    """Bytes of a quantized module's weight, scales included, on all ranks that hold parts of it."""
+    owner = getattr(module, "frozen_weights", module)
+    if isinstance(module, _Fp8) and (owner.weight.is_meta or is_divided(owner.weight)):
+        # Each view of a divided tensor would be an exchange.
+        return 2 * module.out_features * module.in_features + 4 * (module.out_features + module.in_features)
     return sum(tensor.nbytes for tensor in packed(module))
 
 
@@ -166,6 +189,54 @@ def _fp8(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     return made
 
 
+def _fp8_without_weight(linear: nn.Linear, device: torch.device) -> Any:
+    made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
+    made.hold(_empty_weight(linear.out_features, linear.in_features, device))
+    mark_joined(made.weight, [linear.weight])  # type: ignore[arg-type]  # hold() makes it a parameter
+    made.source_dtype = linear.weight.dtype
+    return made
+
+
+def _empty_weight(out: int, inner: int, device: torch.device) -> fp8.Weight:
+    """A weight whose matrices have no memory yet and whose scales are on `device`."""
+    codes = torch.empty(out, inner, dtype=torch.uint8, device="meta")
+    scales, back_scales = (torch.zeros(1, size, device=device) for size in (out, inner))
+    return fp8.Weight(codes, scales, codes.new_empty(inner, out), back_scales)
+
+
+class DividedCodes:
+    """What models/shards.py calls to fill the codes of a module that is divided over ranks."""
+
+    source_dtype: torch.dtype
+    """The dtype that is quantized: that of the model's weights."""
+    rounding: float = 0.0
+    """|dequantized - weight| / |weight| of the first rows that this rank has stored."""
+
+    def store_rows(self: Any, into: Tensor, first: int, rows: Tensor) -> None:
+        rows = rows.to(into.device, self.source_dtype)
+        codes, scales = quantize_rows(rows, powers=True)
+        into.copy_(codes.view(torch.uint8))
+        self.scales[0, first : first + len(rows)] = scales.view(-1)
+        if not self.rounding:
+            sample = rows[:SAMPLE].float()
+            lost = fp8.dequantize_rows(codes[:SAMPLE], scales[:SAMPLE]) - sample
+            self.rounding = (lost.norm() / sample.norm()).item()
+
+    def complete_rows(self: Any, world: World) -> None:
+        """Collect the scales of all ranks; if there is a transpose, make this rank's rows of it."""
+        if "scales" not in self._buffers or not is_divided(self.weight):
+            return
+        world.sum(self.scales, "collecting scales", world.weights_group)
+        if "back" not in self._parameters:
+            return
+        chunk, own, codes = chunk_of(self.back), local(self.back), whole(self.weight)
+        if len(own):
+            columns = slice(chunk.offset[0], chunk.offset[0] + len(own))
+            back, self.back_scales[:, columns] = fp8.transposed(codes[:, columns].contiguous(), self.scales)
+            own.copy_(back)
+        world.sum(self.back_scales, "collecting scales", world.weights_group)
+
+
 def _with_codes(made: Any, codes: Tensor, scale: Tensor) -> Any:
     """Register what the matmul reads: codes int8 [out, in] (the library's own memory) and scale float32 [out]."""
     made.register_buffer("codes", codes, persistent=False)
@@ -182,7 +253,7 @@ class _Cast(nn.Linear):
         return F.linear(input.to(self.compute_dtype), self.weight, self.bias).to(input.dtype)
 
 
-class _Fp8(nn.Linear):
+class _Fp8(DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8, because peft would give adapters the
     dtype of a floating-point weight.
     """
@@ -196,13 +267,21 @@ class _Fp8(nn.Linear):
     def hold(self, weight: fp8.Weight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
         for name in ("scales", "back", "back_scales"):
-            self.register_buffer(name, getattr(weight, name), persistent=False)
+            register_frozen(self, name, getattr(weight, name))
 
     def held(self) -> fp8.Weight:
         return fp8.Weight(self.weight, self.scales, self.back, self.back_scales)
 
     def forward(self, input: Tensor) -> Tensor:
         return _biased(self, fp8.linear(input.to(self.compute_dtype), self.held()), input.dtype)
+
+
+def register_frozen(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` a buffer of `module`; one without memory a parameter, because only parameters are divided."""
+    if tensor.is_meta:
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    else:
+        module.register_buffer(name, tensor, persistent=False)
 
 
 class _Int8Forward:
@@ -242,18 +321,19 @@ class _Int8Matmul(torch.autograd.Function):
         return gradient @ int8_weight(codes, scale, gradient.dtype), None, None
 
 
-class Fp8Embedding(nn.Embedding):
+class Fp8Embedding(DividedCodes, nn.Embedding):
     """nn.Embedding of codes; its output is in `compute_dtype`."""
 
     compute_dtype: torch.dtype
     scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        codes, scales = F.embedding(input, self.weight), F.embedding(input, self.scales.view(-1, 1))
+        scales = self.scales.to(self.weight.device)  # which is `meta` before divided codes have memory
+        codes, scales = F.embedding(input, self.weight), F.embedding(input, scales.view(-1, 1))
         return (codes.view(E4M3).to(torch.float32) * scales).to(self.compute_dtype)
 
 
-class Fp8Head(nn.Linear):
+class Fp8Head(DividedCodes, nn.Linear):
     """nn.Linear whose product is in fp8 and whose gradient is not; its output has the input's dtype."""
 
     compute_dtype: torch.dtype
@@ -284,7 +364,12 @@ def embedding_of(embedding: nn.Embedding, compute: torch.dtype, device: torch.de
 def _with_row_codes(
     made: Any, weight: Tensor, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None
 ) -> Any:
-    if shared is None:
+    made.source_dtype = weight.dtype
+    if shared is None and weight.is_meta:
+        made.weight = nn.Parameter(torch.empty_like(weight, dtype=torch.uint8), requires_grad=False)
+        mark_joined(made.weight, [weight])
+        scales = torch.zeros(1, len(weight), device=device)
+    elif shared is None:
         codes, scales = quantize_rows(weight.detach().to(device), powers=True)
         made.weight = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         scales = scales.view(1, -1)

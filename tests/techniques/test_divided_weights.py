@@ -1,5 +1,7 @@
 """What cannot be combined with weights that are divided over ranks."""
 
+from dataclasses import replace
+
 import pytest
 from support.forecasts import LLAMA, card
 
@@ -17,7 +19,11 @@ def sharded(techniques, model=None):
 @pytest.mark.parametrize(
     ("techniques", "reason"),
     [
-        ({**LORA, "quantize": {}}, "Set techniques.quantize.enabled=false, or parallel.shard=1."),
+        (
+            {**LORA, "quantize": {}},
+            "weights in nf4 are packed by a library, and not cut by rows. Set techniques.quantize",
+        ),
+        ({**LORA, "quantize": {"type": "int8"}}, "Set techniques.quantize.type=fp8 (GPUs from Ada and Hopper on), "),
         ({"lora": {"dora": True}}, "Set techniques.lora.dora=false"),
         ({"lora": {"init": "pissa"}}, "pissa computes adapters from whole weights"),
         ({"lora": {"modules_to_save": ["lm_head"]}}, "modules_to_save copies whole weights"),
@@ -31,8 +37,19 @@ def test_techniques_that_need_whole_weights_are_refused_with_a_change(techniques
         facts.techniques.check(facts)
 
 
-def test_adapters_over_a_plain_base_are_not_refused():
-    assert not list(divided_weights.refuses(sharded({**LORA, "compile": {}, "liger": {}, "checkpointing": {}})))
+def test_adapters_over_a_plain_or_fp8_base_are_not_refused():
+    together = {**LORA, "compile": {}, "liger": {}, "checkpointing": {}}
+    for techniques in (together, {**together, "quantize": {"type": "fp8"}}):
+        assert not list(divided_weights.refuses(sharded(techniques)))
+
+
+def test_a_rank_needs_memory_for_its_part_of_a_quantized_base():
+    """70 billion weights in fp8, with their transpose, take 130 GiB, and more in bfloat16 than any host here has."""
+    model = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+    facts = sharded({**LORA, "quantize": {"type": "fp8"}}, model)
+    assert not [reason for reason in facts.techniques.quantize.check(facts) if "GiB" in reason]
+    alone = replace(facts, degrees=Degrees())
+    assert any("the quantized model takes 13" in reason for reason in facts.techniques.quantize.check(alone))
 
 
 def test_recorded_passes_are_refused():

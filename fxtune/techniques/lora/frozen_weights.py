@@ -26,7 +26,7 @@ from fxtune.distributed.chunks import is_divided
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
 from fxtune.models.shards import mark_joined
-from fxtune.techniques.quantized_modules import grouped
+from fxtune.techniques.quantized_modules import DividedCodes, grouped, register_frozen
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -38,7 +38,7 @@ def storage_kind(linear: Any) -> str:
     return getattr(linear.get_base_layer(), "fxtune_quantized", None) or DENSE
 
 
-class FrozenWeights(nn.Module):
+class FrozenWeights(DividedCodes, nn.Module):
     """Owns the frozen weights of `linears`, adapted linears of peft that read the same input."""
 
     weight: nn.Parameter
@@ -60,10 +60,10 @@ class FrozenWeights(nn.Module):
         for name, tensor in zip(self.names, tensors, strict=True):
             if name == "weight":
                 self.weight = nn.Parameter(tensor, requires_grad=False)
-                if self.kind == DENSE:
-                    mark_joined(self.weight, [base.weight for base in bases])
+                mark_joined(self.weight, [base.weight for base in bases])
             else:
-                self.register_buffer(name, tensor, persistent=False)
+                register_frozen(self, name, tensor)
+        self.source_dtype = getattr(bases[0], "source_dtype", bases[0].weight.dtype)
         if "weight" not in self.names:
             self.aliased = tuple(bases)
             return

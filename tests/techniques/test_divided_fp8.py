@@ -1,0 +1,109 @@
+"""Adapters over an fp8 base of which each rank holds rows, beside one process with the whole base.
+
+The command refuses fp8 on a CPU, so the ranks put the technique into a built recipe, and products run by the plain
+reference.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.sharded import run_ranks
+
+from fxtune.distributed.chunks import is_divided, local
+from fxtune.distributed.parallel import Degrees
+from fxtune.distributed.sharding import free_gathered
+from fxtune.distributed.world import World
+
+pytestmark = pytest.mark.slow
+DRAWN = (
+    "model.init=random",
+    "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 1}",
+)
+FUSED = ("techniques.lora.fused=on", "techniques.liger.enabled=true", "techniques.checkpointing.enabled=true")
+STEPS = 20
+
+
+def learn(words: tuple[str, ...], options: dict[str, Any], world: World) -> dict[str, Any]:
+    """Train adapters for STEPS steps. Returns their weights, the losses, what was observed, and the bytes that this
+    rank holds of the codes, beside those of all."""
+    from fxtune.config.compose import load
+    from fxtune.objectives.causal_lm import CausalLM
+    from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+    from fxtune.training.builder import RunBuilder
+
+    recipe = [
+        "+recipe=quickstart",
+        "data.sequence_length=256",
+        "train.micro_batch_size=4",
+        "train.global_batch_size=8",
+    ]
+    builder = RunBuilder(load([*recipe, "tracking.display=none", *words]))
+    if world.size > 1:
+        builder.world = world.divided(Degrees(shard=world.size))
+        builder.facts = replace(builder.facts, degrees=builder.world.degrees)
+    builder.techniques.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32, **options)
+    plan = builder.read()[1].training
+    model = builder.build().train()
+    language_model = builder.language_model(model)
+    evidence = [one for one in builder.observe(language_model) if one.asked != "products in fp8"]
+    train_step = builder.train_step(language_model, CausalLM())
+    own, losses = builder.own(plan), []
+    for step in range(STEPS):
+        batches = [own.batch(step, micro) for micro in range(own.micro_batches(step))]
+        normalizer = train_step.objective.normalizer(plan, step)
+        metrics = train_step.sum_over_ranks(train_step.backward(batches, normalizer))
+        train_step.clip(metrics)
+        train_step.update(metrics, 1e-2)
+        losses.append(float(metrics["loss"]))
+    free_gathered(model)
+    codes = [one for one in model.parameters() if one.dtype is torch.uint8]
+    return {
+        "weights": {name: one.detach().numpy() for name, one in model.named_parameters() if one.requires_grad},
+        "losses": losses,
+        "evidence": [(one.technique, one.asked, one.observed, one.acted) for one in evidence],
+        "held": sum(local(one).nbytes for one in codes if is_divided(one)),
+        "whole": sum(one.nbytes for one in codes if not is_divided(one)),
+        "codes": sum(one.nbytes for one in codes),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [((*DRAWN, *FUSED), {}), (DRAWN, {"skip": ["down_proj"]}), (FUSED, {"head": True, "embeddings": True})],
+    ids=("drawn, fused, recomputed", "drawn, by peft, some linears plain", "read, with head and embeddings"),
+)
+def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words, options):
+    (alone,) = run_ranks(1, learn, words, options)
+    ranks = run_ranks(2, learn, words, options)
+    assert len({*alone["losses"]}) == STEPS
+    for one in ranks:
+        assert one["losses"] == alone["losses"]
+        assert one["weights"].keys() == alone["weights"].keys()
+        assert all(np.array_equal(weight, alone["weights"][name]) for name, weight in one["weights"].items())
+        assert all(acted for *_, acted in one["evidence"]), one["evidence"]
+        assert one["whole"] == 0
+        assert one["codes"] / 2 <= one["held"] < 0.52 * one["codes"]
+    seen = [text for technique, _, text, _ in ranks[0]["evidence"] if technique == "quantize"]
+    assert any("of which each rank has rows" in text for text in seen), seen
+
+
+def test_a_base_that_is_not_finite_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from fxtune.system.hub import locate
+
+    folder = tmp_path / "base"
+    shutil.copytree(locate("builtin:tiny").folder, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][40, 3] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match="hold NaN or infinite numbers"):
+        run_ranks(2, learn, (f"model.path={folder}",), {})

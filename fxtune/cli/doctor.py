@@ -213,17 +213,16 @@ def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] |
 def _recipe(config: Config) -> Finding:
     from fxtune.techniques.estimate.degrees import need_with
     from fxtune.training.builder import RunBuilder
-    from fxtune.training.ranks import facts_on_ranks, of_one_rank
 
     name = config.run.name
     try:
-        builder = RunBuilder(of_one_rank(config))
-        facts = facts_on_ranks(builder.facts, config)
+        builder = RunBuilder(config, ahead=True)
+        facts = builder.facts
         need = need_with(replace(facts, techniques=config.techniques), facts.degrees).device
     except UserError as error:
         return Finding(name, f"cannot run here: {redact(str(error))}", State.broken)
     notes = "".join(f"\n{note}" for note in [*builder.config.techniques.ignored_options(), *builder.decided])
-    several = f"{facts.degrees.ranks} ranks on " if facts.degrees.ranks > 1 else ""
+    several = f"{facts.degrees.ranks} ranks ({facts.degrees}) on " if facts.degrees.ranks > 1 else ""
     seen = f"can run on {several}{facts.device_name}, weights in {facts.dtype}"
     verify = "(`fxtune verify` builds it and checks that each technique acts)"
     if need <= (free := facts.free_memory):

@@ -20,10 +20,11 @@ from fxtune.checkpoint.run_folder import CHECKPOINTS, RESULT, require_own_files
 from fxtune.cli.run_output import run_folder
 from fxtune.config import compose
 from fxtune.config.root import Resume
-from fxtune.distributed.launch import launch, ranks_to_start
+from fxtune.distributed.launch import launch
 from fxtune.distributed.ranks import place
 from fxtune.errors import ConfigError, StorageError
 from fxtune.system.console import say
+from fxtune.training.ranks import ranks_of
 from fxtune.training.run_end import FINISH
 
 
@@ -49,9 +50,7 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
         if alive:
             say(f"{folder} is running and will end: it says when, at its next line of figures.")
             return
-        sizes = config.train.global_batch_size // config.train.micro_batch_size
-        ranks = ranks_to_start(config.run.gpus, config.run.device.value == "cpu", sizes)
-        if ranks > 1:
+        if (ranks := ranks_of(config)) > 1:
             sys.exit(launch(ranks, ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
     from fxtune.training import trainer
 

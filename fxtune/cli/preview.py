@@ -28,8 +28,8 @@ from fxtune.techniques.estimate.degrees import sent as sent_by_rank
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.facts import Facts
-from fxtune.training.builder import decide_rows
 from fxtune.training.ranks import facts_on_ranks
+from fxtune.training.rows import decide_rows
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config

@@ -133,10 +133,9 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
     """Refuse a recipe that cannot run as configured, and tokenize the data once for all trials."""
     from fxtune.diagnostics.parity import precision_of
     from fxtune.training.builder import RunBuilder
-    from fxtune.training.ranks import facts_on_ranks, of_one_rank
 
-    builder = RunBuilder(of_one_rank(config))
-    context = SearchContext(facts_on_ranks(builder.facts, config), precision_of(builder))
+    builder = RunBuilder(config, ahead=True)
+    context = SearchContext(builder.facts, precision_of(builder))
     if not with_data:
         return context
     plan = builder.read()[1].training

@@ -130,6 +130,11 @@ class TrainConfig:
     """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
     there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, of all ranks."""
+        return self.global_batch_size // self.micro_batch_size
+
 
 @dataclass
 class Config:

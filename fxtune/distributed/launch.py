@@ -25,21 +25,17 @@ import torch
 from fxtune.distributed import failure, heartbeat
 from fxtune.distributed.failure import Failure
 from fxtune.distributed.heartbeat import PULSE_SECONDS, SAVING_SECONDS, Beat
-from fxtune.distributed.parallel import Degrees, ParallelConfig, decide
-from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER, place
+from fxtune.distributed.parallel import Degrees
+from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER
 from fxtune.distributed.watch import AGAIN, Watch
 from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, UserError
 
 
-def ranks_to_start(gpus: str, cpu: bool, micro_batches: int, parallel: ParallelConfig | None = None) -> int:
-    """How many ranks `run.gpus` means here for steps of `micro_batches` micro-batches; 1 in a process that is a rank.
+def ranks_here(gpus: str, cpu: bool) -> list[int]:
+    """How many ranks `run.gpus` allows on this host, the most first. `cpu`: they are to be processes on the CPU.
 
-    `cpu`: the ranks are to be processes on the CPU. `parallel`: how they will be divided. Raises ConfigError and
-    HardwareError.
+    Raises HardwareError.
     """
-    parallel = parallel or ParallelConfig()
-    if place()[1] > 1:
-        return 1
     cuda = torch.cuda.is_available() and not cpu
     cards = torch.cuda.device_count() if cuda else 1
     if not cuda and not cpu and gpus not in ("auto", "1"):
@@ -50,15 +46,13 @@ def ranks_to_start(gpus: str, cpu: bool, micro_batches: int, parallel: ParallelC
             "processes on the CPU."
         )
     if gpus == "auto":
-        fitting = [ranks for ranks in range(1, cards + 1) if _divides(parallel, ranks, micro_batches)]
-        return max(fitting, default=cards)  # if none fits, the ranks say why
+        return list(range(cards, 0, -1))
     ranks = int(gpus)
     if cuda and ranks > cards:
         raise HardwareError(
             f"run.gpus={ranks}, but torch sees {cards} GPUs here. Use run.gpus=auto, or widen CUDA_VISIBLE_DEVICES."
         )
-    require_equal_parts(decide(parallel, ranks), micro_batches, f"run.gpus={ranks}")
-    return ranks
+    return [ranks]
 
 
 def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "") -> None:
@@ -68,18 +62,12 @@ def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "")
         ranks = degrees.ranks
         parts = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
         shared = f" (parallel.context={degrees.context} of them share their rows)" * (degrees.context > 1)
+        cut = f", or parallel.context={ranks}, which gives each rank a part of each row" * (degrees.context == 1)
         raise ConfigError(
             f"{subject or f'The number of ranks, {ranks},'}{shared} does not divide a step into equal parts: it has "
             f"{parts} (train.global_batch_size / train.micro_batch_size). Change one of the three, or use "
-            "run.gpus=auto."
+            f"run.gpus=auto{cut}."
         )
-
-
-def _divides(parallel: ParallelConfig, ranks: int, micro_batches: int) -> bool:
-    try:
-        return micro_batches % decide(parallel, ranks).data_ranks == 0
-    except ConfigError:
-        return False
 
 
 def launch(ranks: int, argv: list[str]) -> int:

@@ -23,10 +23,11 @@ from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import AUTO, DataConfig, SourceConfig
+from fxtune.data.config import AUTO, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
-from fxtune.distributed.parallel import agrees, decide
+from fxtune.distributed.launch import require_equal_parts
+from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, HubError, UserError
@@ -41,15 +42,11 @@ from fxtune.system.console import say
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
-from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
-from fxtune.techniques.attention import context, isolation
+from fxtune.techniques.attention import context
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.compile.technique import Dynamic
-from fxtune.techniques.estimate.degrees import choose, need_with, possible
 from fxtune.techniques.estimate.memory import trained_parameters
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.package_checks import unusable
 from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
@@ -58,7 +55,9 @@ from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.ranks import facts_on_ranks, share
 from fxtune.training.resume_check import ResumeCheck
+from fxtune.training.rows import decide_rows
 from fxtune.training.step import TrainStep
 
 
@@ -70,11 +69,12 @@ class RunBuilder:
     """
 
     @phase("Checking the recipe")
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ahead: bool = False) -> None:
+        """`ahead`: look at the run in one process before it has ranks. `facts` are those of one of its ranks, and
+        nothing can be built."""
         self.config = config
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib)
-        self.world = self.world.divided(decide(config.parallel, self.world.size))
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
@@ -90,9 +90,13 @@ class RunBuilder:
             if not unusable(self.facts, [*config.techniques.packages(self.facts), *optimizer_needs]):
                 break  # else decide again: from now on a package that does not work counts as missing
         self.config = config = replace(config, data=data)
-        self.world, shared = self._share_work()
-        self.facts = replace(self.facts, degrees=self.world.degrees)
-        notes += shared
+        if ahead:
+            self.facts = facts_on_ranks(self.facts, config)
+        elif self.world.size > 1 or config.parallel != ParallelConfig():
+            degrees, why = share(config, self.facts, [self.world.size])
+            self.world = self.world.divided(degrees)
+            self.facts = replace(self.facts, degrees=degrees)
+            notes += [f"parallel: {why}"] * (self.world.size > 1)
         self.techniques, self.decided = config.techniques.resolved(
             self.facts, list(update_rule.check(config.optimizer, self.facts))
         )
@@ -106,26 +110,6 @@ class RunBuilder:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)
-
-    def _share_work(self) -> tuple[World, list[str]]:
-        """The world with its ranks divided as the config says or, where it says `auto`, as the forecast advises; and
-        a line about that."""
-        world, facts, parallel = self.world, self.facts, self.config.parallel
-        if world.size == 1:
-            return world, []
-        candidates = []
-        for degrees in possible(world.size) if facts.device == "cuda" else ():  # ranks of one CPU share its memory
-            shared = replace(facts, degrees=degrees)
-            refused = [*self.config.techniques.unshareable(shared), *update_rule.check(self.config.optimizer, shared)]
-            if agrees(parallel, degrees) and not refused:
-                candidates.append(degrees)
-        if len(candidates) < 2:
-            return world, [f"parallel: {world.degrees}"]
-        chosen, need = choose(facts, candidates)
-        why = f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB a card by the forecast"
-        if chosen != candidates[0]:
-            why += f"; {candidates[0]} would need {need_with(facts, candidates[0]).device / GIB:.1f}"
-        return world.divided(chosen), [f"parallel: {chosen} ({why})"]
 
     @phase("Reading the data")
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
@@ -285,6 +269,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     builder = RunBuilder(config)
     if reasons := list(config.parallel.check(builder.world.degrees)):  # here, because other commands use one rank
         raise ConfigError("\n".join(reasons))
+    require_equal_parts(builder.world.degrees, config.train.micro_batches)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
         builder = RunBuilder(replace(config, techniques=techniques))
     if undecided:
@@ -307,37 +292,6 @@ def steps_only(config: Config, steps: int) -> Config:
     config.checkpoint.every = 0
     config.tracking = TrackingConfig(display=DisplayKind.none)
     return config
-
-
-def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfig, list[str], Facts]:
-    """The data config with `data.packing` as true or false; a line that says why it is false if it was `auto`; and the
-    facts of the run, in which no technique is resolved."""
-    data, compile = config.data, config.techniques.compile
-    facts = Facts.of(
-        world,
-        model=hf_config.to_dict(),
-        dtype=str(models.resolve_dtype(config.model, world)).removeprefix("torch."),
-        sequence_length=data.sequence_length,
-        micro_batch_size=config.train.micro_batch_size,
-        optimizer=config.optimizer.name.value,
-        stochastic_rounding=config.optimizer.stochastic_rounding,
-        deterministic=config.run.deterministic,
-        degrees=world.degrees,
-        sum_bytes=config.parallel.sum_bytes,
-        techniques=config.techniques,
-    )
-    note = []
-    if data.packing == AUTO:
-        why = "data.buckets has lengths to pad to" if data.buckets else config.techniques.why_padded(facts)
-        why = why or isolation.why_not_isolated(hf_config)
-        data = replace(data, packing=why is None)
-        padding = "each row holds one document, with padding"
-        if why and compile.enabled and compile.dynamic is Dynamic.never and not data.buckets:
-            lengths = sorted({max(data.sequence_length // part, 2) for part in (8, 4, 2, 1)})
-            data = replace(data, buckets=lengths)  # each length compiles once
-            padding += f" to {', '.join(map(str, lengths))} tokens"
-        note = [f"packing: off, because {why}; {padding}"] if why else []
-    return data, note, replace(facts, packing=data.packs, rows=data.row_lengths())
 
 
 @contextmanager

@@ -1,28 +1,119 @@
-"""The ranks that a recipe's run will have, before they are started. Commands that look at a recipe in one process use
-this."""
+"""How many ranks a run has, and how they share its work: one decision, for training and for the commands that look at
+a recipe in one process, before there are ranks.
+
+`run.gpus` gives the number of ranks, `parallel` their degrees. Where both leave a choice, the forecast of memory
+decides: copies of the weights where one fits a card, else cut weights; rows are cut only if whole ones fit no card.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+import torch
+
 from fxtune.config.root import Config
-from fxtune.distributed.launch import ranks_to_start
-from fxtune.distributed.parallel import ParallelConfig, decide
+from fxtune.distributed.launch import ranks_here, require_equal_parts
+from fxtune.distributed.parallel import AUTO, Degrees, agrees, decide
+from fxtune.distributed.ranks import place
+from fxtune.distributed.world import Device, World
+from fxtune.models.load import load_config
+from fxtune.optim import config as update_rule
+from fxtune.system.units import GIB
+from fxtune.techniques.estimate.degrees import choose, fits, need_with, possible, with_degrees
 from fxtune.techniques.facts import Facts
+from fxtune.training.rows import decide_rows
+
+SHORT = 8192
+"""Tokens of a micro-batch that any card holds, so that its rows are not cut to make them fit."""
 
 
-def ranks_of(config: Config) -> int:
-    """How many ranks `fxtune` starts for a run of `config` on this machine. Raises as ranks_to_start()."""
-    micro_batches = config.train.global_batch_size // config.train.micro_batch_size
-    return ranks_to_start(config.run.gpus, config.run.device.value == "cpu", micro_batches, config.parallel)
+def ranks_of(config: Config, facts: Facts | None = None) -> int:
+    """How many ranks `fxtune` starts for a run of `config` on this machine; 1 in a process that is a rank. `facts`:
+    those of this process alone; None: where they matter another process finds them, because CUDA holds GPU memory.
 
-
-def of_one_rank(config: Config) -> Config:
-    """`config` for a process that looks at it alone: `parallel` divides nothing."""
-    return replace(config, parallel=ParallelConfig())
+    Raises ConfigError, HardwareError, and the errors of load_config().
+    """
+    if place()[1] > 1:
+        return 1
+    counts = ranks_here(config.run.gpus, config.run.device is Device.cpu)
+    if len(counts) == 1:
+        require_possible(config, counts[0], _has_card(config), f"run.gpus={counts[0]}")
+        return counts[0]
+    most = next((count for count in counts if ways(config, count, cut=False)), counts[0])
+    short = config.train.micro_batch_size * config.data.sequence_length <= SHORT
+    if most == counts[0] or short or config.parallel.context != AUTO:
+        return most
+    return share(config, facts or _facts_of_another_process(config), counts)[0].ranks
 
 
 def facts_on_ranks(facts: Facts, config: Config) -> Facts:
     """The facts that one of these ranks will have. `facts`: those of this process alone. Raises as ranks_of()."""
-    ranks = ranks_of(config)
-    return replace(facts, degrees=decide(config.parallel, ranks), host_memory=facts.host_memory // ranks)
+    ranks = ranks_of(config, facts)
+    degrees, _ = share(config, facts, [ranks])
+    require_equal_parts(degrees, config.train.micro_batches, f"run.gpus={ranks}")
+    return with_degrees(facts, degrees)
+
+
+def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") -> None:
+    """Raise ConfigError if so many ranks cannot share a step of `config`. `cuda`: whether they have cards; `subject`:
+    what gave their number."""
+    if not ways(config, ranks, cut=cuda):
+        require_equal_parts(decide(config.parallel, ranks), config.train.micro_batches, subject)
+
+
+def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
+    """The degrees that `config.parallel` allows so many ranks and that divide a step, the one that sends the least
+    first. `cut`: also those that cut rows where the config leaves it open."""
+    return [
+        one
+        for one in possible(ranks)
+        if agrees(config.parallel, one)
+        and not config.train.micro_batches % one.data_ranks
+        and (cut or one.context == 1 or config.parallel.context != AUTO)
+    ]
+
+
+def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees, str]:
+    """How the ranks of a run of `config` share its work, and a line that says so and why.
+
+    `counts`: how many ranks there may be, the most first. `facts`: those of this process. If no degrees divide a step,
+    the result does not either: see require_equal_parts(). Ranks of one CPU share its memory, so there nothing is cut
+    that the config does not ask for.
+    """
+    facts, parallel = replace(facts, techniques=config.techniques), config.parallel
+    if facts.device != "cuda" or max(counts) == 1:
+        chosen = decide(parallel, counts[0])
+        return chosen, str(chosen)
+
+    def can(degrees: Degrees) -> bool:
+        shared = replace(facts, degrees=degrees)
+        return not [*config.techniques.unshareable(shared), *update_rule.check(config.optimizer, shared)]
+
+    uncut = replace(parallel, context="1") if parallel.context == AUTO else parallel
+    whole = [one for count in counts for one in possible(count) if agrees(uncut, one) and can(one)]
+    fit = any(fits(facts, one) for one in whole)
+    found = [one for count in counts for one in ways(config, count, cut=not fit) if can(one)]
+    if not found:
+        chosen = decide(parallel, counts[0])
+        return chosen, str(chosen)
+    chosen, need = choose(facts, found)
+    why = f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB a card by the forecast"
+    if chosen != found[0]:
+        why += f"; {found[0]} would need {need_with(facts, found[0]).device / GIB:.1f}"
+    return chosen, f"{chosen} ({why})"
+
+
+def _has_card(config: Config) -> bool:
+    return config.run.device is not Device.cpu and torch.cuda.is_available()
+
+
+def _facts_of_another_process(config: Config) -> Facts:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_facts_here, config).result()
+
+
+def _facts_here(config: Config) -> Facts:
+    return decide_rows(config, World.create(config.run.device, config.run.memory_gib), load_config(config.model))[2]

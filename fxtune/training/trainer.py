@@ -21,8 +21,6 @@ from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.distributed.heartbeat import STEP
-from fxtune.distributed.launch import require_equal_parts
-from fxtune.distributed.parallel import decide
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.models.save import save_model
@@ -44,6 +42,7 @@ from fxtune.training.bad_batches import BadBatches
 from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.ranks import require_possible
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
 from fxtune.training.run_energy import RunEnergy, sentence
@@ -61,8 +60,7 @@ def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
         recipe = redact(json.loads(json.dumps(dataclasses.asdict(config))))
         with World.create(config.run.device, config.run.memory_gib) as world:
             _require_same_recipe(world, recipe)
-            micro_batches = config.train.global_batch_size // config.train.micro_batch_size
-            require_equal_parts(decide(config.parallel, world.size), micro_batches)
+            require_possible(config, world.size, world.device.type == "cuda")
             return _run_in_folder(_claim(world, config, recipe), config, recipe, objective, world)
 
 

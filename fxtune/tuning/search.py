@@ -280,7 +280,6 @@ class Search:
             "device": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
             "packages": {**facts.packages, "python": sys.version.split()[0]},
             "data": [facts.packing, facts.sequence_length, facts.rows, self.context.document],
-            "ranks": str(facts.degrees),
             "run": [facts.dtype, facts.deterministic, config.train.global_batch_size, asdict(config.optimizer)],
             "steps": [self.steps, trial.WARM_UP],
             "candidate": candidate.identity,

@@ -30,6 +30,7 @@ from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import fuse, gemm_backend
+from fxtune.training.ranks import share
 from fxtune.tuning.trial import Outcome, TrialResult
 
 if TYPE_CHECKING:
@@ -115,9 +116,10 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
     changed = apply_deltas(config, deltas)
     micro_batch_size = changed.train.micro_batch_size
     facts = replace(context.facts, micro_batch_size=micro_batch_size)
-    parts, ranks = changed.train.global_batch_size // micro_batch_size, facts.degrees.data_ranks
-    if parts % ranks:
-        reason = f"{parts} micro-batches a step are not divided by {ranks} ranks"
+    degrees, _ = share(changed, facts, [facts.degrees.ranks])
+    facts, parts = replace(facts, degrees=degrees), changed.train.micro_batches
+    if parts % degrees.data_ranks:
+        reason = f"{parts} micro-batches a step are not divided by {degrees.data_ranks} ranks"
         return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
     try:
         techniques, _ = changed.techniques.resolved(facts, measure=False)
@@ -135,7 +137,12 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
         options["liger"] = dataclasses.asdict(changed.techniques.liger)  # its trial resolves `auto` by measuring
     if plan == keep_all:
         options.pop("checkpointing", None)  # policy=none is the same as no checkpointing
-    identity = {"micro_batch_size": micro_batch_size, "workers": workers, "techniques": options}
+    identity = {
+        "micro_batch_size": micro_batch_size,
+        "workers": workers,
+        "techniques": options,
+        "ranks": str(degrees),
+    }
     fits = need <= facts.free_memory * (1 + MARGIN)
     verdict = "" if fits else f"left out: forecast {need / GIB:.1f} GiB, {facts.free_memory / GIB:.1f} GiB free"
     return Candidate(deltas, identity, need, fits, verdict)

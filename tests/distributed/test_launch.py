@@ -12,10 +12,18 @@ import torch
 from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
 
+from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed.failure import Failure
 from fxtune.distributed.heartbeat import Beat
-from fxtune.distributed.launch import _conclude, ranks_to_start
+from fxtune.distributed.launch import _conclude
+from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError, DataError, HardwareError, RankError, Stopped, UserError
+from fxtune.training.ranks import ranks_of
+
+
+def ranks_to_start(gpus: str, cpu: bool, parts: int) -> int:
+    run = RunConfig(gpus=gpus, device=Device.cpu if cpu else Device.auto)
+    return ranks_of(Config(run=run, train=TrainConfig(micro_batch_size=1, global_batch_size=parts)))
 
 
 def test_auto_takes_as_many_gpus_as_divide_a_step(monkeypatch):
@@ -34,12 +42,12 @@ def test_impossible_numbers_of_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(HardwareError, match=r"run\.gpus=3, but torch sees 2 GPUs here"):
         ranks_to_start("3", False, 6)
-    with pytest.raises(ConfigError, match=r"run\.gpus=2 does not divide a step into equal parts: it has 3 micro"):
-        ranks_to_start("2", False, 3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(HardwareError, match=r"run\.gpus=2, but torch sees no GPU here \(CUDA_VISIBLE_DEVICES=''\)"):
         ranks_to_start("2", False, 4)
+    with pytest.raises(ConfigError, match=r"run\.gpus=2 does not divide a step into equal parts: it has 3 micro"):
+        ranks_to_start("2", True, 3)
 
 
 @dataclass
@@ -120,7 +128,7 @@ def test_command_starts_two_ranks_and_stops_them_together(training, tmp_path):
 
 @pytest.mark.slow
 def test_killed_rank_is_named_and_nothing_is_left_running(training, tmp_path):
-    victims = ranks_of(training.pid)
+    victims = processes_of(training.pid)
     assert len(victims) == 2
     os.kill(victims[1], signal.SIGKILL)
     assert training.wait(600) == 7, tail(tmp_path)
@@ -128,14 +136,14 @@ def test_killed_rank_is_named_and_nothing_is_left_running(training, tmp_path):
     assert not any(Path(f"/proc/{rank}").exists() for rank in victims)
 
 
-def ranks_of(launcher: int) -> list[int]:
+def processes_of(launcher: int) -> list[int]:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [int(rank) for rank in children if b"fxtune" in Path(f"/proc/{rank}/cmdline").read_bytes()]
 
 
 @pytest.mark.slow
 def test_stopped_rank_is_named_and_the_run_ends_within_a_minute(training, tmp_path):
-    ranks = ranks_of(training.pid)
+    ranks = processes_of(training.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     assert training.wait(600) == 7, tail(tmp_path)
     message = [line for line in tail(tmp_path, 10**6).splitlines() if line.startswith("fxtune: Rank")]
@@ -146,7 +154,7 @@ def test_stopped_rank_is_named_and_the_run_ends_within_a_minute(training, tmp_pa
 
 @pytest.mark.slow
 def test_ranks_save_and_end_when_their_launcher_is_killed(training, tmp_path):
-    ranks = ranks_of(training.pid)
+    ranks = processes_of(training.pid)
     assert len(ranks) == 2
     training.kill()
     training.wait()

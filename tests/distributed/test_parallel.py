@@ -3,10 +3,11 @@
 import pytest
 
 from fxtune.config import compose
-from fxtune.distributed.launch import ranks_to_start
+from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig, decide
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
+from fxtune.training.ranks import ranks_of
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,10 @@ def test_without_degrees_all_ranks_replicate():
 
 
 def test_started_ranks_fit_the_degrees():
-    context = ParallelConfig(context="2")
-    assert ranks_to_start("4", True, 2, context) == 4
+    def started(micro_batches: int) -> int:
+        run, train = RunConfig(gpus="4", device=Device.cpu), TrainConfig(global_batch_size=micro_batches)
+        return ranks_of(Config(run=run, train=train, parallel=ParallelConfig(context="2")))
+
+    assert started(2) == 4
     with pytest.raises(ConfigError, match=r"run\.gpus=4 \(parallel\.context=2 of them share their rows\) does not"):
-        ranks_to_start("4", True, 3, context)
+        started(3)

@@ -1,26 +1,130 @@
-"""The ranks of a run before it starts: a command looks at the recipe in one process, with the facts of one rank."""
+"""How many ranks a run has, and how they share its work: decided by facts of machines, without the machines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from support.architectures import enable
+from support.forecasts import LLAMA, TECHNIQUES, card
+
 from fxtune.config.root import Config, RunConfig, TrainConfig
-from fxtune.distributed.parallel import ParallelConfig
+from fxtune.data.config import DataConfig
+from fxtune.distributed.parallel import Degrees, ParallelConfig
+from fxtune.errors import ConfigError
 from fxtune.techniques.facts import Facts
-from fxtune.training.ranks import facts_on_ranks, of_one_rank, ranks_of
+from fxtune.training import ranks
+from fxtune.training.ranks import facts_on_ranks, ranks_of, require_possible, share
 
-TWO = Config(run=RunConfig(gpus="2"), train=TrainConfig(micro_batch_size=1, global_batch_size=4))
+LORA = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
+FULL = {**LORA}
+del FULL["lora"]
+KEPT = {"attention": {}, "lora": {}, "checkpointing": {"policy": "full"}}
+FULL_KEPT = {"attention": {}, "checkpointing": {"policy": "full"}}
+LARGE = LLAMA | dict(
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+)
+LONG = 2**20
+"""Tokens of a row that does not fit one H200."""
 
 
-def test_facts_are_those_of_one_of_the_ranks(monkeypatch):
-    monkeypatch.setattr("fxtune.training.ranks.ranks_to_start", lambda gpus, *_: int(gpus))
-    assert ranks_of(TWO) == 2
-    facts = facts_on_ranks(Facts(host_memory=8 << 30), TWO)
+@pytest.fixture
+def cards(monkeypatch):
+    """A machine with eight cards, whose facts no process may look for."""
+    monkeypatch.setattr(ranks, "_has_card", lambda config: True)
+    monkeypatch.setattr(ranks, "ranks_here", lambda gpus, cpu: [int(gpus)] if gpus != "auto" else [8, 6, 4, 3, 2, 1])
+    monkeypatch.setattr(ranks, "_facts_of_another_process", lambda config: pytest.fail("the forecast decides nothing"))
+
+
+def config(micro_batches: int, length: int, gpus: str = "auto", techniques=LORA, **parallel: str) -> Config:
+    return Config(
+        run=RunConfig(gpus=gpus),
+        data=DataConfig(sequence_length=length),
+        train=TrainConfig(micro_batch_size=1, global_batch_size=micro_batches),
+        techniques=enable(**techniques),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def test_facts_are_those_of_one_of_the_ranks():
+    two = Config(run=RunConfig(gpus="2"), train=TrainConfig(global_batch_size=4))
+    two.run.device = type(two.run.device).cpu
+    assert ranks_of(two) == 2
+    facts = facts_on_ranks(Facts(host_memory=8 << 30), two)
     assert facts.host_memory == 4 << 30
-    assert facts.degrees.replicate == 2
+    assert facts.degrees == Degrees(replicate=2)
 
 
-def test_one_process_divides_nothing():
-    divided = replace(TWO, parallel=replace(ParallelConfig(), context=2))
-    assert of_one_rank(divided).parallel == ParallelConfig()
-    assert divided.parallel.context == 2, "a copy"
+@pytest.mark.usefixtures("cards")
+def test_commands_before_the_ranks_choose_the_degrees_that_the_ranks_choose():
+    """Full fine-tuning of 8B does not fit a card with its moments; adapters do."""
+    for techniques, expected in ((FULL, Degrees(replicate=4, shard=2)), (LORA, Degrees(replicate=8))):
+        one, asked = card(60, 4096, techniques=techniques), config(8, 4096, techniques=techniques)
+        ahead = facts_on_ranks(one, asked)
+        there = replace(one, degrees=Degrees(replicate=8), host_memory=one.host_memory // 8)
+        assert ahead.degrees == share(asked, there, [8])[0] == expected
+        assert ahead.host_memory == there.host_memory
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "techniques", "model", "expected"),
+    [
+        (2, {}, KEPT, LLAMA, Degrees(replicate=2)),
+        (2, {}, FULL_KEPT, LLAMA, Degrees(shard=2)),
+        (4, {}, FULL_KEPT, LLAMA, Degrees(replicate=2, shard=2)),
+        (4, {}, KEPT, LARGE, Degrees(shard=4)),
+        (4, {}, {**KEPT, "quantize": {"type": "fp8"}}, LARGE, Degrees(shard=4)),
+        (4, {"replicate": "4"}, FULL_KEPT, LLAMA, Degrees(replicate=4)),
+        (2, {}, {**KEPT, "quantize": {}}, LARGE, Degrees(replicate=2)),  # nf4 is not divided
+    ],
+)
+def test_what_does_not_fit_a_card_is_divided(ranks, given, techniques, model, expected):
+    facts = replace(card(80, 4096, techniques=techniques, model=model), degrees=Degrees(replicate=ranks))
+    chosen, line = share(config(8, 4096, techniques=techniques, **given), facts, [ranks])
+    assert chosen == expected
+    assert line.startswith(f"{expected} (")
+
+
+@pytest.mark.usefixtures("cards")
+def test_one_row_beyond_a_card_is_cut_and_one_that_fits_is_not():
+    long, short = card(139, LONG, techniques=LORA), card(139, 16384, techniques=LORA)
+    degrees, why = share(config(1, LONG), long, [8, 4, 2, 1])
+    assert degrees == Degrees(context=8)
+    assert why.startswith("context 8 (")
+    assert "GiB a card by the forecast" in why
+    assert ranks_of(config(1, LONG), long) == 8
+    assert facts_on_ranks(long, config(1, LONG, gpus="2")).degrees == Degrees(context=2)
+    assert ranks_of(config(4, LONG), long) == 8
+    four = facts_on_ranks(long, config(4, LONG)).degrees
+    assert four.ranks == 8
+    assert four.context > 1
+    assert four.data_ranks in (1, 2, 4)
+    assert ranks_of(config(1, 16384), short) == 1
+    with pytest.raises(ConfigError, match=r"run\.gpus=2 does not divide .*it has 1 micro-batch .*parallel\.context=2"):
+        facts_on_ranks(short, config(1, 16384, gpus="2"))
+
+
+@pytest.mark.usefixtures("cards")
+def test_facts_are_looked_for_only_where_they_decide():
+    assert ranks_of(config(8, LONG)) == 8
+    assert ranks_of(config(1, 4096)) == 1
+    assert ranks_of(config(3, LONG, context="2")) == 6
+    assert ranks_of(config(1, LONG, gpus="2")) == 2  # the ranks decide
+    with pytest.raises(pytest.fail.Exception, match="the forecast decides nothing"):
+        ranks_of(config(1, LONG))
+
+
+@pytest.mark.usefixtures("cards")
+def test_what_the_config_says_is_not_decided():
+    long = card(139, LONG, techniques=LORA)
+    assert share(config(8, LONG, shard="2"), long, [4])[0] == Degrees(shard=2, context=2)
+    assert share(config(8, LONG, context="1"), long, [4])[0].context == 1
+    assert share(config(2, 4096, shard="2"), card(139, 4096, techniques=LORA), [2])[0] == Degrees(shard=2)
+
+
+def test_without_cards_nothing_is_cut_that_is_not_asked_for():
+    facts = Facts(memory=1, free_memory=1)
+    assert share(config(4, LONG), facts, [2])[0] == Degrees(replicate=2)
+    with pytest.raises(ConfigError, match="does not divide a step into equal parts"):
+        require_possible(config(1, LONG), 2, cuda=False)
+    require_possible(config(1, LONG), 2, cuda=True)

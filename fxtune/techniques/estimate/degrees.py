@@ -34,10 +34,17 @@ class Sent:
         return self.gradients + self.weights + self.rows
 
 
+def with_degrees(facts: Facts, degrees: Degrees) -> Facts:
+    """The facts of one of the ranks that share the work as `degrees` says, and their host's memory. `facts`: those of
+    another number of ranks on the same hosts."""
+    host = facts.host_memory * facts.degrees.ranks // degrees.ranks
+    return replace(facts, degrees=degrees, host_memory=host)
+
+
 def decided_with(facts: Facts, degrees: Degrees) -> Facts:
     """`facts` of one of several ranks. Each `auto` of the techniques is decided for it, and nothing is checked or
     measured. Reads no weight."""
-    facts = replace(facts, degrees=degrees)
+    facts = with_degrees(facts, degrees)
     return replace(facts, techniques=facts.techniques.decided(facts, measure=False)[0])
 
 

@@ -1,0 +1,45 @@
+"""The rows of a run, packed or padded, and the facts that follow from its recipe, its model and this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fxtune.config.root import Config
+from fxtune.data.config import AUTO, DataConfig
+from fxtune.distributed.world import World
+from fxtune.models import load as models
+from fxtune.techniques.attention import isolation
+from fxtune.techniques.compile.technique import Dynamic
+from fxtune.techniques.facts import Facts
+
+
+def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfig, list[str], Facts]:
+    """The data config with `data.packing` as true or false; a line that says why it is false if it was `auto`; and the
+    facts of the run, in which no technique is resolved."""
+    data, compile = config.data, config.techniques.compile
+    facts = Facts.of(
+        world,
+        model=hf_config.to_dict(),
+        dtype=str(models.resolve_dtype(config.model, world)).removeprefix("torch."),
+        sequence_length=data.sequence_length,
+        micro_batch_size=config.train.micro_batch_size,
+        optimizer=config.optimizer.name.value,
+        stochastic_rounding=config.optimizer.stochastic_rounding,
+        deterministic=config.run.deterministic,
+        degrees=world.degrees,
+        sum_bytes=config.parallel.sum_bytes,
+        techniques=config.techniques,
+    )
+    note = []
+    if data.packing == AUTO:
+        why = "data.buckets has lengths to pad to" if data.buckets else config.techniques.why_padded(facts)
+        why = why or isolation.why_not_isolated(hf_config)
+        data = replace(data, packing=why is None)
+        padding = "each row holds one document, with padding"
+        if why and compile.enabled and compile.dynamic is Dynamic.never and not data.buckets:
+            lengths = sorted({max(data.sequence_length // part, 2) for part in (8, 4, 2, 1)})
+            data = replace(data, buckets=lengths)  # each length compiles once
+            padding += f" to {', '.join(map(str, lengths))} tokens"
+        note = [f"packing: off, because {why}; {padding}"] if why else []
+    return data, note, replace(facts, packing=data.packs, rows=data.row_lengths())

@@ -43,7 +43,7 @@ from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
 from fxtune.techniques import divided_weights
-from fxtune.techniques.attention import context
+from fxtune.techniques.attention import context, isolation
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.estimate.memory import trained_parameters

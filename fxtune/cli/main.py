@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fxtune import __version__
 from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
+from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude
 from fxtune.distributed.ranks import act_alone, end_with_launcher, place
 from fxtune.errors import ConfigError, RankError, Stopped, StorageError, UserError, did_you_mean
@@ -348,22 +349,25 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in swept], len(runs) + 1)
         run = SweepRun(title, "")
         runs.append(run)
+        failure.leave_run()
         try:
             config = compose.typed(cfg)
             parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
             as_written = redact(json.loads(json.dumps(asdict(config))))  # as config.yaml of the run's folder has it
             completed = partial(with_defaults, type(config))
-            run.folder = config.run.dir = str(
-                sweep_folder(parent / title, config.run.resume.value, as_written, completed)
-            )
-            print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
+            root, resume = parent / title, config.run.resume.value
+            folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))
+            run.folder = config.run.dir = folder
+            if place()[0] == 0:
+                print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
             quoted = config.run.dir.replace("\\", "\\\\").replace("'", "\\'")
             result = _call(command, config, own, [*overrides, f"run.dir='{quoted}'"])
             if result is None and (Path(run.folder) / RESULT).exists():  # several ranks trained it
                 result = read_json(Path(run.folder) / RESULT)
             run.figures = result if isinstance(result, dict) else {}
         except UserError as error:
-            show(error)
+            if conclude(error)[0]:
+                show(error)
             failures.append(type(error))
             run.error = redact_text(str(error))
         except _Ended:
@@ -376,8 +380,9 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         compose.sweep(choices, job)
     except _JobError as carrier:
         raise carrier.error from carrier.error.__cause__
-    if command is COMMANDS["train"] and any(run.figures for run in runs):
+    if command is COMMANDS["train"] and any(run.figures for run in runs) and place()[0] == 0:
         show_results(runs, parent)
+    failure.leave_run()
     if failures:
         raise failures[0](f"{len(failures)} of {len(runs)} runs failed, for the reasons above")
 

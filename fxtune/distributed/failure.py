@@ -65,6 +65,8 @@ _STORES: list[Any] = []
 """The torch.distributed.Store of each run of this process (a sweep has several): the last one is the current run's."""
 _ENDING: list[Failure] = []
 """The failure that ends this run, once it is known here."""
+_LEFT: list[bool] = []
+"""Not empty from the end of a sweep's run until the ranks meet for the next one."""
 
 
 def find_store(limit: timedelta, opens: bool = True) -> Any:
@@ -100,7 +102,14 @@ def begin_run(store: Any) -> Any:
 
     _STORES.append(PrefixStore(f"run {len(_STORES)}", store))
     _ENDING.clear()
+    _LEFT.clear()
     return _STORES[-1]
+
+
+def leave_run() -> None:
+    """Between two runs of a sweep: what fails from now on is another failure, also if the ranks do not meet again."""
+    _ENDING.clear()
+    _LEFT[:] = [True]
 
 
 def runs() -> int:
@@ -157,7 +166,7 @@ def read(folder: Path) -> list[Failure]:
 def _first(mine: Failure) -> Failure | None:
     """The failure that stands in the store: an earlier one of another rank, or now `mine`. None without a store."""
     try:
-        store = _STORES[-1] if _STORES else begin_run(find_store(PATIENCE))
+        store = _STORES[-1] if _STORES and not _LEFT else begin_run(find_store(PATIENCE))
         if mine.lost:
             try:
                 store.wait(["failure"], PATIENCE)

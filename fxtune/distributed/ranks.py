@@ -9,11 +9,14 @@ import re
 import signal
 import sys
 import zlib
+from datetime import timedelta
 
 HEARTBEATS = "FXTUNE_HEARTBEATS"
 """The environment variable by which fxtune's launcher gives its ranks the folder of their heartbeats."""
 LAUNCHER = "FXTUNE_LAUNCHER"
 """The environment variable with the process id of fxtune's launcher."""
+MEETING = "FXTUNE_MEETING_SECONDS"
+"""The environment variable that says how long ranks wait for the others to start; 600 without it."""
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
@@ -30,6 +33,11 @@ def place() -> tuple[int, int, int]:
     if not size or int(size) < 2:
         return 0, 1, 0
     return int(rank), int(size), int(local_rank or 0)
+
+
+def meeting_time() -> timedelta:
+    """How long ranks wait for the others to start."""
+    return timedelta(seconds=float(os.environ.get(MEETING, 600)))
 
 
 def act_alone() -> bool:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from fxtune.distributed import failure
 from fxtune.distributed.heartbeat import Heartbeat
 from fxtune.distributed.parallel import DEGREES, Degrees
-from fxtune.distributed.ranks import HEARTBEATS, gives_own_cards, place
-from fxtune.distributed.watch import StoreWatch
+from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, place
+from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
 from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line
 from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
 from fxtune.system.gpu_processes import gpu_processes
@@ -54,8 +54,6 @@ PATIENCE = timedelta(hours=6)
 hours while the others wait; a rank that died is noticed by its closed connection, long before."""
 
 
-MEETING = "FXTUNE_MEETING_SECONDS"
-"""The environment variable that says how long ranks wait for the others to start; 600 without it."""
 NCCL = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast needs rights that containers often lack
     # The flight recorder: if a GPU is stuck, the last collectives of each rank go to a file for torch's `fr_trace`.
@@ -64,8 +62,10 @@ NCCL = {
     "TORCH_FR_DUMP_TEMP_FILE": os.path.join(tempfile.gettempdir(), "fxtune_nccl_rank_"),
 }
 """Environment variables for NCCL, where the user has not set them."""
-STUCK = timedelta(minutes=30)
-"""How long a GPU may wait for another one's. The hosts have agreed on the step before, so all are about to come."""
+STUCK = timedelta(seconds=STEP_SECONDS + 600)
+"""How long a GPU may wait for another one's. NCCL counts from the moment in which the first rank issues a collective.
+Some are issued before the ranks have agreed on the step: early buckets of gradients, and weights that are gathered.
+So this is longer than the watch gives a rank in a step, and the watch, which names the rank, comes first."""
 
 
 class Device(str, Enum):
@@ -385,7 +385,7 @@ def _join(world: World) -> None:
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
     cuda = world.device.type == "cuda"
-    limit = timedelta(seconds=float(os.environ.get(MEETING, 600)))
+    limit = meeting_time()
     try:
         with world.heartbeat.waiting("looking for the other ranks"):
             store = failure.begin_run(failure.find_store(limit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -148,3 +149,22 @@ def test_mistake_before_the_ranks_meet_is_one_message(ranks, tmp_path):
         assert ranks.run(command(tmp_path, *FEWER), tmp_path, own=own) == [2, 2], tail(tmp_path)
         assert tail(tmp_path, 10**6).count("fxtune:") == 1, tail(tmp_path)
         assert "optimizer.lr" in tail(tmp_path, 10**6)
+
+
+def test_sweep_of_two_ranks_tells_each_failure_once_and_goes_on(ranks, tmp_path):
+    """The first run cannot start, the second does."""
+    words = [word for word in command(tmp_path, *FEWER) if "batch_size" not in word and "max_steps" not in word]
+    sweep = ["-m", *words, "train.max_steps=3", "train.micro_batch_size=1", "train.global_batch_size=3,2"]
+    assert ranks.run(sweep, tmp_path) == [2, 2], tail(tmp_path)
+    said = messages(tmp_path)
+    assert len(said) == 2, said
+    assert "does not divide a step into equal parts" in said[0]
+    assert said[1] == "fxtune: 1 of 2 runs failed, for the reasons above"
+    log = tail(tmp_path, 10**6)
+    assert log.count("run 1: ") == log.count("run 2: ") == 1
+    failed, done = sorted(
+        json.loads((tmp_path / "run" / "sweep.json").read_text())["runs"], key=lambda one: one["changes"]
+    )[::-1]
+    assert failed["error"]
+    assert done["error"] is None
+    assert len(losses(Path(tmp_path / done["folder"]))) == 3

@@ -1,0 +1,44 @@
+"""What rank 0 chooses for all ranks before they have met, as the folder of a sweep's next run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fxtune.distributed import failure
+from fxtune.distributed.ranks import meeting_time, place
+from fxtune.errors import LostRankError, RankError, UserError, first_line
+
+_STORES: list[Any] = []
+"""The stores of earlier choices. A store that rank 0 opened lives as long as its object."""
+
+
+def of_rank_0(choose: Callable[[], str]) -> str:
+    """choose() of rank 0, on all ranks, which call this in the same order. Raises its UserError there, and
+    LostRankError on the others; RankError if the ranks cannot reach each other."""
+    rank, size, _ = place()
+    if size == 1:
+        return choose()
+    from torch.distributed import PrefixStore
+
+    key = str(len(_STORES))
+    try:
+        _STORES.append(PrefixStore("choices", failure.find_store(meeting_time())))
+        found = json.loads(_STORES[-1].get(key)) if rank else ""
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"Rank {rank} of {size} cannot reach rank 0 at MASTER_ADDR and MASTER_PORT: {first_line(error)}. Check "
+            "the address, and that no firewall is between the hosts."
+        ) from error
+    if found is None:
+        raise LostRankError("Rank 0 failed before the ranks met.")
+    if rank:
+        return str(found)
+    try:
+        chosen = choose()
+    except UserError:
+        _STORES[-1].set(key, "null")
+        raise
+    _STORES[-1].set(key, json.dumps(chosen))
+    return chosen

@@ -40,6 +40,7 @@ from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.system.signals import SIGNALS
 
 Item = TypeVar("Item")
 
@@ -173,11 +174,13 @@ class GradientSum:
 
     @torch.no_grad()
     def _start(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Start the sum of the next bucket, with these gradients of its members."""
-        bucket = self.buckets[self._started]
-        bucket.fill(gradients)
-        self._sums.append(self.world.start_sum(bucket.buffer))
-        self._started += 1
+        """Start the sum of the next bucket, with these gradients of its members. No signal comes between a sum and its
+        count."""
+        with SIGNALS.held():
+            bucket = self.buckets[self._started]
+            bucket.fill(gradients)
+            self._sums.append(self.world.start_sum(bucket.buffer))
+            self._started += 1
 
     def _arrived(self, bucket: int, member: int) -> None:
         """The gradient of `member` is final. Start the buckets that are full, in their order; the last one waits."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fxtune.distributed.world import World, lost_connection
 from fxtune.errors import HardwareError, LostRankError, MemoryShortError, RankError, Stopped, UserError, first_line
@@ -51,14 +52,19 @@ def together(
     not: each rank calls start_sums() after work(), also one that failed. `agree` is called in place of world.agree().
 
     If one rank fails, all raise its error; if one ran out of memory, all raise MemoryShortError; if one was signalled,
-    all raise Stopped; with stops=False a signal waits for a later call. With one rank this is only work(): the signal
-    handler raises Stopped by itself. Ranks that share rows or weights do wait for each other inside work(): one that
-    fails there cannot agree with the others. It leaves, and they lose it.
+    all raise Stopped; with stops=False a signal waits for a later call. A signalled rank leaves work() at once. With
+    one rank this is only work(): the signal handler raises Stopped by itself. Ranks that share rows or weights do wait
+    for each other inside work(): there a signal waits for its end, and a rank that fails cannot agree with the others.
+    It leaves, and they lose it.
     """
     if world.size == 1:
         return work()
     with SIGNALS.held():
-        result = _attempt(partial(catch_out_of_memory, work))
+        try:
+            with SIGNALS.interruptible() if stops and not world.shares else nullcontext():
+                result = _attempt(partial(catch_out_of_memory, work))
+        except Stopped:  # said to all below
+            result = None
         if world.shares and isinstance(result, (MemoryExhausted, _Failed)):
             raise _reason_to_leave(world, result)
         start_sums()
@@ -74,7 +80,7 @@ def together(
     if verdict:
         raise Stopped(signal.Signals(verdict))
     assert not isinstance(result, (MemoryExhausted, _Failed))
-    return result
+    return cast(Result, result)
 
 
 def _attempt(work: Callable[[], Result]) -> Result | _Failed:

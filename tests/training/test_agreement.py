@@ -61,15 +61,27 @@ def test_signal_of_another_rank_stops_this_one():
         run(Two(int(signal.SIGTERM)))
 
 
-def test_own_signal_waits_for_the_end_of_the_work_and_memory_comes_first():
-    done = []
+def test_own_signal_ends_the_work_at_once_and_memory_comes_first():
+    """Where ranks wait for each other inside the work, the signal waits for its end."""
+    done, sums = [], []
 
     def signalled() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         done.append(True)
 
     with SIGNALS, pytest.raises(Stopped, match="SIGUSR1"):
-        run(Two(), signalled)
-    assert done
+        together(Two(), signalled, lambda: sums.append(True))  # type: ignore[arg-type]
+    assert not done
+    assert sums, "the others have started theirs"
     with SIGNALS, pytest.raises(MemoryShortError):
         run(Two(OUT_OF_MEMORY, "3 GiB"), signalled)
+    with SIGNALS, pytest.raises(Stopped, match="SIGUSR1"):
+        run(Two(shard=2), signalled)
+    assert done
+
+
+def test_signal_between_two_averages_waits():
+    with SIGNALS:
+        assert together(Two(), lambda: os.kill(os.getpid(), signal.SIGUSR1), stops=False) is None  # type: ignore[arg-type, func-returns-value]
+        with pytest.raises(Stopped, match="SIGUSR1"):
+            run(Two())

@@ -65,6 +65,7 @@ COMMANDS = {
         "end a run early, with a finished model: finish RUN",
         positional="run",
         positional_only=True,
+        ranks=True,
         options=_TRUST,
     ),
     "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),

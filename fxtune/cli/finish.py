@@ -5,11 +5,13 @@
 
 With schedule.name=wsd the learning rate decays first, from the best weights so far; with other schedules the run ends
 at once. Then the run ends as always: it evaluates, exports and answers its questions. A run that is alive does so by
-itself, and this command returns at once. A run that was stopped goes on here until it is done.
+itself, and this command returns at once. A run that was stopped goes on here until it is done, on as many ranks as its
+recipe says; under torchrun or srun on theirs.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,12 +22,16 @@ from fxtune.checkpoint.run_folder import CHECKPOINTS, RESULT, require_own_files
 from fxtune.cli.run_output import run_folder
 from fxtune.config import compose
 from fxtune.config.root import Resume
+from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
-from fxtune.distributed.ranks import place
+from fxtune.distributed.ranks import LAUNCHER, place
 from fxtune.errors import ConfigError, StorageError
 from fxtune.system.console import say
 from fxtune.training.ranks import ranks_of
 from fxtune.training.run_end import FINISH
+
+DONE = "done"
+"""What _prepare() says of a run that needs no more training here."""
 
 
 def run(run: str, *, trust_remote_code: bool = False) -> None:
@@ -35,26 +41,32 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
     folder = run_folder(run)
     config = compose.of_run(folder, trust_remote_code)
     config.run.dir, config.run.resume = str(folder), Resume.must
-    if place()[1] == 1:  # else this is one of the ranks that are started below
-        if (folder / RESULT).exists():
-            say(f"{folder} is finished already: there is nothing to do.")
-            return
-        try:
-            require_own_files(folder)
-            alive = _is_alive(folder / ".lock")
-            if not alive and not stored.paths(folder / CHECKPOINTS):
-                raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
-            (folder / FINISH).touch()
-        except OSError as error:
-            raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error
-        if alive:
-            say(f"{folder} is running and will end: it says when, at its next line of figures.")
-            return
-        if (ranks := ranks_of(config)) > 1:
-            sys.exit(launch(ranks, ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
+    # The ranks that are started below have nothing to look at.
+    if LAUNCHER not in os.environ and choice.of_rank_0(lambda: _prepare(folder)) == DONE:
+        return
+    if place()[1] == 1 and (ranks := ranks_of(config)) > 1:
+        sys.exit(launch(ranks, ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
     from fxtune.training import trainer
 
     trainer.run(config)
+
+
+def _prepare(folder: Path) -> str:
+    """Tell the run in `folder` to end. Returns DONE if there is nothing else to do."""
+    if (folder / RESULT).exists():
+        say(f"{folder} is finished already: there is nothing to do.")
+        return DONE
+    try:
+        require_own_files(folder)
+        alive = _is_alive(folder / ".lock")
+        if not alive and not stored.paths(folder / CHECKPOINTS):
+            raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
+        (folder / FINISH).touch()
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error
+    if alive:
+        say(f"{folder} is running and will end: it says when, at its next line of figures.")
+    return DONE if alive else ""
 
 
 def _is_alive(lock: Path) -> bool:

@@ -3,6 +3,7 @@
     python scripts/faults/kill.py [--kills 200] [--modes lora,full] [--seed 0] [--json FILE] [--folder FOLDER]
     python scripts/faults/kill.py --operations --modes lora  # not at random: one kill before each file operation of a run
     python scripts/faults/kill.py --ranks 2 --kills 100      # runs of two ranks: a rank, the launcher or all are killed
+    python scripts/faults/kill.py --ranks 2 --shard 2        # and full fine-tuning with Muon whose weights they divide
 
 Each run trains a two-layer Llama on a CPU. SIGKILL ends it one to four times, and the same command starts it again.
 Half of the instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a
@@ -122,16 +123,18 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outc
                 shutil.rmtree(place)
 
 
-def campaign_of_ranks(ranks: int, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]) -> int:
-    """Kill processes of runs of `ranks` ranks until `kills` kills are done. Returns how many runs went wrong."""
+def campaign_of_ranks(ranks: int, shard: int, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Kill processes of runs of `ranks` ranks until `kills` kills are done. `shard`: over how many of them weights are
+    divided. Returns how many runs went wrong."""
     draw, bad, number = random.Random(f"{seed}/ranks"), 0, 0
+    mode, title = ("lora", f"{ranks} ranks") if shard == 1 else ("full", f"{ranks} ranks, weights divided by {shard}")
 
     def words_in(place: Path) -> list[str]:
-        return [*prepare(place, "lora"), f"run.gpus={ranks}", "run.device=cpu"]
+        return [*prepare(place, mode), f"run.gpus={ranks}", f"parallel.shard={shard}", "run.device=cpu"]
 
     reference, seconds = finish(words_in(folder / "reference"), folder / "reference")
     steps = steps_logged(folder / "reference")
-    print_now(f"{ranks} ranks: undisturbed {seconds:.1f} s, {steps} steps")
+    print_now(f"{title}: undisturbed {seconds:.1f} s, {steps} steps")
     while len(rows) < kills:
         place = folder / f"run-{number}"
         words, number = words_in(place), number + 1
@@ -146,7 +149,7 @@ def campaign_of_ranks(ranks: int, kills: int, seed: int, folder: Path, rows: lis
         wrong = [*(problem for kill in done for problem in kill.wrong), *reference.differences(ending)]
         bad += bool(wrong)
         print_now(f"  {place.name}: " + (f"WRONG {wrong}" if wrong else "identical"))
-        rows += [{"mode": f"{ranks} ranks", **dataclasses.asdict(kill), "identical": not wrong} for kill in done]
+        rows += [{"mode": title, **dataclasses.asdict(kill), "identical": not wrong} for kill in done]
         if not wrong:
             shutil.rmtree(place)
     slowest = max(row["seconds"] for row in rows)
@@ -240,6 +243,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write each kill to this file")
     parser.add_argument("--folder", type=Path, help="folder of the runs; those that differ are kept")
     parser.add_argument("--ranks", type=int, default=1, help="kill runs of so many ranks, in one mode")
+    parser.add_argument("--shard", type=int, default=1, help="with --ranks: divide the weights over so many of them")
     given = parser.parse_args()
     modes = given.modes.split(",")
     if unknown := set(modes) - set(MODES):
@@ -248,7 +252,7 @@ def main() -> int:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-kills-"))
     if given.ranks > 1:
         rows: list[dict[str, Any]] = []
-        bad_runs = campaign_of_ranks(given.ranks, given.kills, given.seed, folder, rows)
+        bad_runs = campaign_of_ranks(given.ranks, given.shard, given.kills, given.seed, folder, rows)
         if given.json:
             given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 1 if bad_runs else 0

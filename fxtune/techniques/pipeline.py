@@ -280,10 +280,10 @@ class Pipeline:
         with self.precision.context(device):
             return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
 
-    def withdraw_compile(self, model: nn.Module, probe: dict[str, Any]) -> str | None:
-        """Undo techniques.compile if the compiler cannot compile `model`. Returns why, None if it can."""
+    def withdraw_compile(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
+        """Undo techniques.compile if the compiler of one rank cannot compile `model`. Returns why, None if all can."""
         with self.precision.context(next(model.parameters()).device):
-            return self.compile.withdraw(model, probe)
+            return self.compile.withdraw(model, probe, world)
 
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """verify(), and a ConfigError that lists every technique that did not act."""

@@ -238,9 +238,9 @@ class Compile(OptionalTechnique):
             part.forward = partial(_unless_caching, part.forward, compiled, self.scope is Scope.model)
         return model
 
-    def withdraw(self, model: nn.Module, probe: dict[str, Any]) -> str | None:
-        """Why the compiler cannot do what verify() asks for, after undoing apply(); None if it can. A model's code
-        shows that only when it runs."""
+    def withdraw(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
+        """Why the compiler cannot do what verify() asks for on one of the ranks, after undoing apply(); None if it
+        can. A model's code shows that only when it runs."""
         from torch._dynamo.exc import TorchDynamoException
 
         try:
@@ -250,6 +250,7 @@ class Compile(OptionalTechnique):
             )
         except (ConfigError, TorchDynamoException) as error:
             why = str(error)
+        why = next((reason for reason in world.gather(why, "trying the compiler") if reason is not None), None)
         if why is None:
             return None
         for part in self._parts(model):

@@ -113,4 +113,4 @@ def test_doctor_tests_the_ranks_of_a_recipe(tmp_path, words):
     done = run(["doctor", *words, "run.gpus=2", "run.device=cpu", "--json", "doctor.json"], tmp_path, timeout=1200)
     found = {one["what"]: one["seen"] for one in json.loads((tmp_path / "doctor.json").read_text())}
     assert "2 ranks, 4 MiB in" in found["all-reduce"], done.text
-    assert "can run on 2 ranks on " in found["run"]
+    assert "can run on 2 ranks (replicate 2) on " in found["run"]

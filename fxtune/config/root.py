@@ -113,6 +113,9 @@ class TrainConfig:
     the same bits. The learning rate is that of the whole run."""
     log_every: int = field(default=1, metadata={"min": 1})
     """Steps between two log lines. The loop waits for the device only when it logs."""
+    noise_scale: bool = False
+    """Measure the gradient noise scale (arXiv 1812.06162) from the micro-batches of each step: `train/noise_scale`, in
+    rows, and advice on train.global_batch_size at the end of the run. Needs two micro-batches in a step."""
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})
     """Clip the gradient to this norm; 0: off."""
     max_skipped_steps: int = field(default=5, metadata={"min": 1})
@@ -165,6 +168,12 @@ class Config:
             yield (
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
                 f"`train.micro_batch_size={train.micro_batch_size}`"
+            )
+        if train.noise_scale and train.global_batch_size == train.micro_batch_size:
+            yield (
+                "`train.noise_scale=true` compares the micro-batches of a step, and "
+                f"`train.micro_batch_size={train.micro_batch_size}` makes one of it: set it to "
+                f"{max(train.micro_batch_size // 2, 1)}, or raise train.global_batch_size"
             )
         if len(self.optimizer.betas) != 2:
             yield f"`optimizer.betas={self.optimizer.betas}` must be two numbers, as in [0.9, 0.999]"

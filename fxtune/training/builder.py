@@ -52,7 +52,7 @@ from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
-from fxtune.training import oom_advice
+from fxtune.training import noise_scale, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.ranks import facts_on_ranks, share
@@ -98,7 +98,8 @@ class RunBuilder:
             self.facts = replace(self.facts, degrees=degrees)
             notes += [f"parallel: {why}"] * (self.world.size > 1)
         self.techniques, self.decided = config.techniques.resolved(
-            self.facts, list(update_rule.check(config.optimizer, self.facts))
+            self.facts,
+            [*update_rule.check(config.optimizer, self.facts), *noise_scale.refusals(config, self.world.degrees)],
         )
         """The techniques with every `auto` decided, and lines on what was decided and why."""
         for package, reason in self.facts.broken.items():

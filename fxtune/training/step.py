@@ -30,6 +30,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.compile.cuda_graphs import Recorder
 from fxtune.techniques.precision import LossScale, Precision
+from fxtune.training import noise_scale
 from fxtune.training.rank_report import RankReport
 from fxtune.training.spikes import SpikeWindow
 
@@ -66,6 +67,7 @@ class TrainStep:
         self.precision, self.loss_scale = precision, loss_scale
         self.max_grad_norm, self.seed = config.max_grad_norm, seed
         device = next(model.model.parameters()).device
+        self.norms = noise_scale.MicroBatchNorms(optimizer.names) if config.noise_scale else None
         self.spikes = SpikeWindow(device, config.spikes, config.spike_window, config.spike_threshold)
         self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None
         self.world = world or World(device)
@@ -119,7 +121,10 @@ class TrainStep:
         assert totals is not None, "a step has a micro-batch"
         self.optimizer.collect()
         self.loss_scale.unscale(list(self.optimizer.names))
-        return dict(zip(self._names, totals.unbind() if totals.dim() else [totals], strict=True))
+        metrics = dict(zip(self._names, totals.unbind() if totals.dim() else [totals], strict=True))
+        if self.norms:
+            metrics[noise_scale.PARTS] = metrics[noise_scale.PARTS] / self.loss_scale.scale.square()
+        return metrics
 
     def start_sums(self) -> None:
         """Start the sums that can start before the ranks agree on this step, and that backward() has not started. A
@@ -216,11 +221,14 @@ class TrainStep:
         with self.precision.context(batch.input_ids.device):
             loss, metrics = self.objective.loss(self.model, batch)
             mean = loss / normalizer
+        if self.norms:
+            self.norms.begin()
         self.loss_scale.scaled(mean).backward()
-        if not metrics:
-            return mean.detach()
-        self._names = ("loss", *metrics)
-        return torch.stack([mean.detach(), *(metric.detach() / normalizer for metric in metrics.values())])
+        values = {"loss": mean.detach(), **{name: metric.detach() / normalizer for name, metric in metrics.items()}}
+        if self.norms:
+            values |= self.norms.read(batch.labels, len(batch.input_ids), normalizer)
+        self._names = tuple(values)
+        return torch.stack(list(values.values())) if len(values) > 1 else values["loss"]
 
 
 def _seed(seed: int, step: int, micro_batch: int = 0, piece: int = 0) -> int:

@@ -17,6 +17,7 @@ import torch
 from fxtune.config.root import Spikes, TrainConfig
 from fxtune.errors import NumbersError
 from fxtune.training.bad_batches import BadBatches
+from fxtune.training.noise_scale import NAMES, NoiseScale
 from fxtune.training.spikes import SpikeWindow
 
 MONITORED = ("loss", "grad_norm", "finite", "loss_scale", "spike_limit")
@@ -88,6 +89,8 @@ class StepStatistics:
         self.consecutive_bad = 0
         """How many of the latest steps in a row were not finite for another reason than the loss scale."""
         self.spikes = 0
+        self.noise = NoiseScale()
+        """With train.noise_scale: of the steps that updated the weights."""
 
     def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
         """Take the metrics of the next step, scalars on the device."""
@@ -115,7 +118,11 @@ class StepStatistics:
             for row in values.tolist():
                 metrics = dict(zip(self.names, row, strict=True))
                 monitored = {name: metrics.pop(name) for name in MONITORED}
-                self._count(StepRecord(**monitored, step=self.step, metrics=metrics))
+                noise = [metrics.pop(name) for name in NAMES if name in metrics]
+                record = StepRecord(**monitored, step=self.step, metrics=metrics)
+                self._count(record)
+                if noise and record.finite and not record.spike:
+                    self.noise.add(record.grad_norm, *noise)
                 self.step += 1
         self.posted.clear()
 
@@ -145,6 +152,8 @@ class StepStatistics:
         names = ["loss", "grad_norm", *(records[-1].metrics if records else ())]
         figures = {f"train/{name}": sum(row[name] for row in rows) / len(rows) if rows else None for name in names}
         figures["train/skipped_steps"] = self.skipped
+        if (noise := self.noise.rows) is not None:
+            figures["train/noise_scale"] = noise
         return {**figures, "train/loss_scale": records[-1].loss_scale} if self.scaled and records else figures
 
 
@@ -172,6 +181,7 @@ class StepMonitor:
             "spikes": statistics.spikes,
             "unlogged": [record.to_json() for record in statistics.records],
             "window": self.spikes.state(),
+            **({"noise": statistics.noise.state()} if self.config.noise_scale else {}),
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
@@ -183,6 +193,8 @@ class StepMonitor:
         )
         statistics.records = [StepRecord.from_json(row) for row in state.get("unlogged", [])]
         self.spikes.load(state.get("window", {}))
+        if noise := state.get("noise"):
+            statistics.noise.load(noise)
 
     @property
     def must_stop(self) -> bool:
@@ -227,6 +239,8 @@ class StepMonitor:
             lines.append(f"{line}.")
         if statistics.spikes:
             lines.append(f"{statistics.spikes} loss spikes: {self.bad_batches.folder / 'spikes'}")
+        if self.config.noise_scale:
+            lines.append(statistics.noise.advice(self.config.global_batch_size))
         return lines
 
     def _report(self) -> None:

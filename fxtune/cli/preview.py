@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from fxtune.data.batches import ramp
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
@@ -70,6 +71,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         global_batch_size=config.train.global_batch_size,
         max_steps=config.train.max_steps,
         epochs=config.train.epochs,
+        ramp=ramp.stages(config.train.batch_ramp),
         seed=config.run.seed,
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII

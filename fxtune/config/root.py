@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Optional
+from typing import Any, Optional
 
 from fxtune.checkpoint.manager import CheckpointConfig
+from fxtune.data.batches import ramp
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import ParallelConfig
@@ -99,6 +100,9 @@ class TrainConfig:
     """Rows in one forward and backward."""
     global_batch_size: int = field(default=8, metadata={"min": 1})
     """Rows in one optimizer step; a multiple of micro_batch_size."""
+    batch_ramp: list[list[Any]] = field(default_factory=list)
+    """Let the global batch grow: [[0.5, 16]] takes 16 rows a step from half of the run's steps on, and
+    global_batch_size before. Multiples of global_batch_size. The schedule counts steps; rows keep their order."""
     eval_every: int = field(default=0, metadata={"min": 0})
     """Evaluate every so many steps; 0: only at the end, and with train.stop 20 times in the run."""
     eval_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
@@ -138,6 +142,11 @@ class TrainConfig:
         """Micro-batches of a step, of all ranks."""
         return self.global_batch_size // self.micro_batch_size
 
+    @property
+    def largest_batch(self) -> int:
+        """Rows in one of the last steps."""
+        return int(self.batch_ramp[-1][1]) if self.batch_ramp else self.global_batch_size
+
 
 @dataclass
 class Config:
@@ -168,6 +177,12 @@ class Config:
             yield (
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
                 f"`train.micro_batch_size={train.micro_batch_size}`"
+            )
+        yield from ramp.conflicts(train.batch_ramp, train.global_batch_size)
+        if train.batch_ramp and train.max_minutes is not None:
+            yield (
+                "`train.batch_ramp` makes later steps longer, and `train.max_minutes` goes by the steps so far: leave "
+                "one of them out"
             )
         if train.noise_scale and train.global_batch_size == train.micro_batch_size:
             yield (

@@ -102,7 +102,7 @@ class NoiseScale:
         self.steps = 0
 
     def add(self, grad_norm: float, parts: float, shares: float, rows: float) -> None:
-        """Count a step: the norm of its gradient before clipping, and NAMES. One of a single micro-batch says nothing."""
+        """Count a step by the norm of its gradient before clipping and NAMES. One micro-batch alone says nothing."""
         if not (shares < 1 - 1e-6 and math.isfinite(grad_norm) and math.isfinite(parts)):
             return
         whole = grad_norm**2

@@ -96,7 +96,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     yield from data.training.notes()
     summary = data.training.summary()
     yield (
-        f"{summary['steps']} steps of {config.train.global_batch_size} rows, {summary['epochs']:.2f} epochs; "
+        f"{summary['steps']} steps of {data.training.step_rows}, {summary['epochs']:.2f} epochs; "
         f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
     )
     settings = config.data

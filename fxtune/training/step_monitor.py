@@ -240,7 +240,7 @@ class StepMonitor:
         if statistics.spikes:
             lines.append(f"{statistics.spikes} loss spikes: {self.bad_batches.folder / 'spikes'}")
         if self.config.noise_scale:
-            lines.append(statistics.noise.advice(self.config.global_batch_size))
+            lines.append(statistics.noise.advice(self.config.largest_batch))
         return lines
 
     def _report(self) -> None:

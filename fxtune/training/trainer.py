@@ -82,6 +82,12 @@ def _run_in_folder(
                 f"shortened. Put these keys back, or start another run: run.dir=NEW, with model.adapter or model.path "
                 f"if it is to go on from these weights. Runs with schedule.name={names} can be extended."
             )
+        if folder.extends and config.train.batch_ramp:
+            raise ConfigError(
+                f"{folder.path} holds this run with another train.epochs or train.max_steps, and train.batch_ramp is "
+                "laid out for a number of steps, so the run cannot be extended or shortened. Put these keys back, or "
+                "start another run: run.dir=NEW."
+            )
         if folder.finished and not folder.extends:
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
@@ -420,7 +426,7 @@ class Trainer:
         self.batch_sizes.free_memory()  # which also waits for gradients that are still being added up
         self.train_step.drop()
         sizes = self.plan.sizes
-        again = f"Step {index + 1} is repeated; its {sizes.global_batch_size} rows and its loss stay as they are. "
+        again = f"Step {index + 1} is repeated; its {self.plan.rows(index)} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
         rows = self.batch_sizes.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
         self._set_plan(self.plan.with_micro_batch_size(rows))

@@ -28,6 +28,7 @@ from fxtune.config.root import Spikes
 from fxtune.data.batches.loader import Loader
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.training.builder import RunBuilder, steps_only
+from fxtune.training.noise_scale import MicroBatchNorms
 from fxtune.training.step import TrainStep
 from fxtune.training.step_monitor import StepStatistics
 
@@ -61,6 +62,24 @@ def monitoring_seconds(train_step: TrainStep, device: torch.device) -> tuple[flo
     return host / ROUNDS, device_done / ROUNDS
 
 
+def noise_seconds(train_step: TrainStep, device: torch.device) -> tuple[float, float]:
+    """What train.noise_scale adds to a micro-batch: seconds until the host continues, and until the device is done."""
+    weights = [torch.ones_like(weight) for weight in train_step.optimizer.names]
+    norms, labels = MicroBatchNorms([]), torch.zeros(1000, dtype=torch.int64, device=device)
+    for _ in range(2):  # the first one warms up
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(ROUNDS // 10):
+            norms.begin()
+            for weight in weights:
+                norms._arrived(weight)
+            norms.read(labels, 1, 1000.0)
+        host = time.perf_counter() - began
+        synchronize(device)
+        device_done = time.perf_counter() - began
+    return host / (ROUNDS // 10), device_done / (ROUNDS // 10)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=40, help="measured steps with each setting of train.spikes")
@@ -73,7 +92,7 @@ def main() -> None:
     model.model.train()
     train_step = builder.train_step(model, CausalLM())
     loader = Loader(plan, config.loader, device)
-    taken = (train_step(plan, step, config.optimizer.lr) for step in loader.steps())
+    taken = (train_step(plan, step, builder.config.optimizer.lr) for step in loader.steps())
     seconds: dict[Spikes, list[float]] = {Spikes.report: [], Spikes.off: []}
     list(islice(taken, 2 * BLOCK))
     while min(map(len, seconds.values())) < options.steps:
@@ -89,11 +108,17 @@ def main() -> None:
     loader.close()
     train_step.spikes.kind = Spikes.report
     host, device_done = monitoring_seconds(train_step, device)
+    noise_host, noise_done = noise_seconds(train_step, device)
     with_, without = (statistics.median(found) for found in seconds.values())
     print(f"{device}, {' '.join(words)}: a step takes {with_ * 1e3:.1f} ms")
     print(
         f"alone: {host * 1e6:.0f} us/step on the host, {device_done * 1e6:.0f} us/step until the device has finished: "
         f"{device_done / with_:.3%} of a step"
+    )
+    micro_batches = plan.micro_batches(0)
+    print(
+        f"train.noise_scale, alone: {noise_host * 1e6:.0f} us for a micro-batch on the host, {noise_done * 1e6:.0f} us "
+        f"until the device has finished: {noise_done * micro_batches / with_:.3%} of a step of {micro_batches}"
     )
     print(
         f"in the run: {with_ * 1e3:.2f} ms/step with the loss window, {without * 1e3:.2f} ms/step without, "

@@ -38,8 +38,10 @@ LEVERS = {
     DEFAULT: [],
     "cosine, early stop": STOP,
     "wsd, early stop": [*STOP, "schedule.name=wsd"],
+    "lr auto": ["optimizer.lr=auto"],
+    **{f"lr {rate}": [f"optimizer.lr={rate}"] for rate in ("1e-3", "2e-3", "8e-3")},
 }
-"""Name of a lever -> its overrides of the default run. A new one is a line here."""
+"""Name of a lever -> its overrides of the default run, whose rate is 4e-3. A new one is a line here."""
 TASKS = ("orders", "sentences")
 
 
@@ -119,7 +121,7 @@ def measure(file: Path, options: argparse.Namespace) -> None:
         write_rows(folder)
         for seed in options.seeds:
             for task in options.tasks:
-                for lever in LEVERS:
+                for lever in options.levers:
                     key = f"{task} | {lever} | {seed} | {options.epochs} epochs of {options.rows} rows"
                     if key in found:
                         continue
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="the file of finished runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS))
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--rows", type=int, default=240, help="rows of the data, a tenth of them held out")
     parser.add_argument("--table", action="store_true", help="train nothing")

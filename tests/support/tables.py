@@ -60,7 +60,7 @@ def natural(count: int, mean: float, seed: int, name: str = "table", share: floa
     return table(documents, name)
 
 
-def training(tables, *, micro=2, step=4, seed=0, max_steps=None, epochs=None, weights=None, **data) -> Plan:
+def training(tables, *, micro=2, step=4, seed=0, max_steps=None, epochs=None, weights=None, ramp=(), **data) -> Plan:
     sources = [SourceConfig(path=t.name, weight=weights[i] if weights else None) for i, t in enumerate(tables)]
     return plan_training(
         tables,
@@ -71,4 +71,5 @@ def training(tables, *, micro=2, step=4, seed=0, max_steps=None, epochs=None, we
         epochs=epochs,
         seed=seed,
         pad_id=PAD,
+        ramp=ramp,
     )

@@ -13,6 +13,7 @@ from fxtune.data.batches.epochs import EpochStream, StreamSettings
 from fxtune.data.batches.length_mix import LengthMix
 from fxtune.data.batches.overlap import require_no_overlap
 from fxtune.data.batches.plan import BatchSizes, Plan
+from fxtune.data.batches.ramp import Stages
 from fxtune.data.batches.segments import Side
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
@@ -30,12 +31,13 @@ def plan_training(
     seed: int = 0,
     pad_id: int = 0,
     excluded: Optional[np.ndarray] = None,
+    ramp: Stages = (),
 ) -> Plan:
     """The plan of a training run on `tables`, one for each of `data.sources`.
 
     The run ends after `max_steps` or `epochs`, whichever comes first; if both are None, after one epoch. `excluded`:
-    digests of documents that are left out. Raises ConfigError if settings contradict each other, DataError if a table
-    has nothing to learn from.
+    digests of documents that are left out. `ramp`: stages of a growing global batch. Raises ConfigError if settings
+    contradict each other, DataError if a table has nothing to learn from.
     """
     assert len(tables) == len(data.sources)
     data.validate()
@@ -49,7 +51,7 @@ def plan_training(
     settings = StreamSettings(
         data.sequence_length, data.packs, data.on_long, held_out, side, data.source_weights(), seed, mix
     )
-    sizes = BatchSizes(micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id)
+    sizes = BatchSizes(micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id, ramp=ramp)
     return Plan(EpochStream(tables, settings, excluded), sizes)
 
 

@@ -1,8 +1,9 @@
 """Which documents each step learns from: a pure function of (tables, settings, step).
 
-Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py). If
-an epoch ends inside a step, the next one begins there; only the last step of a run can be short. There is no iterator
-state, so a run resumes at any step. Batches are read from memory maps when they are requested.
+Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py), or
+as many as a growing batch has then (ramp.py). If an epoch ends inside a step, the next one begins there; only the last
+step of a run can be short. There is no iterator state, so a run resumes at any step. Batches are read from memory maps
+when they are requested.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.epochs import Epoch, EpochStream
 from fxtune.data.batches.overlap import copies
+from fxtune.data.batches.ramp import Stages, StepRows
 from fxtune.data.batches.segments import SegmentCounts
 from fxtune.data.tokenized.table import TokenTable
 
@@ -42,6 +44,8 @@ class BatchSizes:
     """The plan ends after this step; None: where max_steps and epochs say."""
     dropped: int = 0
     """Step s has the rows of step s - dropped: the run went back by so many steps and takes them again."""
+    ramp: Stages = ()
+    """Stages in which the global batch grows; empty: it does not."""
 
 
 class DocumentSlice(NamedTuple):
@@ -60,8 +64,10 @@ class Plan:
     def __init__(self, stream: EpochStream, sizes: BatchSizes) -> None:
         self.stream = stream
         self.sizes = sizes
-        self._row_count = self._count_rows()
-        self.steps = -(-self._row_count // sizes.global_batch_size) + sizes.dropped
+        planned, self.step_rows = self._lay_out()
+        last = None if sizes.last is None else self.step_rows.first_row(sizes.last - sizes.dropped)
+        self._row_count = planned if last is None else min(planned, last)
+        self.steps = self.step_rows.steps(self._row_count) + sizes.dropped
         # Slots for rows that all have as many documents as the fullest row of the first epoch, and
         # padding. Few batches need more.
         fullest = int(np.diff(stream.epoch(0).offsets).max()) + 1 if stream.settings.packing else 2
@@ -78,7 +84,9 @@ class Plan:
     def fingerprint(self) -> str:
         """Equal for two plans if each step that both have learns from the same documents, whatever the length of the
         run, the size of micro-batches and the padding."""
-        return hashlib.sha256(f"{self.stream.fingerprint} {self.sizes.global_batch_size}".encode()).hexdigest()[:32]
+        sizes = self.sizes
+        ramp = f" {self.step_rows.starts}" if sizes.ramp else ""
+        return hashlib.sha256(f"{self.stream.fingerprint} {sizes.global_batch_size}{ramp}".encode()).hexdigest()[:32]
 
     def with_micro_batch_size(self, rows: int) -> Plan:
         """The same steps, in micro-batches of `rows` rows."""
@@ -105,7 +113,8 @@ class Plan:
 
     @property
     def documents_per_step(self) -> float:
-        """Documents, or pieces of long ones, in a step: the mean of the first epoch, whatever the run's length."""
+        """Documents, or pieces of long ones, in a step of global_batch_size rows: the mean of the first epoch,
+        whatever the run's length."""
         epoch = self.stream.epoch(0)
         return len(epoch.segments) / len(epoch) * self.sizes.global_batch_size
 
@@ -127,8 +136,12 @@ class Plan:
         return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
 
     def _all_micro_batches(self, step: int) -> int:
+        return -(-self.rows(step) // self.sizes.micro_batch_size)
+
+    def rows(self, step: int) -> int:
+        """Rows of the step, in all its micro-batches."""
         first, last = self._row_range(step)
-        return -(-(last - first) // self.sizes.micro_batch_size)
+        return last - first
 
     def supervised(self, step: int) -> int:
         """Targets of the step, in all its micro-batches."""
@@ -144,7 +157,7 @@ class Plan:
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""
-        done = (steps - self.sizes.dropped) * self.sizes.global_batch_size
+        done = self.step_rows.first_row(steps - self.sizes.dropped)
         epoch, row = self.stream.locate(min(done, self._row_count))
         return epoch + row / len(self.stream.epoch(epoch)) if row else float(epoch)
 
@@ -294,20 +307,20 @@ class Plan:
             "it sees each row once."
         ]
 
-    def _count_rows(self) -> int:
-        """Rows of the run."""
-        rows, sizes = self._count_planned_rows(), self.sizes
-        return rows if sizes.last is None else min(rows, (sizes.last - sizes.dropped) * sizes.global_batch_size)
+    def _lay_out(self) -> tuple[int, StepRows]:
+        """The rows of a run of max_steps and epochs, and how they are divided into steps."""
+        sizes, most = self.sizes, self.sizes.max_steps
+        if most is not None and sizes.epochs is None:
+            layout = StepRows.of(sizes.global_batch_size, sizes.ramp, most)
+            return layout.first_row(most), layout
+        largest = max([sizes.global_batch_size, *(size for _, size in sizes.ramp)])
+        rows = self._count_rows(math.inf if most is None else most * largest)
+        layout = StepRows.holding(rows, sizes.global_batch_size, sizes.ramp, most)
+        return rows if most is None else min(rows, layout.first_row(most)), layout
 
-    def _count_planned_rows(self) -> int:
-        """Rows of a run of max_steps and epochs."""
-        step = self.sizes.global_batch_size
-        limit = math.inf if self.sizes.max_steps is None else self.sizes.max_steps * step
-        epochs = self.sizes.epochs
-        if epochs is None:
-            if limit != math.inf:
-                return int(limit)
-            epochs = 1.0
+    def _count_rows(self, limit: float) -> int:
+        """Rows of the epochs, or `limit` if they are more."""
+        epochs = 1.0 if self.sizes.epochs is None else self.sizes.epochs
         rows = number = 0
         while number < int(epochs) and rows < limit:  # one by one: a weighted epoch takes time to build
             rows, number = self.stream.end(number), number + 1
@@ -318,8 +331,8 @@ class Plan:
     def _row_range(self, step: int) -> tuple[int, int]:
         if not self.sizes.dropped <= step < self.steps:
             raise IndexError(f"step {step} of a plan of {self.steps} steps")
-        first = (step - self.sizes.dropped) * self.sizes.global_batch_size
-        return first, min(first + self.sizes.global_batch_size, self._row_count)
+        step -= self.sizes.dropped
+        return self.step_rows.first_row(step), min(self.step_rows.first_row(step + 1), self._row_count)
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a step: (their segments, the offsets [rows + 1] into those)."""

@@ -299,3 +299,28 @@ def test_plan_that_goes_back_repeats_the_rows_of_earlier_steps():
     for step in (2, 9):
         with pytest.raises(IndexError):
             again.documents(step, 0)
+
+
+@pytest.mark.parametrize("length", [dict(max_steps=9), dict(epochs=2.5), dict(epochs=2.5, max_steps=5)])
+def test_growing_batch_takes_the_same_rows_in_the_same_order(length):
+    tables = [natural(60, 20, 0)]
+    even = training(tables, micro=2, step=4, sequence_length=64, epochs=10)
+    ramp = training(tables, micro=2, step=4, sequence_length=64, ramp=((0.3, 8), (0.6, 16)), **length)
+    rows, expected = (
+        [row for step, micro in steps for row in plan.contents(step, micro)]
+        for plan, steps in (
+            (ramp, [(s, m) for s in range(ramp.steps) for m in range(ramp.micro_batches(s))]),
+            (even, [(s, m) for s in range(even.steps) for m in range(even.micro_batches(s))]),
+        )
+    )
+    assert rows == expected[: len(rows)]
+    assert len(rows) == sum(map(ramp.rows, range(ramp.steps)))
+    assert {ramp.rows(step) for step in range(ramp.steps - 1)} == {4, 8, 16}
+    assert ramp.steps == length.get("max_steps", ramp.steps)
+    if length == dict(epochs=2.5):
+        assert ramp.epoch(ramp.steps) == pytest.approx(2.5, abs=0.05)
+    assert ramp.fingerprint != even.fingerprint
+    assert pickle.loads(pickle.dumps(ramp)).fingerprint == ramp.fingerprint
+    assert ramp.until(3).fingerprint == ramp.fingerprint
+    again = ramp.until(8, dropped=2)
+    assert again.documents(7, 0) == ramp.documents(5, 0)

@@ -138,6 +138,7 @@ COMMANDS = {
             "--plot": {"metavar": "FILE.png", "type": Path, "help": "draw the curve (.png, .svg or .pdf)"},
             **_JSON,
         },
+        ranks=True,
     ),
     "sweep": Command(
         "fxtune.cli.sweep",

@@ -6,7 +6,7 @@
 
 The rate grows with each step, from a hundredth of what optimizer.lr=auto would choose to a hundred times that, until
 the loss has diverged. The steps are those of the recipe, with its data, its batch and its seed. Nothing is saved but
-the files of --plot and --json; a run's folder is not touched. One process takes the steps, whatever run.gpus says.
+the files of --plot and --json; a run's folder is not touched. Several GPUs (run.gpus) share each step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fxtune.cli.options import require_writable, write_json
+from fxtune.distributed.ranks import place
 from fxtune.errors import ConfigError
 from fxtune.system.console import say, table, unicode
 from fxtune.tuning.range_test import STEPS, RangeTest, range_test
@@ -57,7 +58,7 @@ def run(
     if found.epochs > 1:
         say(f"The test saw the data {found.epochs:.1f} times, so a low loss is also that of known rows.")
     say(verdict(found))
-    if plot is not None:
+    if plot is not None and place()[0] == 0:
         draw(found, config.run.name, plot)
         say(f"The curve is in {plot}")
     if json is not None:

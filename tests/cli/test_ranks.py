@@ -10,6 +10,9 @@ from support.harness import command, run
 from support.killing import tail
 from support.ranks import Ranks
 
+from fxtune.config.compose import load
+from fxtune.tuning.range_test import range_test
+
 pytestmark = pytest.mark.slow
 
 
@@ -47,6 +50,15 @@ def test_loss_of_two_ranks_is_that_of_plain_transformers(says, tmp_path):
     assert all(one["gradient_off"] < 1e-5 for one in found["loss"])
     assert next(one for one in found["evidence"] if one["technique"] == "ranks")["acted"]
     assert said.count("as asked for.") == 1
+
+
+def test_learning_rates_are_tested_by_both_ranks_as_by_one(says, tmp_path, words):
+    said = says("lr", "--steps", "20", "--json", "lr.json")
+    found = json.loads((tmp_path / "lr.json").read_text())
+    assert said.count("uggestion: ") == 1
+    alone = range_test(load(words), steps=20)
+    assert found["losses"] == pytest.approx(alone.losses, rel=1e-3)
+    assert found["suggestion"] == pytest.approx(alone.suggestion, rel=0.1)
 
 
 def test_speed_is_that_of_both_ranks(says, tmp_path):

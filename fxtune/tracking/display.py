@@ -234,6 +234,7 @@ COLUMNS = {
     "train/tokens": Column("tokens", ".0f", live=False),
     "train/supervised_tokens": Column("supervised_tokens", ".0f", live=False),
     "train/skipped_steps": Column("skipped", ".0f"),
+    "train/noise_scale": Column("noise_scale", ".3g", "noise scale"),
     "train/end_time": Column("done_by", "time", "done by"),
     "energy/gpu_watts": Column("gpu_watts", ".0f", live=False),
     "energy/gpu_utilization": Column("gpu_used", ".3f", live=False),

@@ -324,3 +324,17 @@ def test_growing_batch_takes_the_same_rows_in_the_same_order(length):
     assert ramp.until(3).fingerprint == ramp.fingerprint
     again = ramp.until(5, dropped=2)
     assert again.documents(4, 0) == ramp.documents(2, 0)
+
+
+def test_documents_per_step_do_not_depend_on_the_length_of_the_run():
+    tables = [natural(60, 20, 0)]
+    short, long, steps = (
+        training(tables, sequence_length=64, **length)
+        for length in (dict(epochs=0.5), dict(epochs=3), dict(max_steps=2))
+    )
+    assert short.documents_per_step == long.documents_per_step == steps.documents_per_step
+    whole = training(tables, sequence_length=64, epochs=1)
+    documents = sum(
+        len(whole.documents(step, micro)) for step in range(whole.steps) for micro in range(whole.micro_batches(step))
+    )
+    assert whole.documents_per_step == pytest.approx(documents / (whole.stream.end(0) / 4))

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+ALIASES = {
+    "hidden_size": ("n_embd", "d_model", "dim_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+}
+"""Names of sizes in the configs of older families (GPT-2, BART, MPT)."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -28,6 +36,9 @@ class Shape:
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
         """`text`: the text model's config as a dict. Missing sizes are those of a Llama of the same width."""
+        for name, others in ALIASES.items():
+            if not text.get(name) and (size := next((text[other] for other in others if text.get(other)), None)):
+                text = {**text, name: size}
         hidden = text.get("hidden_size") or 0
         heads = text.get("num_attention_heads") or 1
         head = text.get("head_dim") or hidden // heads

@@ -24,7 +24,7 @@ def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
     """The lists of layers in a decoder: one as long as the config says or, where that number counts something else
     (passes through a layer in HRM, its attentions in LongCat), the largest lists of one class."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    depth = config.get_text_config().num_hidden_layers
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     if as_long := [layers for layers in lists if len(layers) == depth]:
         return as_long[:1]
     inner = {id(part) for layers in lists for layer in layers for part in layer.modules()}

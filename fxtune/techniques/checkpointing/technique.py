@@ -261,9 +261,10 @@ class Checkpointing(OptionalTechnique):
             )
         self._adopt(choice.plan, facts)
         everything = forecast(facts, RecomputePlan()).device
+        slower = choice.overhead / choice.step if choice.step else 0.0  # without sizes that fxtune knows
         unlimited = "" if everything <= facts.free_memory else f"; everything would need {everything / GIB:.1f}"
         return (
-            f"{self.description()}: {_used(facts, choice.need)}, an estimated {choice.overhead / choice.step:.0%} "
+            f"{self.description()}: {_used(facts, choice.need)}, an estimated {slower:.0%} "
             f"more time in the layers{unlimited}"
         )
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fxtune.system.profiler import OperatorCounter
+from fxtune.techniques.lora.experts import grouped, wrappers
 from fxtune.techniques.lora.families import (
     ATTENTION,
     MLP,
@@ -93,7 +94,8 @@ def fuse(model: Any) -> Fusion:
 
     config, attentions = model.config.get_text_config(), {}
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    done, in_group = Fusion(experts=experts), set()  # type: tuple[Fusion, set[Any]]
+    done = Fusion(experts=experts)
+    in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
     for module in list(model.modules()):
         mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
         if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and all(one.get_base_layer().bias is None for one in mlp):

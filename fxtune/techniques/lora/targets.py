@@ -23,6 +23,8 @@ from torch import nn
 
 from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import backbone, decoder_layers, is_named
+from fxtune.techniques.lora.experts import is_described
+from fxtune.techniques.quantized_modules import is_quantized
 
 if TYPE_CHECKING:
     from fxtune.techniques.lora.technique import Lora
@@ -73,6 +75,8 @@ def select(model: Any, lora: Lora) -> Selection:
         chosen.taken = frozenset(names - config.target_modules)
         targets = config.target_parameters or ()
         adaptable = [path for path, _ in model.named_parameters() if any(matches(path, one) for one in targets)]
+        if every:  # peft knows names of experts for some families only
+            adaptable += [path for path in weights if path not in adaptable and is_described(named, path)]
     decoder, head = _path(model, backbone(model)), model.get_output_embeddings()
     layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
 
@@ -96,7 +100,9 @@ def select(model: Any, lora: Lora) -> Selection:
             return "not in the decoder"
         if path.endswith(".out_proj") and model.config.model_type in MAMBA:
             return "peft adapts no out_proj of Mamba"
-        return "routers" if _is_router(path, named) else ""
+        if _is_router(path, named):
+            return "routers"
+        return "it computes something else than a linear" if _has_own_forward(named[path]) else ""
 
     for path, module in named.items():
         is_linear = _is_linear(module) or (_is_router(path, named) and hasattr(module, "weight"))
@@ -270,6 +276,11 @@ def calls_observed(model: nn.Module, chosen: Selection) -> Iterator[None]:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a subclass of torch's linear computes something else (a product by groups in DeepSeek V4)."""
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not is_quantized(module)
 
 
 def _is_router(path: str, named: dict[str, nn.Module]) -> bool:

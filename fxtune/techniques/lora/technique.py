@@ -30,6 +30,7 @@ from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets
+from fxtune.techniques.lora.experts import group_experts, observe_experts
 from fxtune.techniques.lora.families import probe_logits, relative_distance
 from fxtune.techniques.lora.targets import ALL_LINEAR
 
@@ -98,6 +99,10 @@ class Lora(Technique):
     fused: Switch = Switch.auto
     """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where possible (on a CPU a
     step takes up to a quarter longer with it). Linears that cannot be fused run as in peft.
+    """
+    grouped_experts: Switch = Switch.auto
+    """Run a mixture's experts and their adapters as grouped matmuls. `auto`: where transformers describes the model's
+    experts; others run as in peft, which adds an adapter's product to a copy of all experts in each pass.
     """
     matmul: Matmul = Matmul.auto
     """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a
@@ -194,6 +199,8 @@ class Lora(Technique):
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         _train_in_float32(adapted)
         adapted.base_start, adapted.targets = start, chosen
+        if self.grouped_experts is not Switch.off:
+            group_experts(adapted)
         if self.fused is Switch.on:
             adapted.fusion = fusing.fuse(adapted)
             for note in adapted.fusion.notes:
@@ -254,6 +261,8 @@ class Lora(Technique):
             f"{len(strays)} of them in the base: {model.targets.describe()}",
             complete and trained > 0 and not strays,
         )
+        if model.targets.experts:
+            yield self._experts(model, probe)
         if self.fused is Switch.on:
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
@@ -278,6 +287,21 @@ class Lora(Technique):
             f"{len(zeros) - nonzero} of {len(zeros)} matrices B are zero, logits {shift:.1e} from the base's "
             f"({noise:.1e} is what a rounding of its input does)",
             shift <= allowed and (nonzero == len(zeros) if self.factored else nonzero == 0),
+        )
+
+    def _experts(self, model: Any, probe: dict[str, Any]) -> Evidence:
+        """Adapters of experts, and their gradients: one that no token reaches has none."""
+        seen = observe_experts(model, probe)
+        asked = "adapters of experts learn from each token that reaches them"
+        if self.grouped_experts is Switch.on:
+            asked += ", all as grouped matmuls"
+        return Evidence(
+            "lora",
+            asked,
+            f"{seen.experts:,} experts in {seen.layers} layers have adapters, {seen.grouped} run grouped matmuls; "
+            f"of {seen.reached:,} experts that a small row reaches, {seen.learning:,} have a gradient",
+            seen.learning == seen.reached > 0
+            and (self.grouped_experts is not Switch.on or seen.grouped == seen.layers),
         )
 
     def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:

@@ -22,7 +22,7 @@ from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import make_probe
 
 MIXTURES = ("deepseek_v3", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe", "qwen3_next")
-EXPERTS = {"deepseek_v3": 2, "mixtral": 4, "qwen3_moe": 4, "qwen3_next": 8}
+EXPERTS = {"deepseek_v3": 2, "gpt_oss": 4, "mixtral": 4, "qwen3_moe": 4, "qwen3_next": 8}
 """Tensors of experts with an adapter, two in each layer with experts."""
 
 

@@ -1,0 +1,169 @@
+"""Products of rows with one matrix for each group of rows, as operators: the experts of a mixture.
+
+Rows are sorted by group, and `ends` [groups] says where each group ends, so a group may have any number of rows and
+the host never reads it: no synchronisation, no shape that depends on the data.
+
+- `fxtune::grouped_mm`: each row times its group's matrix.
+- `fxtune::grouped_outer`: the sum of outer products of each group's rows, which is the gradient of its matrix. It is
+  computed only for matrices that are trained, so frozen experts cost no weight gradients.
+
+On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`: CUTLASS, from compute capability 8.0 on);
+the loops below are their reference, and run elsewhere. They are operators for three reasons: torch's compiler takes
+grouped GEMMs in bfloat16 only, a checkpointing policy can name them, and their backward pass is written here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+ALIGNMENT = 16
+"""Bytes to which torch's grouped GEMM wants each row of a matrix aligned."""
+
+
+@torch.library.custom_op("fxtune::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """[rows, out]: row i of x [rows, in] times the matrix of its group.
+
+    Args:
+        weight: [groups, out, in], in x's dtype; [groups, in, out] if `transposed`.
+        ends: int32 [groups], ascending: the number of rows in this group and those before. The last one is `rows`.
+    """
+    matrices = weight if transposed else weight.transpose(-2, -1)
+    if _runs_as_one(x, weight):
+        return F.grouped_mm(x.contiguous(), matrices, offs=ends)
+    return grouped_mm_reference(x, matrices, ends)
+
+
+def grouped_mm_reference(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """x [rows, in] by matrices [groups, in, out], group by group."""
+    y, start = x.new_empty(len(x), matrices.shape[2]), 0
+    for group, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end], matrices[group], out=y[start:end])
+        start = end
+    return y
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.custom_op("fxtune::grouped_outer", mutates_args=())
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """[groups, in, out]: of each group the sum of x_i y_i^T over its rows, zero without rows. x [rows, in], y [rows,
+    out]; `ends`: see grouped_mm()."""
+    if not _runs_as_one(x, y):
+        return grouped_outer_reference(x, y, ends)
+    product = F.grouped_mm(x.contiguous().t(), y.contiguous(), offs=ends)
+    # What a GEMM without any term leaves is not documented.
+    filled = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
+    return torch.where(filled[:, None, None], product, 0)
+
+
+def grouped_outer_reference(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    product, start = x.new_empty(len(ends), x.shape[1], y.shape[1]), 0
+    for group, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end].t(), y[start:end], out=product[group])
+        start = end
+    return product
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ends, ctx.transposed = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = grouped_mm(dy, weight, ends, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        dw = grouped_outer(x, dy, ends) if ctx.transposed else grouped_outer(dy, x, ends)
+    return dx, dw, None, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_setup)
+
+
+def _runs_as_one(x: Tensor, other: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these tensors."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[1:]))
+    return aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+@register_flop_formula(torch.ops.fxtune.grouped_mm)
+def _flops(x: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(2 * x[0] * weight[1] * weight[2])
+
+
+@register_flop_formula(torch.ops.fxtune.grouped_outer)
+def _outer_flops(x: Any, y: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(2 * x[0] * x[1] * y[1])
+
+
+class Routing:
+    """Rows of tokens sorted by expert, and back.
+
+    `expert` [tokens, k]: the experts of each token. `ends`: see grouped_mm(). All shapes follow from those of
+    `expert`, and nothing is read by the host.
+    """
+
+    def __init__(self, expert: Tensor, experts: int) -> None:
+        self.tokens, self.k = expert.shape
+        self.expert, self.order = expert.flatten().sort(stable=True)
+        """[tokens k]: the expert of each sorted row, and the pair (token, rank) that it was."""
+        every = torch.arange(experts, device=expert.device)
+        self.ends = torch.searchsorted(self.expert, every, right=True, out_int32=True)
+        self.back = torch.empty_like(self.order)
+        self.back[self.order] = torch.arange(len(self.order), device=expert.device)
+
+    def gather(self, states: Tensor) -> Tensor:
+        """[tokens k, d]: the states [tokens, d] of each token once for each of its experts, sorted by expert."""
+        return _Gather.apply(states, self.order, self.back, self.k)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[tokens, d]: of each token the sum of its sorted rows [tokens k, d], weighted by `weights` [tokens, k]."""
+        unsorted = _Permute.apply(rows, self.back, self.order).view(self.tokens, self.k, -1)
+        return (unsorted * weights.unsqueeze(-1)).sum(1)
+
+
+class _Gather(torch.autograd.Function):
+    """states[order // k]. Backward adds up a token's k gradients in a fixed order, without atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.k = k
+        return states.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order], whose gradient is a permutation too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None

@@ -1,0 +1,209 @@
+"""Runs the experts of a mixture and their adapters as grouped matmuls.
+
+transformers keeps the experts of a layer as one tensor for each product, and peft adapts such a tensor by adding
+B_e A_e to it for every expert e in every pass: a copy of all experts and its gradient. Here tokens are sorted by
+expert once a layer, the frozen experts are one grouped GEMM for gate and up and one for down
+(kernels/grouped_matmul.py), and an adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a linear. So neither
+the adapted weights nor a gradient of the frozen ones exists, and the compiler sees one graph.
+
+All classes that transformers decorates with `use_experts_implementation` say how they store their weights and how they
+apply the gate; that interface is followed here, so there is no list of architectures. peft's modules stay, for names,
+saving and merging: the class of the outermost one becomes a subclass with another forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
+from fxtune.models.structure import observed
+from fxtune.techniques.lora.frozen_weights import ADAPTER
+
+FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
+"""Names of the tensors: before the activation, after it."""
+
+
+def follows_interface(experts: nn.Module) -> bool:
+    """Whether transformers describes how these experts are stored and computed."""
+    return all(hasattr(experts, name) for name in ("is_transposed", "has_gate", "has_bias", "num_experts", LAST))
+
+
+def is_described(modules: dict[str, nn.Module], path: str) -> bool:
+    """Whether the tensor `path` is the matrices of such experts."""
+    parent, _, name = path.rpartition(".")
+    return follows_interface(modules[parent]) and name in (*FIRST, LAST)
+
+
+def wrappers(outermost: Any) -> Iterator[Any]:
+    """peft's wrappers around the experts' tensors, which are nested, from the outside."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    while isinstance(outermost, ParamWrapper):
+        yield outermost
+        outermost = outermost.base_layer
+
+
+def group_experts(model: nn.Module) -> int:
+    """Run adapted experts grouped, in place, where that is possible. Returns the number of layers where it is."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    inner = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
+    found = 0
+    for module in list(model.modules()):
+        if isinstance(module, ParamWrapper) and id(module) not in inner and _fits(module):
+            module.__class__ = _grouped_class(type(module))
+            found += 1
+    return found
+
+
+def grouped(model: nn.Module) -> list[Any]:
+    """The outermost wrappers of the experts that run grouped."""
+    return [module for module in model.modules() if getattr(module, "fused", None) == "experts"]
+
+
+@dataclass
+class ExpertsSeen:
+    """What one forward and backward pass showed of adapted experts."""
+
+    layers: int = 0
+    grouped: int = 0
+    """Layers whose experts run as grouped matmuls."""
+    experts: int = 0
+    """Experts with an adapter, in all layers."""
+    reached: int = 0
+    """Experts that a token reached."""
+    learning: int = 0
+    """Those of them whose adapters all have a gradient."""
+
+
+def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
+    """Whether each adapted expert that a token of `probe` reaches gets a gradient."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    inner = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
+    outermost: list[Any] = [
+        module for module in model.modules() if isinstance(module, ParamWrapper) and id(module) not in inner
+    ]
+    seen, tokens = ExpertsSeen(len(outermost), len(grouped(model))), defaultdict(set)
+
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        if len(args) > 1:
+            tokens[module].update(args[1].flatten().tolist())
+
+    hooks = [module.register_forward_pre_hook(note) for module in outermost]
+    halves = {module: [one.lora_B[ADAPTER].weight for one in wrappers(module)] for module in outermost}
+    every = [half for each in halves.values() for half in each]
+    try:
+        with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            loss = model(**probe).logits.float().logsumexp(-1).mean()
+            gradients = torch.autograd.grad(loss, every, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gradient_of = dict(zip(map(id, every), gradients, strict=True))
+    for module, each in halves.items():
+        count = module.num_experts
+        seen.experts += count
+        seen.reached += len(tokens[module])
+        learning = set(range(count))
+        for half in each:
+            gradient = gradient_of[id(half)]
+            moved = (
+                set()
+                if gradient is None
+                else set(gradient.view(len(half), -1, count).any(0).any(0).nonzero()[:, 0].tolist())
+            )
+            learning &= moved
+        seen.learning += len(learning & tokens[module])
+    return seen
+
+
+def adapter_of(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [experts, r, in] and B [experts, out, r]; peft has them as [experts r, in] and [out, r experts]."""
+    a, b = wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight
+    rank = len(a) // wrapper.num_experts
+    return a.view(-1, rank, a.shape[1]), b.view(len(b), rank, -1).permute(2, 0, 1)
+
+
+def _fits(outermost: Any) -> bool:
+    experts = outermost.get_base_layer()
+    if not follows_interface(experts) or getattr(experts, "_is_expert_parallel", False):
+        return False
+    first = FIRST[0] if experts.has_gate else FIRST[1]
+    for wrapper in wrappers(outermost):
+        weight = getattr(experts, wrapper.parameter_name)
+        inward, outward = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
+        known = wrapper.parameter_name in (first, LAST) and weight.is_floating_point() and weight.element_size() > 1
+        if (
+            not known
+            or ADAPTER not in wrapper.lora_A
+            or (wrapper.in_features, wrapper.out_features) != (inward, outward)
+        ):
+            return False
+    return True
+
+
+@functools.cache
+def _grouped_class(kind: Any) -> Any:
+    own = kind.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        every = list(wrappers(self))
+        if kwargs or len(args) != 2 or _needs_own_forward(every):
+            return own(self, hidden_states, *args, **kwargs)
+        return run_experts(self.get_base_layer(), {one.parameter_name: one for one in every}, hidden_states, *args)
+
+    return type(
+        f"Grouped{kind.__name__}", (kind,), {"forward": forward, "fused": "experts", "__module__": kind.__module__}
+    )
+
+
+def _needs_own_forward(every: list[Any]) -> bool:
+    """Whether an adapter is off or merged, or another one is active."""
+    return any(one.disable_adapters or one.merged_adapters or one.active_adapters != [ADAPTER] for one in every)
+
+
+def run_experts(
+    experts: Any, adapters: dict[str, Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts' output [tokens, d] for `hidden` [tokens, d]; of each token its experts `index` and their `weights`,
+    both [tokens, k]. `adapters`: peft's wrappers by the names of the tensors that they adapt."""
+    routing = Routing(index, experts.num_experts)
+    first = FIRST[0] if experts.has_gate else FIRST[1]
+    rows = routing.gather(hidden.to(getattr(experts, first).dtype))
+    rows = _product(experts, first, adapters, rows, routing)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _product(experts, LAST, adapters, rows, routing)
+    if getattr(experts, "has_post_expert_norm", False):
+        rows = experts.post_expert_norm(rows)
+    return routing.combine(rows, weights).to(hidden.dtype)
+
+
+def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tensor, routing: Routing) -> torch.Tensor:
+    weight = getattr(experts, name)
+    rows = rows.to(weight.dtype)
+    result = grouped_mm(rows, weight, routing.ends, experts.is_transposed)
+    if name in adapters:
+        a, b = adapter_of(adapters[name])
+        b = b * adapters[name].scaling[ADAPTER]
+        a, b = (_padded(one.to(rows.dtype), dim) for one, dim in ((a, 1), (b, 2)))
+        result = result + grouped_mm(grouped_mm(rows, a, routing.ends, False), b, routing.ends, False)
+    if experts.has_bias:
+        result = result + getattr(experts, f"{name}_bias")[routing.expert]
+    return result
+
+
+def _padded(adapter: torch.Tensor, dim: int) -> torch.Tensor:
+    """A half of an adapter, contiguous, with zeros up to the next rank whose rows are aligned."""
+    missing = -adapter.shape[dim] % (ALIGNMENT // adapter.element_size())
+    if not (missing and adapter.is_cuda):
+        return adapter.contiguous()
+    return F.pad(adapter, (0, missing) if dim == 2 else (0, 0, 0, missing))

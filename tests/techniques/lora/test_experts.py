@@ -1,0 +1,146 @@
+"""Adapted experts as grouped matmuls: the same numbers as plain transformers and peft, one graph, evidence, saving."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.architectures import ARCHITECTURES, SIZES, built, enable, logits, lora, on_disk, trained
+from support.cases import slow_but
+from support.lora_models import loss_and_gradients, require_close
+
+from fxtune.errors import ConfigError
+from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.models.save import save_model
+from fxtune.techniques.base import Switch
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.lora.experts import grouped, observe_experts
+from fxtune.techniques.pipeline import make_probe
+
+WIDTHS = {**SIZES, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 1}
+
+
+def _without(*names: str) -> dict[str, int]:
+    return {name: size for name, size in WIDTHS.items() if name not in names}
+
+
+MORE = {
+    "glm4_moe": {
+        **WIDTHS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,
+    },
+    "granitemoe": {**_without("moe_intermediate_size"), "num_local_experts": 4},
+    "olmoe": {**_without("moe_intermediate_size"), "num_experts": 4},
+    "qwen2_moe": {**WIDTHS, "num_experts": 4, "shared_expert_intermediate_size": 48},
+}
+LAYERS = {
+    "deepseek_v3": 1,
+    "glm4_moe": 1,
+    "gpt_oss": 2,
+    "granitemoe": 2,
+    "mixtral": 2,
+    "olmoe": 2,
+    "qwen2_moe": 2,
+    "qwen3_moe": 2,
+}
+"""Layers with experts of the tiny models."""
+
+
+def mixture(kind: str, **changes) -> ModelConfig:
+    values = {**(MORE.get(kind) or ARCHITECTURES[kind]), **changes}
+    return ModelConfig(path=None, init=Init.random, architecture={"model_type": kind, **values})
+
+
+def uneven(model):
+    """The model with larger weights, so that routing and experts matter, and adapters that do something."""
+    for name, parameter in model.named_parameters():
+        draw = torch.Generator().manual_seed(len(name))
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=draw)
+        elif "lora_" not in name and (parameter.dim() > 1 or "bias" in name):
+            parameter.data.normal_(std=0.1, generator=draw)
+    return model
+
+
+@pytest.mark.parametrize("kind", slow_but(LAYERS, "gpt_oss", "qwen3_moe"))
+def test_experts_as_plain_transformers_and_peft(kind):
+    plain, mine = (
+        uneven(built(lora(grouped_experts=switch), mixture(kind), packing=False))
+        for switch in (Switch.off, Switch.auto)
+    )
+    assert (len(grouped(plain)), len(grouped(mine))) == (0, LAYERS[kind])
+    require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
+
+
+@pytest.mark.parametrize("rank", [3, 16])
+def test_any_rank_and_another_scaling(rank):
+    options = {"r": rank, "alpha": 5.0, "rslora": True}
+    plain, mine = (
+        uneven(built(lora(grouped_experts=switch, **options), mixture("qwen3_moe"), packing=False))
+        for switch in (Switch.off, Switch.on)
+    )
+    require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
+
+
+def test_recomputed_layers_route_as_before():
+    """A recomputation that chose other experts would change the gradients."""
+    pipelines = lora(), lora()
+    pipelines[1].checkpointing = Checkpointing(enabled=True)
+    plain, again = (uneven(built(one, mixture("qwen3_moe"), packing=False)) for one in pipelines)
+    wanted, found = loss_and_gradients(plain), loss_and_gradients(again)
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
+
+
+def test_layers_with_experts_are_one_graph(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    pipeline = enable(lora={"r": 4}, compile={})
+    model = uneven(built(pipeline, mixture("qwen3_moe"), packing=True))
+    evidence = list(pipeline.compile.verify(model, make_probe(model)))
+    assert all(one.acted for one in evidence), evidence
+    plain = uneven(built(lora(), mixture("qwen3_moe"), packing=True))
+    require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
+
+
+def test_the_evidence_counts_experts_that_learn():
+    model = built(lora(), mixture("qwen3_moe"), packing=False)
+    seen = observe_experts(model, make_probe(model))
+    assert (seen.layers, seen.grouped, seen.experts) == (2, 2, 8)
+    assert 0 < seen.reached == seen.learning <= 8
+
+
+def test_experts_without_a_gradient_are_an_error(monkeypatch):
+    """As in a library that trained none of 1,536 experts, silently."""
+    from fxtune.techniques.lora import experts
+
+    own = experts.run_experts
+    monkeypatch.setattr(experts, "run_experts", lambda one, adapters, *rest: own(one, {}, *rest))
+    pipeline = lora()
+    model = built(pipeline, mixture("qwen3_moe"), packing=False)
+    with pytest.raises(ConfigError, match=r"experts that a small row reaches, 0 have a gradient"):
+        pipeline.prove(model, make_probe(model, packing=False))
+
+
+@pytest.mark.parametrize("kind", slow_but(("gpt_oss", "qwen3_moe"), "gpt_oss"))
+def test_adapters_of_experts_are_loaded_by_plain_peft(kind, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = on_disk(tmp_path / "base", model=mixture(kind))
+    config = ModelConfig(path=str(base))
+    mine = trained(built(lora(), config, packing=False))
+    assert len(grouped(mine)) == LAYERS[kind]
+    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    assert json.loads(Path(folder, "adapter_config.json").read_text())["target_parameters"]
+    theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+    torch.testing.assert_close(theirs, logits(mine), atol=2e-4, rtol=1e-4)
+    with mine.disable_adapter():
+        plain = logits(AutoModelForCausalLM.from_pretrained(base))
+        torch.testing.assert_close(logits(mine), plain, atol=1e-5, rtol=1e-4)

@@ -70,6 +70,13 @@ class CheckError(UserError):
     exit_code = 1
 
 
+class Ended(Exception):
+    """A command has said how it ended; the process ends with `exit_code`."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
 class Stopped(KeyboardInterrupt):
     """A signal told this process to end, in an orderly way. Libraries let a KeyboardInterrupt pass.
 

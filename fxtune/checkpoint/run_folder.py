@@ -35,6 +35,7 @@ FREE_ON_RESUME = (
     "parallel.shard",
     "parallel.context",
     "tracking",
+    "refresh",
     "loader",
     "checkpoint",
     "train.log_every",

@@ -68,6 +68,17 @@ COMMANDS = {
         ranks=True,
         options=_TRUST,
     ),
+    "refresh": Command(
+        "fxtune.cli.refresh",
+        "test a run on new rows, and if it is worse there, train it further: refresh RUN data.sources=[...]",
+        positional="run",
+        positional_only=True,
+        options={
+            "--force": _flag("train although the new rows show no drift"),
+            **_JSON,
+            **_TRUST,
+        },
+    ),
     "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Command(
         "fxtune.cli.verify",
@@ -259,5 +270,6 @@ options
   completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"
 
 exit codes: 0 done, 1 verify or doctor found a problem (with a traceback: a bug of fxtune),
-            2 config, 3 data, 4 hardware, 5 numbers, 6 storage,
+            2 config, 3 data, 4 hardware, 5 numbers, 6 storage, 7 another rank died,
+            10 refresh found no drift, 11 refresh rejected what it trained,
             75 stopped by SIGTERM or SIGUSR1, 130 by Ctrl-C: progress is saved, and the same command continues"""

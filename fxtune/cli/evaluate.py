@@ -57,7 +57,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     config.model.trust_remote_code |= trust_remote_code
     data = config.data
     data.validate()
-    if not (data.eval_sources or data.eval_fraction or data.questions.path):
+    if not (data.holds_out or data.questions.path):
         raise ConfigError(
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
         )

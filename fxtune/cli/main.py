@@ -31,7 +31,7 @@ from fxtune.config import discovery
 from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude
 from fxtune.distributed.ranks import act_alone, end_with_launcher, place
-from fxtune.errors import ConfigError, RankError, Stopped, StorageError, UserError, did_you_mean
+from fxtune.errors import ConfigError, Ended, RankError, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.redact import redact_text, redacted_output
 from fxtune.system.signals import SIGNALS
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except (MemoryError, RuntimeError) as error:
         return _out_of_memory(error)
-    except _Ended as ended:
+    except Ended as ended:
         return ended.exit_code
     except Stopped as stop:
         tells, code = conclude(stop)
@@ -291,7 +291,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
 
         name = next(name for name, each in COMMANDS.items() if each is command)
         if code := launch(ranks, [name, *overrides, *_words(own)]):
-            raise _Ended(code)
+            raise Ended(code)
         return None
     with progress.phase("Loading the libraries", announce=command.module not in sys.modules):
         module = importlib.import_module(command.module)
@@ -307,13 +307,6 @@ def _words(own: dict[str, Any]) -> Iterator[str]:
         if name != "overrides":
             yield f"--{name.replace('_', '-')}"
             yield from [] if value is True else [str(value)]
-
-
-class _Ended(Exception):
-    """A run of several ranks ended with this exit code."""
-
-    def __init__(self, exit_code: int) -> None:
-        self.exit_code = exit_code
 
 
 def _print_result(result: Any) -> None:
@@ -360,8 +353,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
             run.folder = config.run.dir = folder
             if place()[0] == 0:
                 print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
-            quoted = config.run.dir.replace("\\", "\\\\").replace("'", "\\'")
-            result = _call(command, config, own, [*overrides, f"run.dir='{quoted}'"])
+            result = _call(command, config, own, [*overrides, compose.path_override("run.dir", config.run.dir)])
             if result is None and (Path(run.folder) / RESULT).exists():  # several ranks trained it
                 result = read_json(Path(run.folder) / RESULT)
             run.figures = result if isinstance(result, dict) else {}
@@ -370,7 +362,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
                 show(error)
             failures.append(type(error))
             run.error = redact_text(str(error))
-        except _Ended:
+        except Ended:
             failures.append(RankError)
             run.error = "a rank failed; the reason stands above"
         except Exception as error:

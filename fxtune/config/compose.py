@@ -14,7 +14,7 @@ import io
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +97,35 @@ def typed(cfg: DictConfig) -> Config:
     return config
 
 
-def of_run(folder: Path, trust_remote_code: bool = False) -> Config:
+def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[str] = ()) -> Config:
     """The config of the run in `folder`, which a stranger may have written: only `trust_remote_code` lets it run code,
-    and it does not say where files are written. Raises ConfigError if there is no run, or if a key is wrong."""
+    and it does not say where files are written. `overrides`: keys of a command line, which come after it. Raises
+    ConfigError if there is no run, or if a key is wrong."""
     values = read_config(folder)
     if values is None:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
-    config = typed(OmegaConf.create(with_defaults(Config, values)))
+    cfg, choices = OmegaConf.create(with_defaults(Config, values)), prepare(list(overrides))
+    for choice in choices:
+        if choice.kind is not Kind.key:
+            raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")
+        value = OverridesParser.create().parse_override(choice.text).value()
+        OmegaConf.update(cfg, choice.key, value, merge=False, force_add=True)
+    config = typed(cfg)
     if not trust_remote_code and (config.model.trust_remote_code or config.techniques.attention.trust_remote_code):
         raise ConfigError(
             f"{folder / 'config.yaml'}: trust_remote_code runs code of a stranger, so a run folder cannot set it. If "
             "the run is yours, add --trust-remote-code."
         )
-    config.run.dir = config.data.cache_dir = config.train.pause_after = None
+    config.run.dir = config.train.pause_after = None
+    if all(choice.key != "data.cache_dir" for choice in choices):
+        config.data.cache_dir = None
     return config
+
+
+def path_override(key: str, path: Path | str) -> str:
+    """The override `key=path`, whatever characters the path has."""
+    quoted = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{quoted}'"
 
 
 def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -> None:

@@ -149,6 +149,28 @@ class TrainConfig:
 
 
 @dataclass
+class RefreshConfig:
+    """`fxtune refresh RUN data.sources=[...]`: a run's adapter on new rows."""
+
+    alpha: float = field(default=0.01, metadata={"min": 0.001, "below": 0.5})
+    """The rate of false alarms of each test: how often rows like the old ones count as drift, and how often an adapter
+    that is not better passes the gate's test."""
+    sample: int = field(default=1000, metadata={"min": 10})
+    """Documents, old and new each, that are compared at most."""
+    held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
+    """The share of the new rows that is held out to judge by; a source's own eval_fraction comes first."""
+    replay: float = field(default=0.5, metadata={"above": 0, "below": 1})
+    """The share of the supervised tokens that comes from the old rows, so that what they taught is kept."""
+    epochs: float = field(default=3.0, metadata={"above": 0})
+    """Passes over the new rows at most; early stopping may end the run before."""
+    bound: float = field(default=0.02, metadata={"above": 0})
+    """The new adapter must be shown to be worse on the old held-out rows by less than this, in nats per supervised
+    token; 0.02 is a perplexity 2 % higher."""
+    gain: float = field(default=0.001, metadata={"min": 0})
+    """The new adapter must be shown to be better on the new held-out rows by more than this, in the same unit."""
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -161,6 +183,7 @@ class Config:
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    refresh: RefreshConfig = field(default_factory=RefreshConfig)
 
     def conflicts(self) -> Iterator[str]:
         """Yield what is wrong although each value is in its own range, worded as what to change."""
@@ -209,7 +232,7 @@ class Config:
             yield str(error)
         yield from self._stop_conflicts()
         by_match = train.stop.patience > 0 and train.stop.metric is StopMetric.exact_match
-        if train.eval_every and not data.eval_fraction and not data.eval_sources and not by_match:
+        if train.eval_every and not data.holds_out and not by_match:
             yield (
                 f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set "
                 "data.eval_fraction or data.eval_sources, or train.eval_every=0"
@@ -218,7 +241,6 @@ class Config:
     def _stop_conflicts(self) -> Iterator[str]:
         """Yield what early stopping and evaluations by the clock lack."""
         data, stop, share = self.data, self.train.stop, self.train.eval_share
-        held_out = bool(data.eval_fraction or data.eval_sources)
         patience = f"`train.stop.patience={stop.patience}`"
         if not stop.patience:
             for name, value, default in (
@@ -229,7 +251,7 @@ class Config:
                     yield f"`train.stop.{name}={value}` is not read without train.stop.patience: set that, too"
             if share is not None and not self.train.eval_every:
                 yield f"`train.eval_share={share:g}`, but the run evaluates only at its end: set train.eval_every"
-        elif stop.metric is StopMetric.loss and not held_out:
+        elif stop.metric is StopMetric.loss and not data.holds_out:
             yield (
                 f"{patience}, but nothing is held out to judge by: set data.eval_fraction or data.eval_sources, or "
                 "train.stop.patience=0"

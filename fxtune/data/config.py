@@ -84,6 +84,8 @@ class SourceConfig:
     """For .txt and .md files: what one row is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Use only the first `limit` rows. Blank lines of a JSONL file do not count."""
+    eval_fraction: Optional[float] = field(default=None, metadata={"min": 0, "below": 1})
+    """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
 
 
 @dataclass
@@ -117,7 +119,7 @@ class MixConfig:
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     eval_sources: list[SourceConfig] = field(default_factory=list)
-    """Held-out sources for evaluation. They replace the share of eval_fraction."""
+    """Held-out sources for evaluation. They replace the share of eval_fraction; a source's own is held out as well."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """Hold out this share of the documents of `sources`. A document's content decides, so it stays on its side when
     rows are added, and copies of it are on the same side."""
@@ -165,9 +167,15 @@ class DataConfig:
         return not self.buckets if self.packing == AUTO else bool(self.packing)
 
     @property
-    def held_out_share(self) -> float:
-        """The share of the documents of `sources` that is held out of training."""
-        return 0.0 if self.eval_sources else self.eval_fraction
+    def held_out_shares(self) -> tuple[float, ...]:
+        """The share of the documents of each of `sources` that is held out of training."""
+        common = 0.0 if self.eval_sources else self.eval_fraction
+        return tuple(common if source.eval_fraction is None else source.eval_fraction for source in self.sources)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is held-out data to evaluate on."""
+        return bool(self.eval_sources) or any(self.held_out_shares or (self.eval_fraction,))
 
     def own_questions(self) -> QuestionsConfig:
         """`questions`; none if they belong to data that ships with fxtune, and `sources` names other data."""
@@ -212,6 +220,8 @@ class DataConfig:
             raise ConfigError(
                 "data.eval_sources have no weights: every document is evaluated once. Remove weight there."
             )
+        if any(source.eval_fraction is not None for source in self.eval_sources):
+            raise ConfigError("data.eval_sources are held out as a whole. Remove eval_fraction there.")
         if self.mix.long_share is None:
             return
         if self.mix.threshold >= self.sequence_length:

@@ -290,7 +290,7 @@ def steps_only(config: Config, steps: int) -> Config:
     config = copy.deepcopy(config)
     config.train.max_steps, config.train.epochs, config.train.batch_ramp = steps, None, []
     config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
-    config.data.eval_fraction = config.data.held_out_share
+    config.data.eval_fraction = 0.0 if config.data.eval_sources else config.data.eval_fraction
     config.data.questions.path, config.data.eval_sources = None, []
     config.checkpoint.every = 0
     config.tracking = TrackingConfig(display=DisplayKind.none)

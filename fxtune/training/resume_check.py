@@ -150,11 +150,7 @@ class ResumeCheck:
 
     def check_data(self, tables: Iterable[TokenTable], rate: float | None) -> None:
         """compare() the tokens of each training source, and the learning rate if it is `auto` in the recipe."""
-        documents = {
-            f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
-            for number, table in enumerate(tables)
-        }
-        self.compare("data", documents)
+        self.compare("data", describe_tables(tables))
         if rate is not None:
             self.compare("rate", {"lr": rate})
 
@@ -190,6 +186,14 @@ class ResumeCheck:
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)
         return section if isinstance(section, dict) else {}
+
+
+def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:
+    """The tokens of each training source, as setting.json has them."""
+    return {
+        f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
+        for number, table in enumerate(tables)
+    }
 
 
 def _machine(facts: Facts) -> dict[str, str]:

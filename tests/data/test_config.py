@@ -10,10 +10,14 @@ from fxtune.errors import ConfigError
 
 
 def test_eval_sources_replace_the_held_out_share():
-    config = DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")])
+    sources = [SourceConfig(path="a"), SourceConfig(path="b", eval_fraction=0.2)]
+    config = DataConfig(sources=sources, eval_fraction=0.1, eval_sources=[SourceConfig(path="x")])
     config.validate()
-    assert config.held_out_share == 0
-    assert DataConfig(eval_fraction=0.1).held_out_share == 0.1
+    assert config.held_out_shares == (0, 0.2)
+    assert DataConfig(sources=sources, eval_fraction=0.1).held_out_shares == (0.1, 0.2)
+    assert not DataConfig(sources=sources[:1]).holds_out
+    with pytest.raises(ConfigError, match="Remove eval_fraction there"):
+        DataConfig(eval_sources=sources[1:]).validate()
 
 
 def test_eval_sources_have_no_weights():

@@ -257,4 +257,4 @@ def test_a_recipe_evaluates_on_the_users_own_data(name):
     assert data.eval_sources == []
     assert data.own_questions().path is None
     if composed(name).train.eval_every:
-        assert data.held_out_share > 0
+        assert data.holds_out

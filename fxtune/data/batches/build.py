@@ -15,7 +15,7 @@ from fxtune.data.batches.overlap import require_no_overlap
 from fxtune.data.batches.plan import BatchSizes, Plan
 from fxtune.data.batches.ramp import Stages
 from fxtune.data.batches.segments import Side
-from fxtune.data.config import DataConfig
+from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import ConfigError
 
@@ -46,30 +46,52 @@ def plan_training(
             f"train.global_batch_size={global_batch_size} must be a multiple of "
             f"train.micro_batch_size={micro_batch_size}."
         )
-    side, held_out = Side.train if data.held_out_share else Side.all, data.held_out_share
+    share, shares = _shares(data.held_out_shares)
+    side = Side.train if any(data.held_out_shares) else Side.all
     mix = LengthMix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None
     settings = StreamSettings(
-        data.sequence_length, data.packs, data.on_long, held_out, side, data.source_weights(), seed, mix
+        data.sequence_length, data.packs, data.on_long, share, side, data.source_weights(), seed, mix, shares=shares
     )
     sizes = BatchSizes(micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id, ramp=ramp)
     return Plan(EpochStream(tables, settings, excluded), sizes)
 
 
 def plan_evaluation(
-    tables: Sequence[TokenTable], data: DataConfig, *, micro_batch_size: int, pad_id: int = 0, held_out: bool
+    tables: Sequence[TokenTable],
+    data: DataConfig,
+    *,
+    micro_batch_size: int,
+    pad_id: int = 0,
+    shares: Sequence[float] | None = None,
+    excluded: Optional[np.ndarray] = None,
 ) -> Plan:
     """The plan of an evaluation: each segment exactly once, always in the same order, one micro-batch a step.
 
-    `held_out`: `tables` are the training sources, and the documents held out by `data.eval_fraction` are used.
-    Otherwise they are `data.eval_sources`, and all documents are used.
+    `shares`: the share of each table's documents that is held out and used, as data.eval_fraction chooses it, at most
+    data.eval_limit of them; 1: all of them. None: all documents of all tables. `excluded`: digests of documents that
+    are left out.
     """
     data.validate()
-    fraction, side, limit = (data.eval_fraction, Side.held_out, data.eval_limit) if held_out else (0.0, Side.all, None)
+    share, different = _shares(shares or (1.0,))
+    everything = share == 1 and different is None
     settings = StreamSettings(
-        data.sequence_length, data.packs, data.on_long, fraction, side, weights=None, seed=None, limit=limit
+        data.sequence_length,
+        data.packs,
+        data.on_long,
+        0.0 if everything else share,
+        Side.all if everything else Side.held_out,
+        weights=None,
+        seed=None,
+        limit=None if everything else data.eval_limit,
+        shares=different,
     )
     sizes = BatchSizes(micro_batch_size, micro_batch_size, row_lengths=data.row_lengths(), pad_id=pad_id)
-    return Plan(EpochStream(tables, settings), sizes)
+    return Plan(EpochStream(tables, settings, excluded), sizes)
+
+
+def _shares(shares: Sequence[float]) -> tuple[float, Optional[tuple[float, ...]]]:
+    """(the share of all tables, None), or (0, the share of each table) where they differ."""
+    return (shares[0], None) if len(set(shares)) == 1 else (0.0, tuple(shares))
 
 
 @dataclass(frozen=True)
@@ -99,7 +121,8 @@ def prepare_data(
     tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
     pad_id = tokenizer.pad_token_id or 0
     evaluation = prepare_evaluation(data, tokenizer, micro_batch_size, tables, quarantine, progress)
-    excluded = require_no_overlap(data, tables, evaluation.tables if evaluation else (), tokenizer)
+    held_out = evaluation.tables[-len(data.eval_sources) :] if evaluation and data.eval_sources else ()
+    excluded = require_no_overlap(data, tables, held_out, tokenizer)
     training = plan_training(
         tables, data, micro_batch_size=micro_batch_size, pad_id=pad_id, excluded=excluded, **sizes
     )
@@ -117,15 +140,21 @@ def prepare_evaluation(
     """The plan of the held-out data; None if the config holds nothing out. `tables`: those of data.sources, if they
     are tokenized already.
     """
-    sources = data.eval_sources or (data.sources if data.eval_fraction else [])
-    if not sources:
+    shared = zip(data.sources, data.held_out_shares, strict=True)
+    parts = [(at, source, share) for at, (source, share) in enumerate(shared) if share]
+    if not parts and not data.eval_sources:
         return None
-    if data.eval_sources or tables is None:
-        tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in sources]
+
+    def table(source: SourceConfig) -> TokenTable:
+        return tokenize(source, data, tokenizer, quarantine, progress)
+
     return plan_evaluation(
-        tables,
+        [
+            *(tables[at] if tables else table(source) for at, source, _ in parts),
+            *(table(source) for source in data.eval_sources),
+        ],
         data,
         micro_batch_size=micro_batch_size,
         pad_id=tokenizer.pad_token_id or 0,
-        held_out=not data.eval_sources,
+        shares=[*(share for *_, share in parts), *[1.0] * len(data.eval_sources)],
     )

@@ -59,6 +59,12 @@ class StreamSettings:
     """None: as in the data."""
     limit: Optional[int] = None
     """Held-out documents of each table at most; None: all."""
+    shares: Optional[tuple[float, ...]] = None
+    """The share of each table that is held out, where tables differ in it; None: `eval_fraction` of each."""
+
+    def share(self, table: int) -> float:
+        """The share of the documents of a table that is held out."""
+        return self.eval_fraction if self.shares is None else self.shares[table]
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class EpochStream:
     def fingerprint(self) -> str:
         """Equal for streams with the same rows."""
         settings = {**asdict(self.settings), "side": self.settings.side.value}
-        for later in ("mix", "limit"):  # so that fingerprints from before there were these stay valid
+        for later in ("mix", "limit", "shares"):  # so that fingerprints from before there were these stay valid
             if settings[later] is None:
                 del settings[later]
         if self.excluded is not None and len(self.excluded):
@@ -126,8 +132,11 @@ class EpochStream:
 
     def documents(self) -> list[np.ndarray]:
         """For each table, which of its documents are on the stream's side, bool."""
-        side, fraction, limit = self.settings.side, self.settings.eval_fraction, self.settings.limit
-        return [is_on_side(side, table.digests, fraction, limit) for table in self.tables]
+        settings = self.settings
+        return [
+            is_on_side(settings.side, table.digests, settings.share(at), settings.limit)
+            for at, table in enumerate(self.tables)
+        ]
 
     def end(self, epoch: int) -> int:
         """Rows of all epochs up to and including `epoch`."""
@@ -242,14 +251,14 @@ class EpochStream:
 
     def _require_segments(self, by_table: list[Segments]) -> None:
         """Raise DataError if a table has no segment. Of tables that share a hold-out, one with segments is enough."""
-        held_out, fraction = self.settings.side is Side.held_out, self.settings.eval_fraction
+        held_out = self.settings.side is Side.held_out
         empty = [at for at, segments in enumerate(by_table) if not len(segments)]
         if not empty or (held_out and len(empty) < len(by_table)):
             return
         if held_out and not any(counts.documents for counts in self.counts):
             smallest = min(smallest_fraction(table.digests) for table in self.tables)
             raise DataError(
-                f"data.eval_fraction={fraction} holds out none of "
+                f"data.eval_fraction={self.settings.share(0)} holds out none of "
                 f"{sum(counts.other_side for counts in self.counts):,} documents, so there is nothing to evaluate "
                 f"on. Raise it to {smallest:.2g} or more, or name held-out data in data.eval_sources."
             )
@@ -258,7 +267,8 @@ class EpochStream:
             counts = self.counts[at]
             lines.append(
                 f"{self.tables[at].name}: nothing to learn from. {counts.documents:,} documents "
-                f"({counts.other_side:,} more on the other side of data.eval_fraction={fraction}), {counts.dropped:,} "
+                f"({counts.other_side:,} more on the other side of data.eval_fraction={self.settings.share(at)}), "
+                f"{counts.dropped:,} "
                 f"dropped as longer than data.sequence_length={self.settings.sequence_length:,}, "
                 f"{counts.without_targets:,} documents or pieces without a supervised token."
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from fxtune.data.batches.segments import Side, is_on_side
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, OnOverlap, QuestionsConfig, SourceConfig
 from fxtune.data.read.sources import open_source
-from fxtune.data.tokenized import cache
+from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import encode_shard
 from fxtune.errors import DataError
@@ -35,6 +34,8 @@ class _HeldOut:
     source: SourceConfig
     digests: np.ndarray
     table: TokenTable | None = None
+    held: np.ndarray | None = None
+    """Which of its documents are held out, bool; None: all."""
 
 
 def require_no_overlap(
@@ -54,12 +55,20 @@ def require_no_overlap(
     ]
     if (questions := data.own_questions()).path is not None:
         sides.append(_questions(questions, data, tokenizer))
-    side, share = Side.train if data.held_out_share else Side.all, data.held_out_share
-    trained = [table.digests[is_on_side(side, table.digests, share)] for table in tables]
-    found = [np.intersect1d(digests, one.digests) for digests in trained for one in sides]
+    shares = data.held_out_shares
+    if len(set(shares)) > 1:  # a row of two sources may be on both sides
+        for source, table, share in zip(data.sources, tables, shares, strict=True):
+            held = is_on_side(Side.held_out, table.digests, share)
+            sides.append(_HeldOut("data.sources", source, table.digests, table, held))
+    trained = [is_on_side(Side.train, table.digests, share) for table, share in zip(tables, shares, strict=True)]
+    found = [
+        np.intersect1d(table.digests[mask], one.digests if one.held is None else one.digests[one.held])
+        for table, mask in zip(tables, trained, strict=True)
+        for one in sides
+    ]
     common = np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
     if len(common) and data.on_overlap is OnOverlap.error:
-        raise _overlap_error(data, tables, sides, common)
+        raise _overlap_error(data, tables, trained, sides, common)
     return common
 
 
@@ -73,21 +82,27 @@ def _questions(questions: QuestionsConfig, data: DataConfig, tokenizer: Any) -> 
 
 
 def _overlap_error(
-    data: DataConfig, tables: Sequence[TokenTable], held_out: Sequence[_HeldOut], common: np.ndarray
+    data: DataConfig,
+    tables: Sequence[TokenTable],
+    masks: Sequence[np.ndarray],
+    held_out: Sequence[_HeldOut],
+    common: np.ndarray,
 ) -> DataError:
-    """The error for rows on both sides: how many, the first pairs by file and line, and the keys that settle it."""
-    root = cache.cache_root(data) / "datasets" if data.cache_dir else None
-    trained = sum(int(np.isin(table.digests, common).sum()) for table in tables)
+    """The error for rows on both sides: how many, the first pairs by file and line, and the keys that settle it.
+    `masks`: for each table, which of its documents are trained on."""
+    both = [np.isin(table.digests, common) & mask for table, mask in zip(tables, masks, strict=True)]
+    trained = sum(int(mask.sum()) for mask in both)
     lines = []
     for one in held_out:
-        shared = np.isin(one.digests, common)
+        shared = np.isin(one.digests, common) & (True if one.held is None else one.held)
         if not shared.any():
             continue
         pairs = []
         for index in np.flatnonzero(shared)[:SHOWN]:
-            number, table = next((n, table) for n, table in enumerate(tables) if one.digests[index] in table.digests)
-            other = int(np.argmax(table.digests == one.digests[index]))
-            places = _place(one.source, one.table, int(index), root), _place(data.sources[number], table, other, root)
+            same = [mask & (table.digests == one.digests[index]) for table, mask in zip(tables, both, strict=True)]
+            number = next(number for number, mask in enumerate(same) if mask.any())
+            table, other = tables[number], int(np.argmax(same[number]))
+            places = _place(one.source, one.table, int(index), data), _place(data.sources[number], table, other, data)
             pairs.append(" is ".join(places))
         more = f", and {shared.sum() - SHOWN:,} more" if shared.sum() > SHOWN else ""
         lines.append(
@@ -102,12 +117,9 @@ def _overlap_error(
     )
 
 
-def _place(source: SourceConfig, table: TokenTable | None, document: int, root: Path | None) -> str:
-    """File and line of a document. Rows that could not be used have none, so they are not counted."""
-    opened = open_source(source, root)
-    bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
-    rows = (row for row in opened.rows() if row.value is not None and row.where not in bad)
-    return next(islice(rows, document, None)).where
+def _place(source: SourceConfig, table: TokenTable | None, document: int, data: DataConfig) -> str:
+    """File and line of a document."""
+    return next(islice(usable_rows(source, table, data), document, None)).where
 
 
 def copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator[str]:

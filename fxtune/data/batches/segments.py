@@ -146,11 +146,13 @@ def _splitmix64(state: np.ndarray) -> np.ndarray:
 def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Optional[int] = None) -> np.ndarray:
     """Which documents are on `side`, bool [documents]; equal ones are on the same side, whatever the run's seed.
 
-    `limit`: at most so many held-out documents, those with the smallest hashes.
+    `limit`: at most so many held-out documents, those with the smallest hashes; all if everything is held out.
     """
     if side is Side.all or eval_fraction == 0:
         return np.full(len(digests), side is not Side.held_out)
-    number = _hold_out_number(digests)
+    if eval_fraction == 1:
+        return np.full(len(digests), side is Side.held_out)
+    number = hold_out_number(digests)
     chosen = (number < np.uint64(eval_fraction * 2.0**64)) == (side is Side.held_out)
     if limit is not None and chosen.sum() > limit:
         chosen[np.argsort(number, kind="stable")[limit:]] = False
@@ -159,12 +161,14 @@ def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Opt
 
 def smallest_fraction(digests: np.ndarray) -> float:
     """The smallest `eval_fraction`, to two digits, that holds out one of these documents."""
-    share = float(_hold_out_number(digests).min()) / 2.0**64
+    share = float(hold_out_number(digests).min()) / 2.0**64
     unit = 10.0 ** (math.floor(math.log10(share)) - 1)
     return math.ceil(share / unit + 1e-9) * unit
 
 
-def _hold_out_number(digests: np.ndarray) -> np.ndarray:
+def hold_out_number(digests: np.ndarray) -> np.ndarray:
+    """A uint64 for each document, which depends on its content alone: an eval_fraction of f holds out those below
+    f x 2**64."""
     return _splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
 
 

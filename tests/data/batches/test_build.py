@@ -20,7 +20,7 @@ def test_source_without_targets_is_an_error_that_names_it():
     ):
         training([natural(5, 10, 0), mute])
     with pytest.raises(DataError, match=r"eval_fraction=1e-06 holds out none of 3 documents"):
-        plan_evaluation([natural(3, 10, 0)], DataConfig(eval_fraction=1e-6), micro_batch_size=1, held_out=True)
+        plan_evaluation([natural(3, 10, 0)], DataConfig(eval_fraction=1e-6), micro_batch_size=1, shares=[1e-6])
 
 
 @pytest.mark.parametrize(

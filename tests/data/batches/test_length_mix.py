@@ -191,7 +191,7 @@ def test_an_evaluation_is_not_mixed():
     config = DataConfig(
         sources=[SourceConfig(path="a")], eval_fraction=0.5, sequence_length=LENGTH, mix=MixConfig(0.9, 16)
     )
-    plan = plan_evaluation(data, config, micro_batch_size=2, held_out=True)
+    plan = plan_evaluation(data, config, micro_batch_size=2, shares=[0.5])
     assert Counter(plan.stream.epoch(0).segments.tolist()) == Counter(range(len(plan.stream.segments)))
     assert plan.summary()["mix"] is None
 

@@ -148,3 +148,20 @@ def test_weights_that_repeat_one_source_and_cut_another_are_said():
     assert int(share) == round(100 * summary[1]["repeats"])
     even = [float(one.supervised.sum()) for one in (small, large)]
     assert training([small, large], weights=even).notes() == []
+
+
+def test_shares_of_their_own_hold_out_each_source_and_a_row_of_two_sources_is_on_one_side(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", map(chat, range(60)))
+    two = write(tmp_path / "two.jsonl", map(chat, range(40, 100)))
+    held = write(tmp_path / "held.jsonl", map(chat, range(200, 210)))
+    one.eval_fraction, two.eval_fraction = 0.1, 0.6
+    with pytest.raises(DataError, match=r"rows of data\.sources .*two\.jsonl.*: .*two\.jsonl:\d+ is .*one\.jsonl:\d+"):
+        prepare(sources=[one, two], eval_sources=[held])
+    data = prepare(sources=[one, two], eval_sources=[held], on_overlap=OnOverlap.drop)
+    sides = []
+    for plan in (data.training, data.evaluation):
+        micros = ((step, micro) for step in range(plan.steps) for micro in range(plan.micro_batches(step)))
+        sides.append({plan.tables[at].digests[row] for place in micros for at, row in plan.documents(*place)})
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 110
+    assert 35 < len(sides[1]) < 65  # 10 of held.jsonl, 6 and 36 expected of the others, some of them the same

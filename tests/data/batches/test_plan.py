@@ -200,7 +200,7 @@ def test_held_out_documents_are_chosen_by_content():
     sides = []
     for seed, t in ((0, data), (7, turned)):
         kept = plan_training([t], config, micro_batch_size=2, global_batch_size=4, seed=seed)
-        held = plan_evaluation([t], config, micro_batch_size=2, held_out=True)
+        held = plan_evaluation([t], config, micro_batch_size=2, shares=[0.2])
         assert not set(ids(kept)) & set(ids(held))
         assert ids(kept) + ids(held) == Counter(tuple(tokens) for tokens, _ in [*documents, same_text, same_text])
         sides.append(ids(held))
@@ -210,7 +210,7 @@ def test_held_out_documents_are_chosen_by_content():
         [data],
         DataConfig(sources=config.sources, eval_fraction=0.4, sequence_length=32),
         micro_batch_size=2,
-        held_out=True,
+        shares=[0.4],
     )
     assert not sides[0] - ids(larger)  # a larger share keeps the documents held out before
 
@@ -221,7 +221,7 @@ def test_evaluation_has_each_segment_once_in_a_fixed_order(packing):
     config = DataConfig(
         eval_sources=[SourceConfig(path="a"), SourceConfig(path="b")], sequence_length=64, packing=packing
     )
-    plan, again = (plan_evaluation(data, config, micro_batch_size=4, held_out=False) for _ in range(2))
+    plan, again = (plan_evaluation(data, config, micro_batch_size=4) for _ in range(2))
     found = Counter(piece for step in range(plan.steps) for row in plan.contents(step, 0) for piece in row)
     assert set(found.values()) == {1}
     assert sum(piece.length for piece in found) == sum(len(t.ids) - sum(chunks_without_targets(t, 64)) for t in data)

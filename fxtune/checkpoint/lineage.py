@@ -1,0 +1,124 @@
+"""The models that followed a run: what serves now, and how each refresh was decided.
+
+    runs/NAME                   the first run; it is never changed
+    runs/NAME.refresh/
+        current -> ../NAME      the run that serves: a link, replaced atomically when a refresh is promoted
+        lineage.json            each refresh: parent, digests of the data, decisions and figures
+        run-1/                  the run of a refresh: its adapter, checkpoints, config, promoted or not
+        run-1.yaml              its recipe
+        run-1.rows-0.jsonl      the new rows that it learned from
+
+So `runs/NAME.refresh/current/adapter` is the adapter to serve, whatever was promoted last. To go back, replace the
+link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
+from fxtune.errors import ConfigError, StorageError
+from fxtune.system.atomic_files import read_json, replace_text, sync
+
+SUFFIX = ".refresh"
+CURRENT, LINEAGE = "current", "lineage.json"
+
+
+@dataclass
+class Lineage:
+    """The lineage in `folder`, locked. `refreshes`: an entry for each refresh, as lineage.json has it."""
+
+    folder: Path
+    lock: FolderLock
+    refreshes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def serving(self) -> Path:
+        """The folder of the run that serves."""
+        return Path(os.path.normpath(self.folder / os.readlink(self.folder / CURRENT)))
+
+    def save(self) -> None:
+        """Write lineage.json, completely or not at all. Raises StorageError."""
+        value = {"version": 1, "refreshes": self.refreshes}
+        try:
+            replace_text(self.folder / LINEAGE, json.dumps(value, indent=1))
+        except OSError as error:
+            raise StorageError(f"{self.folder / LINEAGE} cannot be written: {error}. Free space there.") from error
+
+    def serve(self, run: Path) -> None:
+        """Let `run` serve: readers see the link to the run before or to this one. Raises StorageError."""
+        staging = self.folder / f".{CURRENT}"
+        try:
+            staging.unlink(missing_ok=True)
+            staging.symlink_to(os.path.relpath(run, self.folder), target_is_directory=True)
+            os.replace(staging, self.folder / CURRENT)
+            sync(self.folder)
+        except OSError as error:
+            raise StorageError(f"{self.folder / CURRENT} cannot be replaced: {error}.") from error
+
+    def next_number(self) -> int:
+        """The number of the next refresh."""
+        return 1 + max((entry["number"] for entry in self.refreshes), default=0)
+
+    def release(self) -> None:
+        """Unlock it. A folder in which nothing was decided is removed."""
+        self.lock.release()
+        if not (self.folder / LINEAGE).exists():
+            with contextlib.suppress(OSError):  # other files are there
+                for name in (CURRENT, f".{CURRENT}", HOLDER, LOCK):
+                    (self.folder / name).unlink(missing_ok=True)
+                self.folder.rmdir()
+
+
+def open_lineage(run: Path) -> Lineage:
+    """The lineage of `run`: the first run, its folder NAME.refresh, or `current` in it. It is made if there is none.
+
+    Raises ConfigError for a run in a lineage that does not serve, StorageError if the folder is in use or damaged.
+    """
+    folder = _folder(run)
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = FolderLock(folder)
+        if not lock.acquire():
+            raise StorageError(f"{folder} is in use by another refresh{lock.holder()}. Wait for it.")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be used: {error}.") from error
+    found = Lineage(folder, lock)
+    try:
+        if (folder / LINEAGE).exists():
+            found.refreshes = _read(folder / LINEAGE)
+        if not (folder / CURRENT).is_symlink():
+            found.serve(folder.with_name(folder.name.removesuffix(SUFFIX)))
+    except BaseException:
+        found.release()
+        raise
+    return found
+
+
+def _folder(run: Path) -> Path:
+    """The folder of the lineage that `run` means."""
+    absolute = Path(os.path.abspath(run))
+    if absolute.name.endswith(SUFFIX):
+        return run
+    if not absolute.parent.name.endswith(SUFFIX):
+        return run.with_name(absolute.name + SUFFIX) if run.name else absolute.with_name(absolute.name + SUFFIX)
+    folder = run.parent if run.name else absolute.parent
+    link = folder / CURRENT
+    if run.name != CURRENT and link.is_symlink() and link.resolve() != absolute.resolve():
+        raise ConfigError(f"{run} does not serve: {link} is {os.readlink(link)}. Refresh that, or replace the link.")
+    return folder
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        entries = read_json(file)["refreshes"]
+        if not all(isinstance(entry, dict) and type(entry.get("number")) is int for entry in entries):
+            raise ValueError("it has no list of refreshes")
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{file} cannot be used: {error}. Bring it back, or move it away to begin anew.") from error
+    return list(entries)

@@ -1,0 +1,312 @@
+"""`fxtune refresh`: one command for cron or CI. Is a run's adapter worse on new rows? If so it is trained further, and
+replaced if the result is better.
+
+    fxtune refresh quickstart 'data.sources=[{path: new.jsonl}]'            # a run's name, or its folder
+    fxtune refresh runs/quickstart 'data.sources=[{path: new.jsonl}]' refresh.alpha=0.001 optimizer.lr=1e-3
+    fxtune refresh quickstart 'data.sources=[{path: new.jsonl}]' --force    # train although there is no drift
+
+The adapter that serves is always runs/quickstart.refresh/current/adapter: `current` is a link to a run, replaced
+atomically. Each refresh starts from the run that it names, and lineage.json beside it keeps all figures and decisions.
+The first run is never changed.
+
+Exit codes: 0 promoted, 10 no drift, 11 rejected (what was trained is not better, and nothing is replaced); others as
+for every command. Killed at any moment, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json as json_text
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import yaml
+
+from fxtune import __version__
+from fxtune.checkpoint.lineage import Lineage, open_lineage
+from fxtune.checkpoint.run_folder import RESULT
+from fxtune.cli.options import write_json
+from fxtune.cli.run_output import ADAPTER_FILE, run_folder
+from fxtune.config import compose
+from fxtune.config.root import Config
+from fxtune.data.tokenized.profile import PERCENTILES, Profile
+from fxtune.distributed.launch import launch
+from fxtune.errors import ConfigError, Ended, StorageError
+from fxtune.system.atomic_files import replace_text
+from fxtune.system.console import say, table
+from fxtune.system.redact import redact, redact_arguments
+from fxtune.training.ranks import ranks_of
+from fxtune.training.refresh import RefreshData
+
+PROMOTED, NO_DRIFT, REJECTED = "promoted", "no drift", "rejected"
+DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
+"""The decisions in lineage.json: the first three are final, the next three those of a refresh that goes on, and `left`
+that of one that was not finished when another was begun."""
+EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11}
+FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
+"""Keys of `data` that a refresh may set. The others say what the old rows are."""
+DECIDED = {
+    "run.dir": "the folder is beside that of the run",
+    "run.resume": "the same command goes on by itself",
+    "model.path": "the base is that of the run",
+    "model.adapter": "the adapter is that of the run",
+    "train.epochs": "refresh.epochs says how long it trains",
+    "train.max_steps": "refresh.epochs says how long it trains",
+    "train.pause_after": "a refresh trains to the end",
+}
+"""Keys that a refresh decides, and why."""
+SCRIPTS = 3
+"""Scripts that are shown."""
+
+
+def run(
+    run: str, *overrides: str, force: bool = False, json: Optional[Path] = None, trust_remote_code: bool = False
+) -> None:
+    """Refresh `run` with `overrides`, and raise Ended with the exit code of the decision. `json`: a file for the entry
+    of lineage.json.
+
+    Raises ConfigError for a run that is not there, not finished or no LoRA, and for keys that a refresh decides;
+    DataError for rows that are no use; otherwise as a run does.
+    """
+    _check(overrides)
+    folder = run_folder(run)
+    lineage = open_lineage(folder)
+    try:
+        entry = _Refresh(lineage, list(overrides), force, trust_remote_code).decide()
+    finally:
+        lineage.release()
+    if json is not None:
+        write_json(json, entry)
+    raise Ended(EXIT_CODES[entry["decision"]])
+
+
+def _check(overrides: tuple[str, ...]) -> None:
+    """Refuse keys that a refresh decides."""
+    keys = [text.lstrip("+").partition("=")[0] for text in overrides]
+    if not any(key == "data.sources" for key in keys):
+        raise ConfigError("fxtune refresh needs the new rows: refresh RUN 'data.sources=[{path: new.jsonl}]'")
+    for key in keys:
+        if key in DECIDED:
+            raise ConfigError(f"`{key}` cannot be set here: {DECIDED[key]}.")
+        section, _, name = key.partition(".")
+        if key in ("recipe", "data", "model") or (section == "data" and name.split(".")[0] not in FREE):
+            raise ConfigError(f"`{key}` cannot be set here: a refresh reads its rows, old and new, as the run did.")
+
+
+class _Refresh:
+    """One call of the command."""
+
+    def __init__(self, lineage: Lineage, overrides: list[str], force: bool, trust: bool) -> None:
+        self.lineage, self.overrides, self.force, self.trust = lineage, overrides, force, trust
+
+    def decide(self) -> dict[str, Any]:
+        """The entry of lineage.json, with its decision."""
+        lineage, last = self.lineage, self._last()
+        if last.get("decision") == PROMOTING:
+            self._promote(last)
+        parent = lineage.serving
+        before, config = self._configs(parent)
+        data = RefreshData(parent, before.data, config)
+        key = {
+            "parent": os.path.relpath(parent, lineage.folder),
+            "adapter": _digest(parent / "adapter" / "adapter_model.safetensors"),
+            "data": data.digests(),
+            "keys": redact_arguments([text for text in self.overrides if not text.startswith("data.sources=")]),
+        }
+        served = last.get("decision") == PROMOTED and lineage.serving == self._candidate(last)
+        if served and all(last.get(name) == key[name] for name in ("data", "keys")):
+            say(f"{parent} was promoted with these rows already.")
+            return last
+        data.require_enough(parent)
+        entry, decided = last, last.get("decision")
+        if {name: last.get(name) for name in key} != key or decided == LEFT:
+            entry = self._begin(key, data, parent)
+        elif decided in (DRIFT, TRAINING):
+            say(f"Refresh {entry['number']} goes on.")
+        else:
+            say(f"Refresh {entry['number']} has tested these rows already.")
+        if entry["decision"] == DRIFT or (entry["decision"] == NO_DRIFT and self.force):
+            self._prepare(entry, data, parent)
+        if entry["decision"] == TRAINING:
+            self._train(entry)
+            self._judge(entry, data, parent)
+        say(_drift_verdict(entry["drift"], config.refresh.alpha))
+        if "gate" in entry:
+            _say_gate(entry, config)
+        return entry
+
+    def _last(self) -> dict[str, Any]:
+        return self.lineage.refreshes[-1] if self.lineage.refreshes else {}
+
+    def _candidate(self, entry: dict[str, Any]) -> Path:
+        """The run of an entry."""
+        return self.lineage.folder / f"run-{entry['number']}"
+
+    def _configs(self, parent: Path) -> tuple[Config, Config]:
+        """(the config of the run that serves, the same with the keys of the command)."""
+        if not parent.is_dir():
+            link = self.lineage.folder / "current"
+            raise ConfigError(
+                f"{parent}, to which {link} leads, is not there any more. Bring it back, or replace the link."
+            )
+        before = compose.of_run(parent, self.trust)
+        if not (parent / RESULT).exists():
+            raise ConfigError(f"{parent} is not finished, so it cannot be refreshed. Give its command again first.")
+        if not (parent / "adapter" / ADAPTER_FILE).exists():
+            why = "its adapter is gone" if before.techniques.lora.enabled else "it trained the whole model"
+            raise ConfigError(f"{parent} has no adapter to refresh: {why}. A refresh takes runs with techniques.lora.")
+        config = compose.of_run(parent, self.trust, self.overrides)
+        if config.data.mix.long_share is not None:
+            raise ConfigError(
+                f"{parent} mixes short and long documents (data.mix), and a refresh mixes old and new rows. Set "
+                "data.mix.long_share=null to mix by these alone."
+            )
+        config.model.adapter = str(parent / "adapter")
+        return before, config
+
+    def _begin(self, key: dict[str, Any], data: RefreshData, parent: Path) -> dict[str, Any]:
+        """A new entry, with the figures of the drift."""
+        lineage, last = self.lineage, self._last()
+        if last.get("decision") in (DRIFT, TRAINING):
+            last["decision"] = LEFT
+            say(f"{self._candidate(last)}, which was begun with other rows or keys, is left as it is.")
+        old, new = data.profiles()
+        entry = {
+            "number": lineage.next_number(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "fxtune": __version__,
+            **key,
+            "known_documents": data.known,
+        }
+        if data.known:
+            say(f"{data.known:,} documents of data.sources are known to the run, and are left out.")
+        drift = data.drift(str(parent / "adapter"))
+        entry["drift"] = {**dataclasses.asdict(drift), "token_distance": old.distance(new)}
+        entry["decision"] = DRIFT if drift.found else NO_DRIFT
+        say(_drift_table(entry["drift"], old, new))
+        lineage.refreshes.append(entry)
+        lineage.save()
+        return entry
+
+    def _prepare(self, entry: dict[str, Any], data: RefreshData, parent: Path) -> None:
+        """Write the new rows and the recipe of the run that learns from them."""
+        folder, name = self.lineage.folder, self._candidate(entry).name
+        rows = data.write_new_rows(folder, name)
+        config = data.candidate(str(parent / "adapter"), self._candidate(entry), rows)
+        values = redact(json_text.loads(json_text.dumps(dataclasses.asdict(config))))
+        values["run"]["dir"] = values["data"]["cache_dir"] = None  # a recipe cannot lead out of the working directory
+        text = f"# The run of refresh {entry['number']} of {parent}\n# @package _global_\n"
+        try:
+            replace_text(folder / f"{name}.yaml", text + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        except OSError as error:
+            raise StorageError(f"{folder / name}.yaml cannot be written: {error}. Free space there.") from error
+        entry["decision"] = TRAINING
+        self.lineage.save()
+
+    def _train(self, entry: dict[str, Any]) -> None:
+        """Take the run of an entry to its end, from wherever it is."""
+        if (self._candidate(entry) / RESULT).exists():
+            return
+        words = [
+            compose.path_override("+recipe", self._candidate(entry).with_suffix(".yaml")),
+            compose.path_override("run.dir", self._candidate(entry)),
+            *(text for text in self.overrides if text.startswith("data.cache_dir=")),
+        ]
+        config = compose.load(words)
+        if ranks_of(config) > 1:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # the ranks need the memory that the tests took
+            if code := launch(ranks_of(config), ["train", *words]):
+                raise Ended(code)
+        else:
+            from fxtune.training import trainer
+
+            trainer.run(config)
+
+    def _judge(self, entry: dict[str, Any], data: RefreshData, parent: Path) -> None:
+        """Compare the adapters, and let the new one serve if it passes."""
+        gate = data.gate(str(parent / "adapter"), str(self._candidate(entry) / "adapter"))
+        entry["gate"] = dataclasses.asdict(gate)
+        entry["decision"] = PROMOTING if gate.passed else REJECTED
+        self.lineage.save()
+        if gate.passed:
+            self._promote(entry)
+
+    def _promote(self, entry: dict[str, Any]) -> None:
+        self.lineage.serve(self._candidate(entry))
+        entry["decision"] = PROMOTED
+        self.lineage.save()
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error.strerror or error}. Use a complete run.") from error
+
+
+def _drift_table(drift: dict[str, Any], old: Profile, new: Profile) -> Any:
+    rows = [
+        ["documents", f"{drift['old_documents']:,}", f"{drift['new_documents']:,}"],
+        ["loss, mean over documents", f"{drift['old_loss']:.4f}", f"{drift['new_loss']:.4f}"],
+        [f"tokens ({', '.join(f'{one} %' for one in PERCENTILES)})", *map(_lengths, (old, new))],
+        ["supervised", f"{old.supervised:.0%}", f"{new.supervised:.0%}"],
+        ["scripts of the letters", *map(_scripts, (old, new))],
+        ["distance of the shares of tokens", "", f"{drift['token_distance']:.2f}"],
+    ]
+    return table("Old held-out rows and new rows", ["", "old", "new"], rows)
+
+
+def _lengths(of: Profile) -> str:
+    return ", ".join(f"{length:,}" for length in of.lengths)
+
+
+def _scripts(of: Profile) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in list(of.scripts.items())[:SCRIPTS])
+
+
+def _drift_verdict(drift: dict[str, Any], alpha: float) -> str:
+    is_drift = "Drift" if drift["found"] else "No drift"
+    return (
+        f"{is_drift}: the loss on the new rows is {drift['new_loss']:.4f}, and {drift['old_loss']:.4f} on the old "
+        f"held-out ones; p = {drift['p']:.2g} (permutation test; it is drift up to refresh.alpha={alpha:g})."
+    )
+
+
+def _say_gate(entry: dict[str, Any], config: Config) -> None:
+    gate, alpha, bound, gain = entry["gate"], config.refresh.alpha, config.refresh.bound, config.refresh.gain
+    rows = [
+        [
+            "old held-out rows",
+            f"{gate['old_documents']:,}",
+            *(f"{loss:.4f}" for loss in gate["old_loss"]),
+            f"less than {bound:g} worse: p = {gate['p_kept']:.2g}",
+        ],
+        [
+            "new held-out rows",
+            f"{gate['new_documents']:,}",
+            *(f"{loss:.4f}" for loss in gate["new_loss"]),
+            f"better by more than {gain:g}: p = {gate['p_better']:.2g}",
+        ],
+    ]
+    columns = ["", "documents", "old adapter", "new adapter", f"shown at refresh.alpha={alpha:g}"]
+    say(table("Old and new adapter, loss per token", columns, rows))
+    if entry["decision"] == PROMOTED:
+        say(f"Promoted: run-{entry['number']} serves now.")
+        return
+    reasons = [
+        reason
+        for reason, p in (
+            (f"it is not shown to be less than {bound:g} worse on the old rows", gate["p_kept"]),
+            (f"it is not shown to be better on the new rows by more than {gain:g}", gate["p_better"]),
+        )
+        if p > alpha
+    ]
+    say(f"Rejected: {'; '.join(reasons)}. Nothing is replaced.")

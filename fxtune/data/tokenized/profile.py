@@ -1,0 +1,71 @@
+"""What documents look like: their lengths, what is supervised, the scripts of their letters and their tokens.
+
+Scripts stand for languages: they are read from the Unicode name of each letter, which takes no model and tells Greek
+from Korean, but not French from German.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fxtune.data.tokenized.table import TokenTable
+
+PERCENTILES = (5, 50, 95)
+_DECODED = 512
+"""Tokens of a document whose letters are counted."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    documents: int
+    lengths: tuple[int, ...]
+    """Tokens of a document at each of PERCENTILES."""
+    supervised: float
+    """Share of the tokens."""
+    scripts: dict[str, float]
+    """Share of the letters, the most frequent script first."""
+    tokens: np.ndarray
+    """float64 [vocabulary]: share of the tokens."""
+
+    def distance(self, other: Profile) -> float:
+        """Total variation distance of the shares of tokens: from 0, the same, to 1, no token in common."""
+        size = max(len(self.tokens), len(other.tokens))
+        one, two = (np.pad(each.tokens, (0, size - len(each.tokens))) for each in (self, other))
+        return float(np.abs(one - two).sum() / 2)
+
+
+def profile(tables: Sequence[TokenTable], digests: np.ndarray, tokenizer: Any) -> Profile:
+    """The profile of the documents with these digests, each counted once. There is at least one."""
+    left = {int(digest) for digest in digests}
+    lengths, supervised, letters = list[int](), 0, Counter[str]()
+    ids = [np.zeros(0, np.int32)]
+    for table in tables:
+        table = table.whole or table
+        for document in np.flatnonzero(np.isin(table.digests, digests)).tolist():
+            digest = int(table.digests[document])
+            if digest not in left:
+                continue
+            left.remove(digest)
+            span = slice(int(table.offsets[document]), int(table.offsets[document + 1]))
+            ids.append(table.ids[span])
+            lengths.append(len(ids[-1]))
+            supervised += int(table.supervised[span].sum())
+            text = tokenizer.decode(ids[-1][:_DECODED].tolist(), skip_special_tokens=True)
+            letters.update(script(letter) for letter in text if letter.isalpha())
+    counts = np.bincount(np.concatenate(ids)).astype(np.float64)
+    shares = {name: count / letters.total() for name, count in letters.most_common()}
+    percentiles = tuple(int(one) for one in np.percentile(lengths, PERCENTILES, method="inverted_cdf"))
+    return Profile(len(lengths), percentiles, supervised / sum(lengths), shares, counts / counts.sum())
+
+
+@lru_cache(maxsize=100_000)
+def script(letter: str) -> str:
+    """The script of a letter by its Unicode name: Latin, Cyrillic, Greek, Arabic, Cjk, Hangul, ..."""
+    return unicodedata.name(letter, "other").split()[0].capitalize()

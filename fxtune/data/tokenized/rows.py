@@ -1,0 +1,19 @@
+"""The rows of a source's documents: what a report names by file and line, and what is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.read.row import Row
+from fxtune.data.read.sources import open_source
+from fxtune.data.tokenized.cache import cache_root
+from fxtune.data.tokenized.table import TokenTable
+
+
+def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig) -> Iterator[Row]:
+    """The row of each document, in order. `table`: the tokens of `source`, which say what rows could not be used; None
+    if there were none of these. The documents are those of whole chats (`TokenTable.whole`)."""
+    opened = open_source(source, cache_root(data) / "datasets" if data.cache_dir else None)
+    bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
+    return (row for row in opened.rows() if row.value is not None and row.where not in bad)

@@ -1,0 +1,135 @@
+"""The loss of each document under an adapter: what two-sample and paired tests over documents compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fxtune.config.root import Config
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch, BatchSpec
+from fxtune.data.batches.build import plan_evaluation
+from fxtune.data.batches.loader import Loader
+from fxtune.data.batches.plan import Plan
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.parallel import ParallelConfig
+from fxtune.errors import HardwareError, NumbersError
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.system import console
+from fxtune.system.oom import BatchSizes, out_of_memory_message
+from fxtune.system.progress import phase
+from fxtune.techniques.precision import Precision
+from fxtune.training.builder import RunBuilder
+from fxtune.training.oom_advice import MemoryPhase
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of `tables`, chosen by their digests. Copies, and the pieces of a chat, count as one document."""
+
+    tables: Sequence[TokenTable]
+    digests: np.ndarray
+    """uint64 [documents], each once."""
+
+    def plan(self, config: Config, pad_id: int) -> Plan:
+        """The plan that evaluates them."""
+        tables = [table for table in self.tables if np.isin(table.digests, self.digests).any()]
+        others = np.unique(np.concatenate([table.digests for table in tables]))
+        others = others[~np.isin(others, self.digests)]
+        rows = config.train.micro_batch_size
+        return plan_evaluation(tables, config.data, micro_batch_size=rows, pad_id=pad_id, excluded=others)
+
+
+@dataclass(frozen=True)
+class DocumentLosses:
+    digests: np.ndarray
+    """uint64 [documents], ascending. Documents without a supervised token have no loss and are left out."""
+    summed: np.ndarray
+    """float64 [documents]: nats of all supervised tokens."""
+    targets: np.ndarray
+    """float64 [documents]: supervised tokens."""
+
+    @property
+    def means(self) -> np.ndarray:
+        """float64 [documents]: nats per supervised token."""
+        return self.summed / self.targets
+
+    def only(self, digests: np.ndarray) -> DocumentLosses:
+        """The losses of some of the documents."""
+        kept = np.isin(self.digests, digests)
+        return DocumentLosses(self.digests[kept], self.summed[kept], self.targets[kept])
+
+
+def measure(config: Config, adapter: str, documents: Sequence[Documents], pad_id: int) -> list[DocumentLosses]:
+    """The losses of each group of `documents` under `adapter`, by the model of `config`, in this process.
+
+    Raises NumbersError if one is not finite, otherwise as RunBuilder and its methods do.
+    """
+    alone = ParallelConfig()  # the run may divide its weights over ranks
+    builder = RunBuilder(replace(config, model=replace(config.model, adapter=adapter), parallel=alone))
+    config = builder.config
+    model = builder.build()
+    language_model = builder.language_model(model)
+    builder.prove(language_model)
+
+    def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
+        return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
+
+    sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
+    found = []
+    for group in documents:
+        plan = group.plan(config, pad_id)
+
+        def losses(rows: int, plan: Plan = plan) -> DocumentLosses:
+            loader = Loader(plan.with_micro_batch_size(rows), config.loader, builder.world.device)
+            with closing(loader):
+                return document_losses(language_model, loader, builder.techniques.precision)
+
+        found.append(sizes.run("evaluation", config.train.micro_batch_size, losses))
+        if not np.isfinite(found[-1].summed).all():
+            raise NumbersError(
+                f"{adapter}: the loss of {int((~np.isfinite(found[-1].summed)).sum()):,} documents is not finite. Use "
+                "another copy of the adapter, or model.dtype=float32."
+            )
+    return found
+
+
+@torch.no_grad()
+def document_losses(model: LanguageModel, loader: Loader, precision: Precision) -> DocumentLosses:
+    """The loss of each document of the loader's plan, without dropout."""
+    plan, training = loader.plan, model.model.training
+    digests, parts = list[np.ndarray](), list[torch.Tensor]()
+    try:
+        model.model.eval()
+        with phase("Measuring documents", plan.steps, "batches", announce=False) as work:
+            for step in work.over(loader.steps()):
+                for micro, batch in enumerate(step.micro_batches):
+                    with precision.context(loader.device):
+                        losses = -model.segment_log_probs(batch)
+                    slots = torch.from_numpy(_slots(plan.batch_spec(step.index, micro))).to(loader.device)
+                    parts.append(torch.stack([losses.double(), _targets(batch)])[:, slots].cpu())
+                    pieces = plan.documents(step.index, micro)
+                    digests.append(np.array([plan.tables[at].digests[one] for at, one in pieces], np.uint64))
+    finally:
+        model.model.train(training)
+    distinct, owner = np.unique(np.concatenate(digests), return_inverse=True)
+    summed, targets = (np.bincount(owner, row, len(distinct)) for row in torch.cat(parts, dim=1).numpy())
+    return DocumentLosses(distinct, summed, targets)
+
+
+def _slots(spec: BatchSpec) -> np.ndarray:
+    """The slot of each segment in `Batch.cu_seqlens`, int64 [segments]: the padding of a packed row has one, too."""
+    segments = np.diff(spec.offsets)
+    used = np.add.reduceat(spec.length, spec.offsets[:-1])
+    padded = (used < spec.width) & spec.packed
+    return np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, segments)
+
+
+def _targets(batch: Batch) -> torch.Tensor:
+    """Supervised tokens in each slot of `batch.cu_seqlens`, float64."""
+    slot = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
+    counted = (batch.labels != IGNORE_INDEX).double()
+    return counted.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, slot, counted)

@@ -53,8 +53,10 @@ class BackgroundGroup:
         return values
 
     def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
-        """What work() returns on every rank, in their order. If it raises an `expected` error on one of them, all
-        raise one with the same words. After any other error that rank raises it, and the others LostRankError.
+        """What work() returns on every rank, in their order.
+
+        An `expected` error of any rank is raised on all, in the same words. Any other is raised where it happened, and
+        the other ranks raise LostRankError.
         """
         if self.size == 1:
             return [work()]

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a chunk: where that lies, and the whole tensor.
+"""Tensors divided over ranks: which part a rank holds, and how to get the whole.
 
 A divided parameter is torch's DTensor, as `fully_shard` makes it. A plain tensor counts as a chunk that is the whole.
 `torch.distributed.tensor` is imported where it is used, because that takes half a second and the command line needs

@@ -109,8 +109,8 @@ class Schedule:
         return self.steps - self.decay
 
     def decay_from(self, origin: int) -> int:
-        """How long a decay that begins after `origin` steps of the data plan is: the same share as in a whole run, and
-        no further than the plan."""
+        """The length of a decay that begins after `origin` steps: the same share as in a whole run, but not beyond the
+        plan's end."""
         config = self.config
         ratio = min(config.decay_ratio, 0.99)
         decay = config.decay_steps or math.ceil(origin * ratio / (1 - ratio))

@@ -164,11 +164,11 @@ class RunEnd:
             # One more step, unless the weights have just been evaluated: the last step of a run is evaluated.
             last = self.state.step + (0 if evaluated else 1)
             last = min(self.state.step + steps, schedule.last) if reason is Reason.deadline else last
-            return self._decided(reason, schedule.ending(last), None, self._unfinished(schedule, last))
+            return self._decided(reason, schedule.ending(last), None, f": {self._unfinished(schedule, last)}")
         if not self._decays(schedule):
             return self._branch(schedule, reason, steps)
         last = min(self.state.step + steps, schedule.last)
-        text = "the decay, which has begun, ends there" + ", earlier than planned" * (last < schedule.last)
+        text = ", together with the decay that is under way" + " and becomes shorter" * (last < schedule.last)
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
@@ -211,7 +211,7 @@ class RunEnd:
         """The decision to decay, over `steps` steps at most."""
         step, (origin, decay) = self.state.step, self._decay(schedule)
         decay = min(decay, steps)
-        text = f"its learning rate decays over {decay} steps"
+        text = f": its learning rate decays over {decay} steps"
         if origin != step:
             text += (
                 f", from the best weights, those of step {origin}. Steps {origin + 1} to {step} are dropped, and "
@@ -229,7 +229,7 @@ class RunEnd:
             why = f"Told to finish after step {step}"
         else:
             why = f"Ending in time for train.max_minutes={self.config.train.max_minutes:g}"
-        return Decision(reason, schedule, origin, f"{why}. The run ends after step {schedule.last}: {text}.")
+        return Decision(reason, schedule, origin, f"{why}. The run ends after step {schedule.last}{text}.")
 
     def _unfinished(self, schedule: Schedule, last: int) -> str:
         name = schedule.config.name.value

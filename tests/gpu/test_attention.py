@@ -290,7 +290,7 @@ def test_answers_with_a_cache_and_padding_on_the_left(backend):
         model, *_ = build(using(name), "llama", given, dtype="float32" if name == "eager" else "bfloat16")
         model = model.float().eval()
         with torch.no_grad():
-            written.append(_greedy(model, prompts, {2}, 0, 6, len(prompts)))
+            written.append(_greedy(model, {2}, 0, 6, prompts))
     assert written[0] == written[1]
 
 

@@ -210,6 +210,12 @@ def name_of_rank(rank: int, name: str) -> str:
     return f"rank-{rank}/{name}"
 
 
+def rank_of(name: str) -> int | None:
+    """The rank that has the tensor of this name of its own; None if it is of all ranks."""
+    found = _OF_RANK.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def of_all_ranks(moments: Mapping[str, Moment]) -> dict[str, Moment]:
     """The `moments` that are not of one rank."""
     return {name: tensor for name, tensor in moments.items() if not _OF_RANK.fullmatch(name)}

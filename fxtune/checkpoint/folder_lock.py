@@ -87,8 +87,15 @@ class FolderLock:
         (self.folder / HOLDER).write_text(json.dumps(note))
 
     def _read(self) -> dict[str, Any]:
-        try:
-            note = json.loads((self.folder / HOLDER).read_text())
-        except (OSError, ValueError):  # none, or being written
-            return {}
-        return note if isinstance(note, dict) else {}
+        """The note, empty if there is none. One that is being written cannot be read, and is read again."""
+        until = time.monotonic() + COUNT_SECONDS
+        while True:
+            try:
+                note = json.loads((self.folder / HOLDER).read_text())
+                return note if isinstance(note, dict) else {}
+            except OSError:
+                return {}
+            except ValueError:
+                if time.monotonic() > until:
+                    return {}
+                time.sleep(COUNT_SECONDS / 100)

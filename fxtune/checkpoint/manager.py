@@ -39,7 +39,7 @@ from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, Part, da
 from fxtune.checkpoint.host_copy import HostCopy
 from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
 from fxtune.distributed.background import BackgroundGroup
-from fxtune.distributed.chunks import Coordinates, chunk_of, coordinates, divided_like, is_divided, local
+from fxtune.distributed.chunks import Coordinates, chunk_of, coordinates, is_divided, local
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
 from fxtune.system.oom import out_of_memory_reason
@@ -111,7 +111,7 @@ class Checkpoint:
     weights: dict[str, torch.Tensor]
     """On the CPU; of a sharded weight the part of this rank."""
     moments: dict[str, torch.Tensor]
-    """Moments of the shape of a sharded weight are sharded like it."""
+    """On the CPU; of a moment of a sharded weight's shape the part of this rank."""
 
 
 class Checkpoints:
@@ -138,27 +138,33 @@ class Checkpoints:
         self._save: _Save | None = None
         """The save in flight."""
         self._timings: dict[str, float] = {}
-        self._saved_state = ""
-        """The latest state on the disk as JSON. save() skips an equal state: a signal may come right after a save."""
+        self._saved_state: dict[str, Any] = {}
+        """The latest state on the disk, without its clock, which never stands still. save() skips an equal state: a
+        signal may come right after a save."""
         self._step: int | None = None
         """The step that was loaded or saved last. Later checkpoints in the folder are not of this run's history."""
         self._noted_memory = False
         self._holders: dict[Coordinates, int] = {(): 0}
         """The first rank that holds each part of sharded tensors; rank 0 holds all others."""
+        self._writers = [0]
+        """The ranks that write."""
 
     @property
     def sharded(self) -> bool:
         """Whether several ranks write."""
-        return len(set(self._holders.values())) > 1
+        return len(self._writers) > 1
 
-    def prepare(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def prepare(self, weights: Mapping[str, torch.Tensor], all_write: bool = False) -> None:
         """Find out which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
         several write and one of them does not see the folder of rank 0.
+
+        `all_write`: each rank has moments of its own, which it names by folder.name_of_rank().
         """
         mine = sorted({coordinates(weight) for weight in weights.values()})
         for rank, held in enumerate(self.ranks.gather(mine, "comparing the parts of sharded weights")):
             for part in held:
                 self._holders.setdefault(part, rank)
+        self._writers = list(range(self.ranks.size)) if all_write else sorted(set(self._holders.values()))
         if self.sharded:
             self._require_shared_folder()
 
@@ -201,10 +207,10 @@ class Checkpoints:
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
         self._end_save()
-        unchanged = text == self._saved_state
+        unchanged = _without_clock(text) == self._saved_state
         if unchanged and self.ranks.size == 1:
             return
-        self.failure, self._saved_state = None, ""
+        self.failure, self._saved_state = None, {}
         tensors = {(WEIGHTS, name): tensor for name, tensor in weights.items()}
         tensors |= {(MOMENTS, name): tensor for name, tensor in moments.items()}
         part, tensors = self._own_part(tensors)
@@ -226,8 +232,10 @@ class Checkpoints:
         self, tensors: Mapping[tuple[str, str], torch.Tensor]
     ) -> tuple[Part, dict[tuple[str, str], torch.Tensor]]:
         """The tensors that this rank writes, of each its part, and where they lie in the whole ones."""
-        own = {key: one for key, one in tensors.items() if self._holders[coordinates(one)] == self.ranks.rank}
-        writers = sorted(set(self._holders.values()))
+        own = {
+            (kind, name): one for (kind, name), one in tensors.items() if self._writer(name, one) == self.ranks.rank
+        }
+        writers = self._writers
         if len(writers) == 1 or self.ranks.rank not in writers:
             return Part(), {key: local(one) for key, one in own.items()}
         chunks = {(kind, name): chunk_of(one) for (kind, name), one in own.items()}
@@ -235,6 +243,11 @@ class Checkpoints:
             writers.index(self.ranks.rank) + 1, len(writers), {name: found for (_, name), found in chunks.items()}
         )
         return part, {key: local(one) for key, one in own.items() if not chunks[key].empty}
+
+    def _writer(self, name: str, tensor: torch.Tensor) -> int:
+        """The rank that writes its part of a tensor."""
+        owner = stored.rank_of(name)
+        return self._holders[coordinates(tensor)] if owner is None or not self.sharded else owner
 
     def _note_memory(self, whose: str, size: int) -> None:
         if not self._noted_memory:
@@ -327,7 +340,7 @@ class Checkpoints:
         if save.waiting is not None:
             self._note_memory(f"{save.waiting}: the host's", save.total)
         if save.error is None:
-            self._saved_state = save.text
+            self._saved_state = _without_clock(save.text)
             if save.written:
                 self._timings = {"checkpoint/stall_seconds": save.stall, "checkpoint/seconds": save.seconds}
             return
@@ -350,7 +363,7 @@ class Checkpoints:
         Raises StorageError if there are checkpoints and none is usable, or if the ranks see different ones.
         """
         self._end_save()
-        self._saved_state = ""  # the saved checkpoint may have been damaged since, so save an equal state again
+        self._saved_state = {}  # the saved checkpoint may have been damaged since, so save an equal state again
         with contextlib.suppress(OSError):  # here too, because a run killed in its last save may never save again
             if self.ranks.main:
                 stored.remove_leftovers(self.folder)
@@ -424,8 +437,12 @@ class _Save(threading.Thread):
         self.text, self.part, self.tensors = text, part, tensors
         self.size = self.total = sum(tensor.nbytes for tensor in tensors.values())
         """Bytes of the tensors of this rank, and of all."""
-        self.unchanged = self.waits = self.written = False
-        """Whether this state is on the disk already; whether training waits for this save; whether it is written."""
+        self.unchanged = False
+        """This state was already on the disk."""
+        self.waits = False
+        """Training waits for this save."""
+        self.written = False
+        """It is now on the disk."""
         self.waiting: str | None = None
         """A rank whose training waits for it."""
         self.error: BaseException | None = None
@@ -580,10 +597,8 @@ def _load(
         found: dict[str, torch.Tensor] = {}
         for full, moment in moments.items() if with_moments else ():
             weight = sharded.get(full.rpartition("/")[0])
-            if weight is None or moment.shape != weight.shape:
-                found[full] = moments.read(full)
-            else:
-                found[full] = divided_like(moments.read(full, chunk_of(weight)), weight)
+            part = chunk_of(weight) if weight is not None and moment.shape == weight.shape else None
+            found[full] = moments.read(full, part)
     return Checkpoint(path, state, parts, found)
 
 
@@ -646,6 +661,11 @@ def _not_shared(folder: Path, rank: str) -> str:
         f"{rank} does not see {folder} as rank 0 does, and each rank writes its part of a checkpoint there. Put "
         "run.dir on a disk that all hosts share."
     )
+
+
+def _without_clock(state: str) -> dict[str, Any]:
+    """A TrainState in JSON as plain data, without the seconds of the run."""
+    return {name: value for name, value in json.loads(state).items() if name != "clock"}
 
 
 def _readable(size: float) -> str:

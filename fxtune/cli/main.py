@@ -18,7 +18,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -29,7 +29,7 @@ from fxtune import __version__
 from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
 from fxtune.distributed import choice, failure
-from fxtune.distributed.failure import conclude
+from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import act_alone, end_with_launcher, place
 from fxtune.errors import ConfigError, Ended, RankError, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.redact import redact_text, redacted_output
@@ -45,7 +45,26 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line (by default this process's own) and return the exit code."""
+    """Run one command line (by default this process's own) and return the exit code.
+
+    A rank that failed on a GPU ends here: Python's own end would wait for other ranks as it closes connections.
+    """
+    try:
+        code = _main(argv)
+    except BaseException:
+        if not keeps_connections():
+            raise
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if keeps_connections():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+def _main(argv: list[str] | None) -> int:
     end_with_launcher()
     try:
         with SIGNALS, redacted_output(), _leaving():
@@ -316,7 +335,7 @@ def _print_result(result: Any) -> None:
 
 
 class _JobError(BaseException):
-    """Carries a bug out of Hydra, which would run the other jobs first and cut the traceback."""
+    """Carries an error that ends a sweep out of Hydra, which would run the other jobs first and cut the traceback."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -358,6 +377,8 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
                 result = read_json(Path(run.folder) / RESULT)
             run.figures = result if isinstance(result, dict) else {}
         except UserError as error:
+            if keeps_connections():  # this rank can join no other run
+                raise _JobError(error) from error
             if conclude(error)[0]:
                 show(error)
             failures.append(type(error))

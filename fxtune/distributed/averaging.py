@@ -14,7 +14,7 @@ Averages are taken in float32. In bfloat16 each average would round the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -43,18 +43,31 @@ class WeightAverage:
         """Average now, unless nothing has changed since the last average. All ranks call this together."""
         if self.steps == 0:
             return
-        piece: list[torch.Tensor] = []
-        for weight in self.weights:
-            piece.append(weight)
-            if 4 * sum(part.numel() for part in piece) >= PIECE:
-                self._average(piece)
-                piece = []
-        if piece:
+        for piece in _pieces(self.weights):
             self._average(piece)
         self.steps = 0
 
     def _average(self, weights: list[torch.Tensor]) -> None:
-        flat = torch.cat([weight.float().flatten() for weight in weights])
+        sizes = [weight.numel() for weight in weights]
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=weights[0].device)
+        parts = [part.view(weight.shape) for part, weight in zip(flat.split(sizes), weights, strict=True)]
+        torch._foreach_copy_(parts, weights)
         self.world.sum(flat, "averaging weights").div_(self.world.size)
-        parts = flat.split([weight.numel() for weight in weights])
-        torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])
+        torch._foreach_copy_(weights, parts)
+
+
+def _pieces(weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All numbers of `weights`, as views of whole weights or of some of their rows: lists of up to PIECE bytes in
+    float32, or of one longer row."""
+    piece: list[torch.Tensor] = []
+    room = PIECE // 4
+    for weight in weights:
+        rows = max(1, PIECE // 4 // max(1, weight[0].numel())) if weight.dim() and len(weight) else 1
+        for part in weight.detach().split(rows) if weight.dim() else [weight.detach()]:
+            if piece and part.numel() > room:
+                yield piece
+                piece, room = [], PIECE // 4
+            piece.append(part)
+            room -= part.numel()
+    if piece:
+        yield piece

@@ -71,7 +71,7 @@ _LEFT: list[bool] = []
 
 def find_store(limit: timedelta, opens: bool = True) -> Any:
     """Connect to the store at MASTER_ADDR and MASTER_PORT within `limit`; rank 0 opens it, unless torchrun has
-    or not `opens`. It waits for no other rank. Raises RuntimeError or ValueError."""
+    opened it or `opens` is false. It waits for no other rank. Raises RuntimeError or ValueError."""
     from torch.distributed import TCPStore
 
     rank, size, _ = place()
@@ -115,6 +115,21 @@ def leave_run() -> None:
 def runs() -> int:
     """How many runs of this process have begun."""
     return len(_STORES)
+
+
+_KEPT: list[bool] = []
+"""Not empty: see keep_connections()."""
+
+
+def keep_connections() -> None:
+    """Note that the run failed and this process kept its process group: it can take part in no other run, and must end
+    by os._exit()."""
+    _KEPT.append(True)
+
+
+def keeps_connections() -> bool:
+    """Whether keep_connections() was called."""
+    return bool(_KEPT)
 
 
 def announced(store: Any) -> bool:

@@ -30,6 +30,9 @@ SAVING_SECONDS = 600
 """How long ranks may take to save after a signal before they are killed."""
 STEP = "forward and backward"
 """What a rank does in a step, until its gradients are there."""
+SAVING, EXPORTING = "saving", "exporting"
+WRITING = (SAVING, EXPORTING)
+"""What a rank does when it writes files that must become complete."""
 
 
 @dataclass(frozen=True)

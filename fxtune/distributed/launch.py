@@ -24,7 +24,7 @@ import torch
 
 from fxtune.distributed import failure, heartbeat
 from fxtune.distributed.failure import Failure
-from fxtune.distributed.heartbeat import PULSE_SECONDS, SAVING_SECONDS, Beat
+from fxtune.distributed.heartbeat import PULSE_SECONDS, SAVING_SECONDS, WRITING, Beat
 from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER
 from fxtune.distributed.watch import AGAIN, Watch
@@ -153,6 +153,27 @@ def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, 
     )
 
 
+ENDING_SECONDS = 30.0
+"""How long ranks may live after a failure if they have nothing to save."""
+
+
+def _overdue(failures: list[Failure], beats: dict[int, Beat], now: float) -> set[int]:
+    """The ranks that should have ended: those that announced a failure, and after an error also those that write
+    nothing: their GPUs may wait for a rank that does not come. `now`: time.time()."""
+    late = [found for found in failures if now - found.at > ENDING_SECONDS]
+    failed = {found.rank for found in late}
+    stuck = {rank for rank, beat in beats.items() if beat.doing not in WRITING}
+    return (failed | (stuck if any(found.signal is None for found in late) else set())) & beats.keys()
+
+
+def _is_alive(child: int) -> bool:
+    """Whether this process has a child with this process id that has not ended."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
 class _LauncherWatch:
     """A thread that watches the ranks of this host, and ends the one that will never move again."""
 
@@ -173,6 +194,11 @@ class _LauncherWatch:
         watch = Watch()
         while not self._over.wait(PULSE_SECONDS):
             beats = heartbeat.read(self.folder)
+            if failures := failure.read(self.folder):  # the run ends, and silence means nothing any more
+                for rank in _overdue(failures, beats, time.time()):
+                    if _is_alive(beats[rank].process):
+                        os.kill(beats[rank].process, signal.SIGKILL)
+                continue
             if found := watch.look(beats, time.monotonic()):
                 rank, self.ended = found
                 with suppress(ProcessLookupError):

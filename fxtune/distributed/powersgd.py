@@ -25,6 +25,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
 
 EPSILON = 1e-8
 """Added to the norms of columns, some of which are zero: the hook would divide by them."""
@@ -37,6 +38,12 @@ class PowerSGD:
     """
 
     def __init__(self, world: World, rank: int, start: int) -> None:
+        """Raises ConfigError where torch's hook would fail: it waits for a GPU wherever it sees one."""
+        if world.device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigError(
+                f"parallel.powersgd_rank={rank} cannot run with run.device=cpu where torch sees a GPU. Hide the GPUs "
+                "(CUDA_VISIBLE_DEVICES=), use them, or set parallel.powersgd_rank=0."
+            )
         self.world = world
         self.torch = PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=start, orthogonalization_epsilon=EPSILON
@@ -80,6 +87,7 @@ class PowerSGD:
         mine = ranks[self.world.rank] if len(ranks) == self.world.size else _mean(ranks)
         self.torch.iter = int(mine["steps"])
         for name, tensors in self._memories().items():
+            tensors.clear()
             for key, tensor in mine.items():
                 if key.startswith(f"{name}/"):
                     tensors[int(key.partition("/")[2])] = tensor.to(self.world.device)

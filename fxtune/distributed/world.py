@@ -15,7 +15,7 @@ import platform
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -34,6 +34,7 @@ from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, 
 from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
 from fxtune.system.gpu_processes import gpu_processes
 from fxtune.system.host import cores, memory
+from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.units import GIB
 
 if TYPE_CHECKING:
@@ -201,28 +202,19 @@ class World:
                 dist.all_reduce(tensor, group=group)
         return tensor
 
+    def copy_first(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str) -> torch.Tensor:
+        """`tensor` of the first rank of `group`, in place on the others. Issued on the device; the host does not wait
+        on a GPU."""
+        with self.waiting(doing):
+            dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
     def start_sum(self, tensor: torch.Tensor) -> dist.Work:
         """Start summing `tensor` over the ranks, in place, beside what this process does next. The caller keeps it
         until it has called wait() on the result, within waiting(). All ranks start their sums in the same order."""
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         return work
-
-    def collect(self, tensors: Mapping[str, torch.Tensor], doing: str) -> list[dict[str, torch.Tensor]]:
-        """The `tensors` of each rank, in their order, on rank 0, those of others in host memory; nothing elsewhere.
-        Names, shapes and dtypes may differ from rank to rank."""
-        layouts = self.gather([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], doing)
-        found = [dict(tensors)] if self.main else []
-        with self.waiting(doing):
-            for rank in range(1, self.size):
-                if self.main:
-                    found.append({name: torch.empty(shape, dtype=dtype) for name, shape, dtype in layouts[rank]})
-                    for tensor in found[rank].values():
-                        dist.recv(tensor.view(-1).view(torch.uint8), rank)
-                elif self.rank == rank:
-                    for tensor in tensors.values():
-                        dist.send(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0)
-        return found
 
     def agree(self, mine: int, doing: str = "deciding together") -> int:
         """The largest `mine` of all ranks. What one rank alone could decide (a signal, memory that ran out) becomes
@@ -251,6 +243,22 @@ class World:
         with self.waiting(doing):
             dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def from_main(self, work: Callable[[], Result], doing: str) -> Result:
+        """The result of work() on rank 0, on every rank. If it raises a UserError there, all ranks raise it."""
+        if self.size == 1:
+            return work()
+        found: tuple[UserError | None, Any] = (None, None)
+        if self.main:
+            try:
+                found = (None, work())
+            except UserError as problem:
+                found = (problem, None)
+        error, result = self.broadcast(found, doing)
+        if error is not None:
+            self.agree(0, "ending together")  # or rank 0 might be gone before the others have its error
+            raise error
+        return result
 
     def gather(self, value: Result, doing: str = "collecting from all ranks") -> list[Result]:
         """The `value` of every rank, in their order, on every rank."""
@@ -284,7 +292,7 @@ class World:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave the process group: the run of this process is over. `error` is announced first, so that ranks which
-        lose this one know why."""
+        lose this one know why. After an error on a GPU only the end of the process closes its connections."""
         if _WATCH:
             _WATCH.pop().stop()
         if self.size > 1 and error is not None:
@@ -292,7 +300,10 @@ class World:
         if self.size > 1 and dist.is_initialized():
             _mesh.cache_clear()
             _weights_mesh.cache_clear()
-            dist.destroy_process_group()
+            if error is None or self.device.type == "cpu":
+                dist.destroy_process_group()
+            else:  # it would wait for the GPUs of ranks that are in a collective (pytorch#141510)
+                failure.keep_connections()
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
@@ -300,9 +311,9 @@ class World:
         with self.heartbeat.waiting(doing):
             try:
                 yield
-            except torch.OutOfMemoryError:  # a RuntimeError, too
-                raise
             except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
+                if out_of_memory_reason(error):  # torch's own, or NCCL's
+                    raise
                 raise self._lost_rank(doing, error) from error
 
     @contextmanager
@@ -359,7 +370,9 @@ def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether `error` of a collective says that another rank is gone."""
+    """Whether `error` of a collective says that another rank is gone, and not that this one has no more memory."""
+    if out_of_memory_reason(error):
+        return False
     texts = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or any(t in str(error) for t in texts)
 
@@ -398,8 +411,11 @@ def _join(world: World) -> None:
                 timeout=STUCK if cuda else PATIENCE,
                 device_id=world.device if cuda else None,
             )
-            if cuda:  # the hosts have more patience than the GPUs
+            if cuda:
                 group = dist.distributed_c10d._get_default_group()
+                # Else meshes split this group, and those of a second run of this process crash (pytorch#192109).
+                group.bound_device_id = None
+                # The hosts have more patience than the GPUs.
                 group._get_backend(torch.device("cpu"))._set_default_timeout(PATIENCE)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RankError):

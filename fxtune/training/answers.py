@@ -104,7 +104,7 @@ def answer(
     with asking as work, observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index].prompt for index in order]
-            ask = partial(_greedy, model, ends, tokenizer.pad_token_id or 0, max_new_tokens)
+            ask = partial(_greedy, model, ends, tokenizer.pad_token_id or 0, max_new_tokens, agree=_agreeing(world))
             ask = partial(_with_head, model, ask)
             written = batch_sizes.run("questions", batch_size, partial(_dealt_out, world, prompts, ask))
             for index, ids in zip(order, written, strict=False):
@@ -229,16 +229,32 @@ def _last_user_turn(row: dict[str, Any]) -> str | None:
 
 def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], rows: int) -> Tokens:
     """ask() of the first prompts: the first `rows` by rank 0, the next by rank 1, and so on. With divided weights,
-    of the first `rows` by all ranks together: none alone has the weights to answer."""
+    of the first `rows` by all ranks together: none alone has the weights to answer. Rank 0's answers count."""
     if world.degrees.shard > 1:
-        return together(world, lambda: ask(prompts[:rows]), doing="answering questions")
+        answers = together(world, lambda: ask(prompts[:rows]), doing="answering questions")
+        return world.broadcast(answers, "taking rank 0's answers")
     mine = prompts[rows * world.rank : rows * (world.rank + 1)]
     written = together(world, lambda: ask(mine) if mine else [], doing="answering questions")
     return [tokens for part in world.gather(written, "collecting answers") for tokens in part]
 
 
-def _greedy(model: nn.Module, ends: set[int], pad: int, max_new_tokens: int, prompts: Tokens) -> Tokens:
-    """Greedy tokens for each prompt, up to one of `ends` (left out) or the limit."""
+def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The tokens that ranks with parts of the same weights go on with: those of the first of them. Where two logits
+    are almost equal ranks may choose differently, and one that is done earlier would leave the others in a gather."""
+    if world.degrees.shard == 1:
+        return lambda chosen: chosen
+    return partial(world.copy_first, group=world.weights_group, doing="choosing a token")
+
+
+def _greedy(
+    model: nn.Module,
+    ends: set[int],
+    pad: int,
+    max_new_tokens: int,
+    prompts: Tokens,
+    agree: Callable[[torch.Tensor], torch.Tensor] = lambda chosen: chosen,
+) -> Tokens:
+    """Greedy tokens for each prompt, up to one of `ends` (left out) or the limit. `agree`: see _agreeing()."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -256,7 +272,7 @@ def _greedy(model: nn.Module, ends: set[int], pad: int, max_new_tokens: int, pro
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, chosen = output.past_key_values, output.logits[:, -1].argmax(-1)
+        cache, chosen = output.past_key_values, agree(output.logits[:, -1].argmax(-1))
         written.append(chosen)
         done |= torch.isin(chosen, stops)
         if done.all():

@@ -14,13 +14,17 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints, TrainState
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
 from fxtune.distributed.background import BackgroundGroup
-from fxtune.distributed.chunks import divided_like, is_divided, local, whole
+from fxtune.distributed.chunks import divided_like, is_divided, local
+from fxtune.distributed.heartbeat import SAVING
 from fxtune.errors import ConfigError, StorageError
 from fxtune.optim.optimizer import moment_bytes
 from fxtune.optim.schedule import Schedule
 from fxtune.training.run_clock import RunClock
 from fxtune.training.step import TrainStep
 from fxtune.training.step_monitor import StepMonitor
+
+PIECE = 2**22
+"""Numbers that are summed at once: torch makes a copy of them in float64."""
 
 
 class RunState:
@@ -45,7 +49,7 @@ class RunState:
         self._weights = trained_weights(model)
         recipe, ranks = config_digest(folder.first_config()), BackgroundGroup(self.world)
         self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, ranks)
-        self.checkpoints.prepare(self.weights())
+        self.checkpoints.prepare(self.weights(), train_step.keeps_rank_state)
         self.state = TrainState()
         self.saved = 0
         """The last step for which a save was started."""
@@ -95,7 +99,7 @@ class RunState:
 
     def _restore(self, saved: Checkpoint) -> None:
         copy_weights(saved.weights, self.weights())
-        moments = {full: local(one) for full, one in stored.of_all_ranks(saved.moments).items()}
+        moments = stored.of_all_ranks(saved.moments)
         self.optimizer.load(moments, saved.state.optimizer)
         self._load_rank_states(stored.by_rank(saved.moments), moments, saved.state.optimizer)
         self.loss_scale.load(saved.state.loss_scale)
@@ -133,14 +137,10 @@ class RunState:
         """Raise ConfigError if the ranks are about to train different recipes, data or weights."""
         if self.world.size == 1:
             return
-        weights = sum(
-            (whole(weight.detach().double().sum()) for weight in self.weights().values()),
-            torch.zeros((), dtype=torch.double),
-        )
         mine = {
             "the recipe": self.checkpoints.recipe,
             "the data": self.state.data_fingerprint,
-            "the trained weights": repr(float(weights.detach())),
+            "the trained weights": repr(self._sum_of_weights()),
         }
         ranks = self.world.gather(mine, "comparing what the ranks train")
         for what, value in mine.items():
@@ -150,18 +150,29 @@ class RunState:
                     "same command and files."
                 )
 
+    def _sum_of_weights(self) -> float:
+        """The sum of all trained weights, in float64, of a few rows at a time: a copy of them would be large."""
+        divided: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for weight in self.weights().values():
+            (divided if is_divided(weight) else others).extend(_sums(local(weight)))
+        total = torch.zeros((), dtype=torch.double, device=self.world.device)
+        if divided:
+            total = self.world.sum(sum(divided, total), "comparing weights", self.world.weights_group)
+        return float(sum(others, total))
+
     def save(self) -> None:
         """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together."""
         since = time.perf_counter()
+        self.world.heartbeat.doing(SAVING)
         self.average()
         state = self.state
         moments, state.optimizer = self.optimizer.state()
         moments = {full: self._like_its_weight(full, moment) for full, moment in moments.items()}
         if self.train_step.keeps_rank_state:
-            ranks = self.world.collect(self.train_step.rank_state(), "collecting each rank's own state")
-            for rank, tensors in enumerate(ranks):
-                own = {name: tensor for name, tensor in tensors.items() if rank or name not in moments}
-                moments |= {stored.name_of_rank(rank, name): tensor for name, tensor in own.items()}
+            rank, tensors = self.world.rank, self.train_step.rank_state()
+            own = {name: tensor for name, tensor in tensors.items() if rank or name not in moments}
+            moments |= {stored.name_of_rank(rank, name): tensor for name, tensor in own.items()}
         state.loss_scale, state.numbers = self.loss_scale.state(), self.monitor.state()
         state.clock = self.clock.state()
         names = self.optimizer.names
@@ -205,6 +216,7 @@ class RunState:
     def use_averages(self) -> None:
         """Replace the weights by what the optimizer exports in their place. Nothing is saved after this."""
         if self.optimizer.averaging is not None and not self._holds_best:
+            self.checkpoints.wait_for_copy()  # of the weights that are replaced
             self.optimizer.use_averages()
             self._holds_best = True
 
@@ -239,6 +251,12 @@ class RunState:
             return moment
         assert moment.shape == local(weight).shape, f"{full} is neither a number nor shaped like its weight"
         return divided_like(moment, weight)
+
+
+def _sums(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The sums of a few rows of `weight` each, float64 on its device."""
+    for part in weight.detach().reshape(-1).split(PIECE):
+        yield part.sum(dtype=torch.double)
 
 
 @contextmanager

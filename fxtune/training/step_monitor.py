@@ -167,14 +167,13 @@ class StepMonitor:
     def read(self) -> dict[str, Any]:
         """Figures of the steps since the last read(); reports bad steps. Waits for the device."""
         figures = self.statistics.read()
-        self._report()
+        self.report()
         return figures
 
     def state(self) -> dict[str, Any]:
         """What load() takes, so that a resumed run counts, judges and logs as this one would. Waits for the device."""
         statistics = self.statistics
-        statistics.settle()
-        self._report()  # before the save: a run that is killed after the save would never report them
+        self.report()  # before the save: a run that is killed after the save would never report them
         return {
             "skipped": statistics.skipped,
             "in_a_row": statistics.consecutive_bad,
@@ -243,7 +242,9 @@ class StepMonitor:
             lines.append(statistics.noise.advice(self.config.largest_batch))
         return lines
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Report the bad steps so far, with the samples of the present plan. Waits for the device."""
+        self.statistics.settle()
         records, self.statistics.unreported = self.statistics.unreported, []
         spikes = [record for record in records if record.spike]
         not_finite = [record for record in records if not record.spike]

@@ -20,7 +20,7 @@ from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
-from fxtune.distributed.heartbeat import STEP
+from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.models.save import save_model
@@ -349,6 +349,7 @@ class Trainer:
 
     def _end_early(self, decision: Decision) -> None:
         """Follow a decision about the end of the run. The state must be saved then: the decision is noted in it."""
+        self.monitor.report()  # bad steps are steps of the plan that ends here
         self.end.take(decision)
         self.schedule = decision.schedule
         self._set_plan(self.plan.until(self.schedule.last, self.schedule.dropped))
@@ -402,10 +403,10 @@ class Trainer:
             # nothing had happened.
             metrics = together(self.world, backward, take.start_sums, take.ranks_agree, agree)
         # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
+        self.run_state.checkpoints.wait_for_copy()  # PowerSGD's sums change its state, and the update the weights
         with nullcontext() if self.world.size == 1 else self.builder.oom_context(f"Clipping in step {step.index + 1}"):
             metrics = take.sum_over_ranks(metrics)
             take.clip(metrics)
-        self.run_state.checkpoints.wait_for_copy()
         # Not repeated when it runs out of memory: some weights may be updated already.
         with self.builder.oom_context(f"The update of step {step.index + 1}"):
             take.update(metrics, lr)
@@ -483,7 +484,7 @@ class Trainer:
         return dict(self.state.figures)
 
     def _ensure_saved(self) -> None:
-        self.world.heartbeat.doing("saving")
+        self.world.heartbeat.doing(SAVING)
         shared(self.world, self.run_state.ensure_saved, "waiting for rank 0 to save")
 
     def _stop_if_not_finite(self) -> None:
@@ -578,7 +579,7 @@ class Trainer:
             "facts": self.facts,
             "config": self.recipe,
         }
-        self.world.heartbeat.doing("exporting")
+        self.world.heartbeat.doing(EXPORTING)
         with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
             if self.world.main:
                 self.run_state.make_room(whole_model)

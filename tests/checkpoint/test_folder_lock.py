@@ -73,3 +73,18 @@ def counted(folder) -> int:
         return json.loads((folder / ".holder").read_text())["count"]
     except ValueError:  # read in the middle of a write
         return 0
+
+
+def test_note_that_is_being_written_is_read_again(tmp_path, monkeypatch):
+    """Another host has emptied its note to write the next count."""
+    monkeypatch.setattr(folder_lock, "COUNT_SECONDS", 10.0)
+    (tmp_path / ".holder").touch()
+    lock, slept = FolderLock(tmp_path), []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        (tmp_path / ".holder").write_text(json.dumps({"host": "alpha", "process": 7, "count": len(slept)}))
+
+    monkeypatch.setattr(folder_lock.time, "sleep", sleep)
+    assert not lock.acquire()
+    assert "process 7 on alpha" in lock.holder()

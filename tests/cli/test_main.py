@@ -14,6 +14,7 @@ import pytest
 from support.recipes import QUICK, write_recipe
 
 from fxtune.cli import main as command
+from fxtune.distributed import failure
 from fxtune.errors import DataError, NumbersError
 
 
@@ -249,3 +250,31 @@ def test_completion_in_a_real_bash(cwd):
     env["PYTHONPATH"] = str(Path(command.__file__).parents[2])
     done = subprocess.run(["bash", "-c", script], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "+recipe=llama_lora"
+
+
+def test_rank_that_failed_on_a_gpu_ends_without_pythons_own_end(cwd, trained, capsys, monkeypatch):
+    """Its connections are open, so it starts no other job of a sweep, and leaves by os._exit()."""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    jobs = []
+
+    def run(config):
+        jobs.append(config.run.seed)
+        failure.keep_connections()
+        raise NumbersError("diverged") if len(jobs) < 3 else ZeroDivisionError("ours")
+
+    monkeypatch.setattr(failure, "_KEPT", [])
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)
+    for words, code, said in (
+        ([QUICK], 5, "diverged"),
+        (["-m", QUICK, "run.seed=1,2"], 5, "diverged"),
+        ([QUICK], 1, "ZeroDivisionError: ours"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command.main(words)
+        assert ended.value.code == code
+        assert capsys.readouterr().err.count(said) == 1
+    assert len(jobs) == 3

@@ -4,7 +4,10 @@ import json
 import os
 import re
 import signal
-from dataclasses import dataclass
+import struct
+import subprocess
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,10 @@ from support.harness import command, kill, run, start, wait_for
 from support.killing import tail
 
 from fxtune.config.root import Config, RunConfig, TrainConfig
+from fxtune.distributed import launch
 from fxtune.distributed.failure import Failure
-from fxtune.distributed.heartbeat import Beat
-from fxtune.distributed.launch import _conclude
+from fxtune.distributed.heartbeat import SAVING, SIZE, STEP, Beat
+from fxtune.distributed.launch import _conclude, _overdue
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError, DataError, HardwareError, RankError, Stopped, UserError
 from fxtune.training.ranks import ranks_of
@@ -170,3 +174,30 @@ def test_mistake_with_two_ranks_is_one_message(tmp_path):
     assert done.code == 3
     assert done.text.count("fxtune:") == 1
     assert "none.jsonl" in done.text
+
+
+def test_ranks_that_live_on_after_a_failure_are_overdue():
+    """Rank 0 waits in a step for rank 1, whose process does not end; rank 2 writes a checkpoint."""
+    beats = {0: Beat(5, STEP), 1: Beat(5, STEP), 2: Beat(5, SAVING)}
+    error = Failure(1, "out of memory", 4, at=100.0)
+    assert _overdue([error], beats, 101.0) == set()
+    assert _overdue([error], beats, 131.0) == {0, 1}
+    assert _overdue([stopped(1, 100.0)], beats, 131.0) == {1}
+    assert _overdue([Failure(7, "before its first beat", 3, at=100.0)], {}, 131.0) == set()
+
+
+def test_launcher_kills_a_rank_that_does_not_end_after_its_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "PULSE_SECONDS", 0.02)
+    rank = subprocess.Popen(["sleep", "600"])
+    beat = json.dumps([5, STEP, False, time.monotonic(), rank.pid]).encode().ljust(SIZE - 8) + struct.pack("q", 3)
+    (tmp_path / "1").write_bytes(beat)
+    failed = Failure(1, "out of memory", 4, at=time.time() - 31)
+    (tmp_path / "failure-1").write_text(json.dumps(asdict(failed)))
+    try:
+        with launch._LauncherWatch(tmp_path) as watch:
+            assert rank.wait(600) == -signal.SIGKILL
+    finally:
+        rank.kill()
+        rank.wait()
+    with pytest.raises(HardwareError, match="out of memory"):
+        _conclude({1: Death(-signal.SIGKILL, int(failed.at) + 31)}, [failed], {}, watch.ended)

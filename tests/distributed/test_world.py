@@ -2,14 +2,18 @@
 
 import os
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.sharded import run_ranks
 
+from fxtune.distributed import failure
 from fxtune.distributed import world as worlds
 from fxtune.distributed.world import Device, World
-from fxtune.errors import ConfigError, HardwareError
+from fxtune.errors import ConfigError, HardwareError, LostRankError
 
 
 def test_cpu_world_has_the_facts_of_the_machine():
@@ -73,3 +77,73 @@ def test_card_that_others_use_is_refused_with_their_processes(card, monkeypatch)
         worlds._require_idle_cards(world)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (76 * 2**30, 80 * 2**30))
     worlds._require_idle_cards(world)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "closes"), [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)]
+)
+def test_rank_that_fails_on_a_gpu_waits_for_no_other_gpu(monkeypatch, device, error, closes):
+    """NCCL's own end waits for ranks that are in a collective, so the connections stay until the process ends."""
+    closed, kept = [], []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
+    monkeypatch.setattr(failure, "announce", lambda _: None)
+    monkeypatch.setattr(failure, "_KEPT", kept)
+    with suppress(HardwareError), World(torch.device(device, 0), 1, 2):
+        if error:
+            raise HardwareError("out of memory in a layer")
+    assert bool(closed) == closes
+    assert failure.keeps_connections() != closes
+
+
+def test_memory_that_nccl_lacks_is_no_lost_rank():
+    world = World(torch.device("cpu"), 0, 2)
+    full = dist.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nCuda failure 2 'out of memory'"
+    )
+    gone = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error")
+    for waits in (lambda: world.waiting("adding up"), world.connected):
+        with pytest.raises(dist.DistBackendError, match="out of memory"), waits():
+            raise full
+        with pytest.raises(LostRankError, match="lost another rank while"), waits():
+            raise gone
+
+
+def test_meshes_of_gpus_do_not_split_the_group(monkeypatch):
+    """torch splits a group that knows its device, and crashes if it is the second one of the process."""
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    group._register_backend(
+        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    )
+
+    def init(*_, device_id, **__):
+        group.bound_device_id = device_id
+
+    monkeypatch.setenv("FXTUNE_HEARTBEATS", "")
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "PrefixStore", lambda _, store: store)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(failure, "find_store", lambda _: None)
+    monkeypatch.setattr(failure, "begin_run", lambda store: store)
+    for name in ("_wait_for_all", "_require_idle_cards"):
+        monkeypatch.setattr(worlds, name, lambda *_: None)
+    monkeypatch.setattr(World, "gather", lambda self, value, doing: [value])
+    worlds._join(World(torch.device("cuda", 1), 1, 2))
+    assert group.bound_device_id is None
+
+
+def _chosen(world) -> tuple[str, str]:
+    def refuse():
+        raise ConfigError(f"refused by rank {world.rank}")
+
+    found = world.from_main(lambda: f"by rank {world.rank}", "choosing")
+    try:
+        world.from_main(refuse, "choosing")
+    except ConfigError as error:
+        return found, str(error)
+    return found, ""
+
+
+@pytest.mark.slow
+def test_choice_of_rank_0_and_its_error_are_those_of_all_ranks():
+    assert run_ranks(2, _chosen) == [("by rank 0", "refused by rank 0")] * 2

@@ -164,6 +164,7 @@ def load(folder: Path, world: World) -> int:
     with checkpoints(folder, world, training) as found:
         saved = found.load_newest(training.weights)
     assert saved is not None
+    assert not any(map(is_divided, saved.moments.values())), "they stay in host memory"
     training.load(saved)
     reference = load_file(folder / "whole.safetensors")
     everything = {**training.weights, **training.moments()}

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.architectures import FAMILIES, built, lora, random_model, trained, word_tokenizer
+from support.sharded import run_ranks
 
 from fxtune.data.config import QuestionsConfig
+from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.techniques.pipeline import Pipeline
@@ -216,3 +218,22 @@ def test_resumed_run_keeps_its_first_answers(tmp_path):
 
 def test_no_questions_without_a_path(tmp_path):
     assert AnswerEvaluation.open(QuestionsConfig(), load_tokenizer(ModelConfig()), tmp_path) is None
+
+
+def _with_another_head_on_rank_1(world) -> tuple[list[str], int]:
+    """The answers of a rank, and its forward passes. Each rank would choose other tokens, and end elsewhere."""
+    model, passes = built(Pipeline(), random_model("llama")).eval(), []
+    if world.rank:
+        model.lm_head.weight.data.neg_()
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    world = world.divided(Degrees(shard=2))
+    return answer(model, TOKENIZER, questions(), batch_size=3, max_new_tokens=7, world=world), len(passes)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_weights_go_on_with_the_tokens_of_one():
+    model = built(Pipeline(), random_model("llama")).eval()
+    expected = [alone(model, prompt, 7) for prompt in PROMPTS]
+    one, other = run_ranks(2, _with_another_head_on_rank_1)
+    assert one == other
+    assert one[0] == expected

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.bad_steps import disturb
 from support.endings import timeless
 from support.runs import history
 
@@ -269,3 +271,22 @@ def test_run_with_another_schedule_is_not_extended(stopping, cwd):
     ):
         train.run(with_steps(stopping, 6))
     assert train.run(with_steps(stopping, 3))["train/step"] == 3
+
+
+def test_bad_step_keeps_its_own_samples_when_the_run_is_then_cut(stopping, scripted, build, monkeypatch):
+    """Told to finish at step 8, whose rows differ from those of the eighth step of the plan from then on."""
+    stopping.train.stop.patience, stopping.train.log_every = 0, 20
+    disturb(monkeypatch, {7: math.nan})
+    trainer = build(stopping)
+    plan, evaluated = trainer.plan, RunEnd.evaluated
+
+    def told(self, *given):
+        if self.state.step == 8:
+            (trainer.folder.path / "finish").touch()
+        return evaluated(self, *given)
+
+    monkeypatch.setattr(RunEnd, "evaluated", told)
+    assert trainer.run()["train/dropped_steps"] == 2
+    samples = json.loads((trainer.folder.path / "skipped" / "step-00000008" / "samples.json").read_text())
+    for micro, rows in enumerate(samples["micro_batches"]):
+        assert [(0, piece["document"]) for row in rows for piece in row] == plan.documents(7, micro)

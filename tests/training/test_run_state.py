@@ -16,6 +16,7 @@ from support.runs import history, losses
 
 from fxtune.data.config import SourceConfig
 from fxtune.errors import ConfigError
+from fxtune.optim.config import OptimizerName
 from fxtune.training import trainer as train
 
 
@@ -85,3 +86,29 @@ def test_run_killed_during_export_keeps_its_figures(small, cwd, monkeypatch):
     result = train.run(small)
     assert result == json.loads(Path("run/result.json").read_text())
     assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]
+
+
+def test_copy_of_a_checkpoint_is_complete_before_what_it_holds_changes(narrow, build, monkeypatch):
+    """Only a GPU copies beside the loop; the order of the calls is the same here."""
+    narrow.optimizer.name, narrow.train.max_steps = OptimizerName.adamw_schedulefree, 2
+    trainer, calls, doing = build(narrow), [], []
+
+    def noted(owner, name):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: calls.append(name) or real(*given))
+
+    step, saving = trainer.train_step, trainer.run_state.checkpoints
+    for owner, name in (
+        (saving, "wait_for_copy"),
+        (step, "sum_over_ranks"),
+        (step, "update"),
+        (step.optimizer, "use_averages"),
+    ):
+        noted(owner, name)
+    save = saving.save
+    monkeypatch.setattr(
+        saving, "save", lambda *given: doing.append(trainer.world.heartbeat.last.doing) or save(*given)
+    )
+    trainer.run()
+    assert calls == [*["wait_for_copy", "sum_over_ranks", "update"] * 2, "wait_for_copy", "use_averages"]
+    assert doing == ["saving"]  # and not the step before it, in which a rank may be killed

@@ -14,6 +14,11 @@ ALIASES = {
 """Names of sizes in the configs of older families (GPT-2, BART, MPT)."""
 
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""Names of the number of experts in a layer, and of those that a token uses."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder's sizes. `linears` has Llama's names for every family."""
@@ -32,6 +37,10 @@ class Shape:
     layers: int
     vocabulary: int
     tied: bool
+    expert_count: int = 1
+    """Experts of a layer, shared ones not counted; 1: a dense MLP."""
+    expert_inner: int = 0
+    """Width of one of them."""
 
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
@@ -42,8 +51,8 @@ class Shape:
         hidden = text.get("hidden_size") or 0
         heads = text.get("num_attention_heads") or 1
         head = text.get("head_dim") or hidden // heads
-        experts = text.get("num_local_experts") or text.get("num_experts") or 1
-        used = text.get("num_experts_per_tok") or 1
+        experts = next((text[name] for name in EXPERTS if text.get(name)), 1)
+        used = next((text[name] for name in EXPERTS_USED if text.get(name)), 1)
         key_heads = text.get("num_key_value_heads") or heads
         inner = (experts > 1 and text.get("moe_intermediate_size")) or text.get("intermediate_size") or 4 * hidden
         inner = (
@@ -60,6 +69,8 @@ class Shape:
             text.get("num_hidden_layers") or 1,
             text.get("vocab_size") or 0,
             bool(text.get("tie_word_embeddings")),
+            experts,
+            inner,
         )
 
     @property

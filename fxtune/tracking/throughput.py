@@ -32,6 +32,7 @@ from torch import nn
 from fxtune.system.host import process_age
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cards import peak_flops
+from fxtune.techniques.lora.experts import follows_interface, used_experts
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 
@@ -60,8 +61,9 @@ class TrainingCost:
 def training_cost(model: nn.Module) -> TrainingCost | None:
     """Count the matmuls of `model`, adapters included, by which of its weights require a gradient.
 
-    None if these formulas do not hold: mixtures of experts, latent attention, models without attention heads. Norms,
-    activations, RoPE and softmax are negligible and left out.
+    Of a mixture's experts those count that a token uses. None if these formulas do not hold: experts stored otherwise
+    than in transformers' interface, latent attention, models without attention heads. Norms, activations, RoPE,
+    routers and softmax are negligible and left out.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -72,14 +74,32 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
     where = {"body": 0.0, "head": 0.0}
+    used = used_experts(model, config.get_text_config())
+    if used is None:
+        return None
+    wrappers: list[Any] = [one for one in model.modules() if hasattr(one, "num_experts") and hasattr(one, "lora_A")]
+    of_experts: dict[int, int] = {
+        id(part): wrapper.num_experts
+        for wrapper in wrappers
+        for part in (*wrapper.lora_A.modules(), *wrapper.lora_B.modules())
+    }
     for name, module in model.named_modules():
         if ".original_module" in f".{name}":  # the weights that PEFT's `modules_to_save` replaced are not used
+            continue
+        if follows_interface(module):
+            where["body"] += used * sum(
+                (6.0 if weight.requires_grad else 4.0) * weight[0].numel()
+                for weight in module.parameters(recurse=False)
+                if weight.dim() == 3
+            )
             continue
         sizes = _matmul(module)
         if sizes is None:
             continue
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
         flops = (6.0 if trained else 4.0) * sizes[0] * sizes[1]
+        if id(module) in of_experts:  # an adapter of all experts in one matrix
+            flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
     return TrainingCost(where["body"], where["head"], attention)
 
@@ -102,8 +122,7 @@ def _matmul(module: nn.Module) -> tuple[int, int] | None:
 
 def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if not isinstance(heads, int) or not isinstance(layers, int) or experts or getattr(config, "kv_lora_rank", None):
+    if not isinstance(heads, int) or not isinstance(layers, int) or getattr(config, "kv_lora_rank", None):
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_pair = ATTENTION_PASSES * 4.0 * heads * size  # two matmuls of 2 FLOPs a pair and channel

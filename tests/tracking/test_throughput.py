@@ -118,9 +118,7 @@ def test_sliding_layers_are_counted_with_their_window():
 
 
 def test_unknown_architectures_have_no_cost():
-    from transformers import MixtralConfig, MixtralForCausalLM
 
-    assert training_cost(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2))) is None
     assert training_cost(torch.nn.Linear(3, 3)) is None
 
 
@@ -183,3 +181,19 @@ def test_only_the_first_run_of_a_process_counts_its_imports(monkeypatch):
     monkeypatch.setattr(StartupTimer, "begun", False)
     assert 0 < StartupTimer().seconds["imports"] < 3600
     assert StartupTimer().seconds == {}
+
+
+def test_of_a_mixture_the_experts_that_a_token_uses_count():
+    from peft import LoraConfig, get_peft_model
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    dense = training_cost(llama(tie_word_embeddings=False)).per_token
+    model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2))
+    expert = 6 * 3 * SHAPE["hidden_size"] * SHAPE["intermediate_size"] * SHAPE["num_hidden_layers"]
+    assert training_cost(model).per_token == dense + expert
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names))
+    rest = {"target_modules": ["q_proj"], "r": 4}
+    plain = training_cost(get_peft_model(llama(tie_word_embeddings=False), LoraConfig(**rest))).per_token
+    h, i, layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
+    assert training_cost(adapted).per_token == plain + layers * (4 * 3 * h * i + 2 * 6 * 4 * (2 * h + 3 * i))

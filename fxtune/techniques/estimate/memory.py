@@ -35,6 +35,7 @@ from fxtune.models.dims import Shape
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import pinned_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
+from fxtune.techniques.lora.targets import gate_up_parts
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ SPARE = 0.04
 """Share of the need that fragmentation takes."""
 CONTEXT = 3 << 28
 """Bytes for libraries' workspaces."""
+MLP = ("gate_proj", "up_proj", "down_proj")
 GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
 """Groups of linears that read the same input, with the number of linears."""
 
@@ -248,7 +250,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
-    packed = number * adapters if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
+    linears = adapters - shape.layers * lora.r * _expert_widths(facts, shape)
+    packed = number * linears if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
     return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
 
 
@@ -274,9 +277,25 @@ def trained_parameters(facts: Facts) -> int:
     adapted = [
         inward + outward
         for name, (inward, outward) in shape.linears.items()
-        if name in lora.target_modules or "all-linear" in lora.target_modules
+        if (name in lora.target_modules or "all-linear" in lora.target_modules)
+        and not (shape.expert_count > 1 and name in MLP)
     ]
-    return shape.layers * lora.r * sum(adapted)
+    return shape.layers * lora.r * (sum(adapted) + _expert_widths(facts, shape))
+
+
+def _expert_widths(facts: Facts, shape: Shape) -> int:
+    """Input and output widths of all adapted products of a layer's experts: two for each expert, since gate and up are
+    one. peft may give that one a multiple of the rank."""
+    lora = facts.techniques.lora
+    if (
+        shape.expert_count == 1
+        or "experts" in lora.exclude_modules
+        or not {"all-linear", *MLP} & {*lora.target_modules}
+    ):
+        return 0
+    hidden, inner = shape.hidden, shape.expert_inner
+    gate_up = gate_up_parts(str(facts.model.get("model_type"))) * (hidden + 2 * inner)
+    return shape.expert_count * (gate_up + inner + hidden)
 
 
 def linear_bytes(facts: Facts) -> float:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
+from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.structure import observed
 from fxtune.techniques.lora.frozen_weights import ADAPTER
 
@@ -34,6 +35,14 @@ FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
 def follows_interface(experts: nn.Module) -> bool:
     """Whether transformers describes how these experts are stored and computed."""
     return all(hasattr(experts, name) for name in ("is_transposed", "has_gate", "has_bias", "num_experts", LAST))
+
+
+def used_experts(model: nn.Module, config: Any) -> int | None:
+    """How many experts a token uses; 0 without experts, None if that or how they are stored is not known."""
+    if not any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):
+        return 0
+    used = next((count for name in EXPERTS_USED if isinstance(count := getattr(config, name, None), int)), None)
+    return used if used and any(map(follows_interface, model.modules())) else None
 
 
 def is_described(modules: dict[str, nn.Module], path: str) -> bool:

@@ -10,12 +10,14 @@ peft gets the selected modules from here as they are (`add_adapters`).
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,6 +253,19 @@ def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:
     except ValueError as error:
         raise ConfigError(f"techniques.lora.target_modules: {error}") from error
     return config, names
+
+
+@functools.cache
+def gate_up_parts(model_type: str) -> int:
+    """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for the families in which
+    it knows them as two linears."""
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+
+    config, model = peft.LoraConfig(r=1, target_modules=list(EXPERTS)), nn.Module()
+    model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]
+    convert(config, model, None)
+    return max((config.rank_pattern or {}).values(), default=1)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.architectures import enable
+from support.architectures import built, enable, facts_of, lora, tiny_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,7 +17,7 @@ from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.plan import RecomputePlan
-from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.estimate.memory import forecast, trained_parameters
 
 
 def test_the_forecast_equals_its_formula():
@@ -147,3 +147,14 @@ def test_the_forecast_counts_the_moments_of_muon_and_adamw(kind, adapted):
     )
     moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
     assert forecast(facts, RecomputePlan()).trained == pytest.approx(gradients + moments, rel=0.005)  # but for routers
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_adapters_of_experts_are_forecast(kind):
+    model = built(lora(r=4), tiny_model(kind), packing=False)
+    wanted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained_parameters(facts_of(tiny_model(kind), techniques=lora(r=4))) == wanted
+    apart = lora(r=4, exclude_modules=["experts"])
+    model = built(apart, tiny_model(kind), packing=False)
+    wanted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained_parameters(facts_of(tiny_model(kind), techniques=apart)) == wanted

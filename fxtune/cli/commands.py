@@ -79,6 +79,31 @@ COMMANDS = {
             **_TRUST,
         },
     ),
+    "plan": Command(
+        "fxtune.cli.plan",
+        "memory, time, cost and disk of a run by arithmetic, for any card, without a GPU",
+        reads_data=True,
+        options={
+            "--gpu": {"metavar": "NAME", "help": "the card (H200, A100-80GB, L4, ...); without it: every known card"},
+            "--gpus": {"metavar": "N", "type": whole_number(1), "help": "how many of them (1)"},
+            "--price": {
+                "metavar": "PER_HOUR",
+                "type": positive_number("what one GPU costs per hour"),
+                "help": "also the cost, if one GPU costs so much per hour",
+            },
+            "--tokens": {
+                "metavar": "N",
+                "type": positive_number("the tokens of an epoch"),
+                "help": "the tokens of an epoch, for data that is not here",
+            },
+            "--host-gib": {
+                "metavar": "N",
+                "type": positive_number("host memory for each GPU in GiB"),
+                "help": "host memory for each GPU (128)",
+            },
+            **_JSON,
+        },
+    ),
     "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Command(
         "fxtune.cli.verify",
@@ -222,6 +247,13 @@ COMMANDS = {
             "--public": _flag("a new repository is for everyone to see, and not private"),
             "--trust-remote-code": _flag("run the Python code that comes with the base"),
         },
+    ),
+    "diff": Command(
+        "fxtune.cli.diff",
+        "what two runs differ in, and from which step on: diff RUN RUN",
+        positional="run",
+        positional_only=True,
+        options=_JSON,
     ),
     "sync": Command(
         "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN_FOLDER", positional="run", positional_only=True

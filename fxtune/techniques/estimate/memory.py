@@ -87,10 +87,14 @@ class Need:
     """What is held to exchange weights and gradients with other ranks."""
 
     @property
+    def allocated(self) -> int:
+        """The peak of what torch's allocator hands out (`torch.cuda.max_memory_allocated()`)."""
+        return self.weights + self.trained + self.exchange + self.kept + max(self.layer, self.loss)
+
+    @property
     def device(self) -> int:
-        """The peak, with fragmentation and workspaces."""
-        held = self.weights + self.trained + self.exchange + self.kept
-        return int((held + max(self.layer, self.loss)) * (1 + SPARE)) + CONTEXT
+        """The memory that must be free: the peak, with fragmentation and workspaces."""
+        return int(self.allocated * (1 + SPARE)) + CONTEXT
 
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:

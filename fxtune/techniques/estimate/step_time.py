@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING
 from fxtune.models.dims import Shape
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.memory import LayerBytes, Need, forecast, is_fused, number_bytes, quantized_type
+from fxtune.techniques.estimate.memory import (
+    LayerBytes,
+    Need,
+    forecast,
+    is_fused,
+    number_bytes,
+    quantized_type,
+    trained_parameters,
+)
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -27,6 +35,17 @@ ROWS = 4096
 """An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
 SLOWER = 0.02
 """The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice the rows take half of it."""
+HALF_RATE = 1250
+"""Attention reaches half its rate in documents of so many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
+tokens, 589 at 65,536)."""
+NARROW_HEADS = 0.85
+"""The share of its rate that attention reaches with heads of 64."""
+GATED_PASSES = 10.6
+"""Numbers that gated activations read and write per token, as multiples of the MLP's width."""
+ADAPTER_PASSES = 1.4
+"""The same of adapters, as a multiple of the widths of all linears' inputs and outputs."""
+LAUNCH = 0.4e-3
+"""Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
 WORTH = 0.005
 """The share of a step's time that a mix of levels must save: each level is one more graph to compile."""
 
@@ -77,19 +96,46 @@ def layer_time(facts: Facts) -> LayerTime:
     return LayerTime(attended, product * h * (2 * q + 2 * k), product * 2 * h * i, product * h * i, moved)
 
 
-def micro_batch_seconds(facts: Facts, plan: RecomputePlan, supervised: float = 1.0) -> float:
+def micro_batch_seconds(
+    facts: Facts, plan: RecomputePlan, supervised: float = 1.0, attended: float | None = None
+) -> float:
     """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
-    as only these need the head. Kernels' launches, adapters' products and the optimizer are left out: for the 8B
-    recipes on an H200 it is some 10 % too short."""
-    shape, layer, trained = Shape.of(facts.text), layer_time(facts), _trained(facts)
-    product = 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / rates(facts).matmul
-    layers = shape.layers * (layer.forward + layer.backward(trained))
-    return layers + (2 + trained) * product + overhead(facts, plan)
+    as only these need the head. `attended`: how long the document of a token is, in the mean over tokens; None: as
+    long as the row. The optimizer is left out, see update_seconds().
+
+    scripts/study/plan_accuracy.py compares it with what was measured on an H200.
+    """
+    shape, layer, card, trained = Shape.of(facts.text), layer_time(facts), rates(facts), _trained(facts)
+    head = (2 + trained) * 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / card.matmul
+    length = facts.row_length if attended is None else min(attended, facts.row_length)
+    slower = (1 + HALF_RATE / length) / (NARROW_HEADS if shape.q <= 64 * shape.heads else 1)
+    attention = layer.attention * length / facts.row_length * slower
+    seen = replace(layer, attention=attention)
+    layers = shape.layers * (seen.forward + seen.backward(trained) + _elementwise(facts))
+    return max(layers + head + overhead(facts, plan, seen), shape.layers * LAUNCH)
 
 
-def overhead(facts: Facts, plan: RecomputePlan) -> float:
-    """Seconds by which `plan` makes a micro-batch longer than if layers keep everything on the device."""
-    shape, card, layer, tokens = Shape.of(facts.text), rates(facts), layer_time(facts), facts.tokens
+def update_seconds(facts: Facts) -> float:
+    """Seconds of the optimizer's update on one rank: it reads and writes weights and moments, and reads gradients."""
+    need = forecast(facts, RecomputePlan())
+    weights = number_bytes(facts) * trained_parameters(facts) / facts.degrees.shard
+    return (2 * need.trained + 2 * weights) / rates(facts).memory
+
+
+def _elementwise(facts: Facts) -> float:
+    """Seconds of one layer that reading and writing take beside its matmuls, attention and `LayerTime.rest`, forward
+    and backward: gated activations, and adapters' own products, which read each linear's input and add to its
+    output."""
+    shape = Shape.of(facts.text)
+    h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
+    adapters = ADAPTER_PASSES * ((2 * h + q + i) + (2 * h + q + 2 * k + 2 * i)) * facts.techniques.lora.enabled
+    return number_bytes(facts) * facts.tokens * (GATED_PASSES * i + adapters) / rates(facts).memory
+
+
+def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:
+    """Seconds by which `plan` makes a micro-batch longer than if layers keep everything on the device. `layer`: the
+    time of a layer, if it is not that of rows of one document."""
+    shape, card, layer, tokens = Shape.of(facts.text), rates(facts), layer or layer_time(facts), facts.tokens
     backward, total = layer.backward(_trained(facts)), 0.0
     for level, sends in zip(plan.levels(shape.layers), plan.sending(shape.layers), strict=True):
         again = layer.recompute("wide" if level == "budget" else level)

@@ -1,0 +1,219 @@
+"""`fxtune plan`: what a run will take, by arithmetic, on cards that need not be in this machine.
+
+    fxtune plan +recipe=llama_lora                                # every card that fxtune knows: does it fit, how long
+    fxtune plan +recipe=llama_lora --gpu H200                     # one card: memory by part, time, tokens, disk
+    fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two of them, at 3.5 an hour each
+    fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
+
+No weight is loaded and no GPU is needed. The forecasts are held against measurements in docs/performance.md. Time
+counts the start, the steps and the evaluations; a first start compiles for a minute more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from rich.text import Text
+
+from fxtune.cli.options import write_json
+from fxtune.errors import ConfigError, UserError
+from fxtune.system.console import plain, say, table, unicode
+from fxtune.system.units import GIB
+from fxtune.techniques.estimate.machines import MODELS, machine
+from fxtune.training.run_forecast import Lengths, RunForecast, changes_to_fit, count_tokens, forecast_run
+
+if TYPE_CHECKING:
+    from fxtune.config.root import Config
+
+HOST_GIB = 128.0
+"""Host memory for each GPU, unless --host-gib says otherwise."""
+BAR = 60
+"""Columns of the bar of a card's memory."""
+COLOURS = ("blue", "magenta", "cyan", "yellow", "white")
+
+
+def run(
+    config: Config,
+    gpu: Optional[str] = None,
+    gpus: int = 1,
+    price: Optional[float] = None,
+    tokens: Optional[float] = None,
+    host_gib: float = HOST_GIB,
+    json: Optional[Path] = None,
+) -> None:
+    """Print the plan. `price`: of one GPU for an hour; `tokens`: those of an epoch. Raises ConfigError for a card that
+    is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
+    counted = count_tokens(config) if tokens is None else _given(tokens, config)
+    lengths = None if isinstance(counted, str) else counted
+    if gpu is None:
+        rows = [_figures(name, _try(config, name, gpus, host_gib, lengths), gpus, price) for name in MODELS]
+        say(_cards_table(rows, gpus))
+        _say_lengths(counted)
+        say("One of them in detail: --gpu NAME.")
+        if json is not None:
+            write_json(json, rows)
+        return
+    forecast = forecast_run(config, machine(gpu, host_gib, config.run.memory_gib), gpus, lengths)
+    figures = _figures(gpu, forecast, gpus, price)
+    for note in forecast.notes:
+        say(note)
+    say(_bar(forecast))
+    say(_table(forecast, figures, gpus, price))
+    _say_lengths(counted)
+    if not forecast.fits:
+        _say_changes(config, forecast, gpus, host_gib, lengths)
+    if json is not None:
+        write_json(json, figures)
+
+
+def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths | None) -> RunForecast | str:
+    """The forecast, or the first reason why the recipe is refused on this card."""
+    try:
+        return forecast_run(config, machine(name, host_gib, config.run.memory_gib), gpus, lengths)
+    except ConfigError as error:
+        return str(error).splitlines()[-1].strip()
+
+
+def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | None) -> dict[str, Any]:
+    """What `--json` writes; memory in GiB, times in seconds."""
+    if isinstance(forecast, str):
+        return {"gpu": name, "gpus": gpus, "refused": forecast}
+    need, seconds = forecast.need, forecast.seconds
+    return {
+        "gpu": name,
+        "device": forecast.facts.device_name,
+        "gpus": gpus,
+        "parallel": vars(forecast.facts.degrees),
+        "fits": forecast.fits,
+        "memory_gib": need.device / GIB,
+        "allocated_gib": need.allocated / GIB,
+        "free_gib": forecast.facts.free_memory / GIB,
+        "host_gib": need.host / GIB,
+        "step_seconds": forecast.step_seconds,
+        "tokens_per_second": forecast.step_tokens / forecast.step_seconds,
+        "steps": forecast.steps,
+        "tokens": forecast.tokens,
+        "seconds": seconds,
+        "cost": None if price is None or seconds is None else price * gpus * seconds / 3600,
+        "disk_gib": forecast.disk_bytes / GIB,
+        "sampled": forecast.lengths.sampled if forecast.lengths else None,
+    }
+
+
+def _parts(forecast: RunForecast) -> list[tuple[str, int]]:
+    need = forecast.need
+    parts = [
+        ("weights", need.weights),
+        ("gradients, optimizer", need.trained),
+        ("for other ranks", need.exchange),
+        ("activations", need.kept + max(need.layer, need.loss)),
+        ("workspaces, fragmentation", need.device - need.allocated),
+    ]
+    return [(name, size) for name, size in parts if size]
+
+
+def _bar(forecast: RunForecast) -> Text:
+    """The memory of one card as a bar, and what its parts are."""
+    whole = max(forecast.facts.free_memory, forecast.need.device)
+    block, empty = ("█", "░") if unicode() else ("#", ".")
+    bar, legend, shown = Text(), Text(), 0
+    total = 0
+    for (name, size), colour in zip(_parts(forecast), COLOURS, strict=False):
+        total += size
+        end = round(BAR * total / whole)
+        bar.append(block * (end - shown), colour)
+        shown = end
+        legend.append(f"  {block} ", colour)
+        legend.append(f"{name} {size / GIB:,.1f}")
+    bar.append(empty * (BAR - shown), "dim")
+    free = forecast.facts.free_memory / GIB
+    fits = forecast.need.device <= forecast.facts.free_memory
+    bar.append(f" {forecast.need.device / GIB:,.1f} of {free:,.1f} GiB: ")
+    bar.append("fits" if fits else "does not fit", "green" if fits else "bold red")
+    return Text.assemble(bar, "\n", legend)
+
+
+def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: float | None) -> Any:
+    facts, steps, seconds = forecast.facts, forecast.steps, forecast.seconds
+    cards = f"{gpus} x {facts.device_name}" if gpus > 1 else facts.device_name
+    rows = [
+        ("ranks", f"{gpus} ({facts.degrees})" if gpus > 1 else ""),
+        ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
+        ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
+        (
+            "evaluations",
+            f"{forecast.evaluations:,}, {_duration(forecast.evaluation_seconds)} each" if forecast.evaluations else "",
+        ),
+        ("time", "not known" if seconds is None else _duration(seconds)),
+        ("cost", "" if figures["cost"] is None else f"{figures['cost']:,.2f} at {price:g} per GPU and hour"),
+        ("host memory", f"{forecast.need.host / GIB:,.1f} GiB pinned by each rank" if forecast.need.host else ""),
+        (
+            "disk",
+            f"{forecast.disk_bytes / GIB:,.2f} GiB: up to {forecast.checkpoints} checkpoints of "
+            f"{forecast.checkpoint_bytes / GIB:,.2f} GiB, the export {forecast.export_bytes / GIB:,.2f} GiB",
+        ),
+    ]
+    return table(f"Calculated for {cards}; nothing was run", ["", ""], [row for row in rows if row[1]])
+
+
+def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
+    cells = []
+    for row in rows:
+        if "refused" in row:
+            cells.append([row["gpu"], plain(row["refused"]), "", "", "", ""])
+            continue
+        fits = Text("fits", "green") if row["fits"] else Text("does not fit", "red")
+        memory = Text.assemble(f"{row['memory_gib']:,.1f} of {row['free_gib']:,.1f} GiB: ", fits)
+        time = "" if row["seconds"] is None else _duration(row["seconds"])
+        cost = "" if row["cost"] is None else f"{row['cost']:,.2f}"
+        speed = f"{row['tokens_per_second']:,.0f}"
+        shown = [f"{row['step_seconds']:,.3g} s", speed, time, cost] if row["fits"] else ["", "", "", ""]
+        cells.append([row["gpu"], memory, *shown])
+    title = f"Calculated for {gpus} card{'s' * (gpus > 1)} of a kind; nothing was run"
+    return table(title, ["card", "memory", "a step", "tokens/s", "time", "cost"], cells)
+
+
+def _say_lengths(counted: Lengths | str) -> None:
+    if isinstance(counted, str):
+        say(f"Only a step is known, because the data is not here; --tokens N gives the tokens of an epoch. {counted}")
+    elif counted.sampled:
+        say(f"Tokens are extrapolated from {counted.sampled}.")
+
+
+def _given(tokens: float, config: Config) -> Lengths:
+    """`--tokens`: full rows of one document, each token supervised."""
+    return Lengths(int(tokens), int(tokens), 1.0, config.data.sequence_length)
+
+
+def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: float, lengths: Lengths | None) -> None:
+    """What would make it fit: changes of the recipe, more cards, or other cards."""
+    say("What would make it fit, each alone:")
+    for change, enough in changes_to_fit(config, forecast):
+        saved = f"{change.saves / GIB:,.1f} GiB less"
+        say(f"  {change.setting}: {saved}{', enough' if enough else ', and more of it'}")
+    fitting = [
+        name
+        for name in reversed(MODELS)
+        if isinstance(found := _try(config, name, gpus, host_gib, lengths), RunForecast) and found.fits
+    ]
+    if fitting:
+        say(f"  a larger card: --gpu {fitting[0]}")
+    if gpus == 1:
+        name = forecast.facts.device_name
+        for count in (2, 4, 8):
+            try:
+                more = forecast_run(config, forecast.facts, count, lengths)
+            except UserError:
+                continue
+            if more.fits:
+                say(f"  {count} x {name}: --gpus {count}")
+                break
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:,.3g} s"
+    if seconds < 5400:
+        return f"{seconds / 60:,.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"

@@ -1,0 +1,175 @@
+"""What two runs have not in common: their recipes, their data, what `auto` decided, machine and packages, and the
+curves, from the first step at which they part.
+
+It reads what a run leaves in its folder (config.yaml, setting.json, metrics.jsonl), also of a run that still trains.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxtune.checkpoint.run_folder import read_config
+from fxtune.errors import ConfigError, StorageError
+
+SETTING, METRICS = "setting.json", "metrics.jsonl"
+STEP = "train/step"
+CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr", "questions/exact_match")
+"""The metrics that are compared step by step."""
+FIGURES = (
+    "train/tokens_per_second",
+    "train/memory_gib",
+    "eval/best_loss",
+    "eval/loss",
+    "train/loss",
+    "questions/exact_match",
+)
+"""The metrics whose last values are shown."""
+NAMES = ("run.name", "run.dir")
+"""Keys that differ between any two runs."""
+SECTIONS = {
+    "machine": "machine and packages",
+    "data": "data",
+    "techniques": "what was decided",
+    "rows": "what was decided",
+    "model": "what was decided",
+    "built": "what was decided",
+    "parallel": "what was decided",
+}
+"""Group of setting.json -> the heading under which its differences stand."""
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    first: Any
+    """The value in the first run; None: it has none."""
+    second: Any
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a metric of the two runs differs first."""
+
+    metric: str
+    common: int
+    """At how many steps both runs have it."""
+    step: int | None
+    """The first of these at which they differ; None: they agree in every digit."""
+    largest: float = 0.0
+    """The largest difference at any step, relative to the first run's value."""
+
+
+@dataclass
+class RunDifference:
+    recipe: list[Change] = field(default_factory=list)
+    sections: dict[str, list[Change]] = field(default_factory=dict)
+    """By heading."""
+    partings: list[Parting] = field(default_factory=list)
+    figures: list[Change] = field(default_factory=list)
+    """The last value of each metric in FIGURES that a run has, equal or not."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs but figures that depend on the clock."""
+        return not self.recipe and not any(self.sections.values()) and all(one.step is None for one in self.partings)
+
+
+def compare_runs(first: Path, second: Path) -> RunDifference:
+    """What the runs in these two folders differ in. Raises ConfigError for a folder that is no run, StorageError for a
+    file that cannot be read."""
+    found = RunDifference()
+    configs = [_flat(_config(folder)) for folder in (first, second)]
+    found.recipe = [one for one in _changes(*configs) if one.key not in NAMES]
+    settings = [_setting(folder) for folder in (first, second)]
+    for group in dict.fromkeys([*settings[0], *settings[1]]):
+        heading = SECTIONS.get(group, "what was decided")
+        pair = [_flat({group: setting.get(group, {})}) for setting in settings]
+        changes = [one for one in _changes(*pair) if not _in_recipe(one, found.recipe)]
+        found.sections.setdefault(heading, []).extend(changes)
+    curves = [_curves(folder) for folder in (first, second)]
+    found.partings = [part for name in CURVES if (part := _parting(name, *curves))]
+    last = [{name: curve[max(curve)] for name, curve in one.items() if curve} for one in curves]
+    found.figures = [
+        Change(name, last[0].get(name), last[1].get(name)) for name in FIGURES if name in last[0] or name in last[1]
+    ]
+    return found
+
+
+def _in_recipe(change: Change, recipe: list[Change]) -> bool:
+    """Whether the recipe's own difference says the same."""
+    return any(change.key == one.key and (change.first, change.second) == (one.first, one.second) for one in recipe)
+
+
+def _changes(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
+    for key in dict.fromkeys([*first, *second]):
+        if first.get(key) != second.get(key):
+            yield Change(key, first.get(key), second.get(key))
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one dict with the keys that a user types."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        return {key: value} if key else {}
+    flat: dict[str, Any] = {}
+    for name, inner in items:
+        flat |= _flat(inner, f"{key}.{name}" if key else str(name))
+    return flat
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = read_config(folder)
+    if config is None:
+        raise ConfigError(f"{folder} is no run of fxtune: it holds no config.yaml.")
+    return config
+
+
+def _setting(folder: Path) -> dict[str, Any]:
+    file = folder / SETTING
+    if not file.exists():  # the run has not begun to train
+        return {}
+    try:
+        setting = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{file} cannot be read: {error}.") from error
+    return setting if isinstance(setting, dict) else {}
+
+
+def _curves(folder: Path) -> dict[str, dict[int, float]]:
+    """Metric -> step -> value. A step that was repeated after a resume has its last value."""
+    file, curves = folder / METRICS, dict[str, dict[int, float]]()
+    if not file.exists():
+        return curves
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error}.") from error
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step = row[STEP]
+        except (ValueError, TypeError, KeyError):  # a line that is being written, or one without a step
+            continue
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                curves.setdefault(name, {})[step] = value
+    return curves
+
+
+def _parting(metric: str, first: dict[str, dict[int, float]], second: dict[str, dict[int, float]]) -> Parting | None:
+    one, other = first.get(metric, {}), second.get(metric, {})
+    common = sorted(one.keys() & other.keys())
+    if not common:
+        return None
+    apart = [step for step in common if not _same(one[step], other[step])]
+    largest = max((abs(one[step] - other[step]) / max(abs(one[step]), 1e-12) for step in apart), default=0.0)
+    return Parting(metric, len(common), apart[0] if apart else None, largest)
+
+
+def _same(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))

@@ -1,0 +1,252 @@
+"""A run before it is started, on a machine that need not be here: the memory it takes, its steps, its time, its disk.
+
+Everything is arithmetic on the model's config and the recipe (techniques/estimate). Of the data only the lengths
+matter. They come from the cache of tokens or from the rows themselves; of large files from their first rows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fxtune.config.root import Config
+from fxtune.data.batches.build import prepare_data
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.read.sources import missing_reason
+from fxtune.data.tokenized.cache import cache_root
+from fxtune.distributed.launch import require_equal_parts
+from fxtune.distributed.world import World
+from fxtune.models.load import DType, load_config, load_tokenizer
+from fxtune.system.facts import MachineFacts
+from fxtune.techniques.estimate.cards import rates
+from fxtune.techniques.estimate.degrees import decided_with, sent
+from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
+from fxtune.techniques.estimate.step_time import micro_batch_seconds, update_seconds
+from fxtune.techniques.facts import Facts
+from fxtune.training import oom_advice
+from fxtune.training.oom_advice import Change, MemoryPhase
+from fxtune.training.ranks import share
+from fxtune.training.rows import decide_rows
+
+WHOLE_BYTES = 16 << 20
+"""Files of a source up to this size in all are tokenized whole."""
+HEAD_BYTES = 2 << 20
+"""Of larger JSONL and text files, so much is tokenized."""
+START_SECONDS = 40.0
+"""From the start of the process to the second step of a large model, with warm caches (docs/performance.md)."""
+FORWARD = 0.35
+"""The time of a forward pass as a share of a training step's, without recomputation."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The tokens of a run's data."""
+
+    epoch: int
+    """Tokens of the documents in an epoch."""
+    padded: int
+    """With padding: the tokens of the rows of an epoch."""
+    supervised_share: float
+    attended: float
+    """How long the document of a token is, in the mean over tokens."""
+    held_out: int = 0
+    """Tokens of the held-out documents."""
+    sampled: str = ""
+    """What was counted in place of everything; empty: everything."""
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    facts: Facts
+    """Those of one rank, with every `auto` decided."""
+    notes: list[str]
+    """What was decided, and why."""
+    need: Need
+    step_seconds: float
+    step_tokens: float
+    """Tokens of documents in a step of all ranks, padding left out."""
+    lengths: Lengths | None
+    """None: the data is not here."""
+    steps: int | None
+    """None if they follow from data that is not here."""
+    evaluations: int
+    evaluation_seconds: float
+    """Of one evaluation."""
+    checkpoint_bytes: int
+    checkpoints: int
+    """How many are on the disk at a time, at most."""
+    export_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.need.device <= self.facts.free_memory and self.need.host <= self.facts.host_memory
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run, with its start and its evaluations."""
+        if self.steps is None:
+            return None
+        return START_SECONDS + self.steps * self.step_seconds + self.evaluations * self.evaluation_seconds
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens of documents in all steps."""
+        return None if self.steps is None else self.steps * self.step_tokens
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.checkpoints * self.checkpoint_bytes + self.export_bytes
+
+
+@dataclass(frozen=True)
+class _Elsewhere(World):
+    """A process on a machine that is not this one."""
+
+    machine: MachineFacts = field(default_factory=MachineFacts)
+
+    def facts(self, deterministic: bool = False) -> MachineFacts:
+        return self.machine
+
+
+def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Lengths | None) -> RunForecast:
+    """The forecast of `config` on `gpus` cards of `machine`. `lengths`: those of its data, see count_tokens().
+
+    Reads the model's config, and no weight. Raises ConfigError with all reasons why the recipe cannot run there, and
+    the errors of load_config().
+    """
+    import torch
+
+    if config.model.dtype is DType.auto:
+        capable = machine.device == "cuda" and (machine.capability or (0, 0)) >= (8, 0)
+        config = replace(config, model=replace(config.model, dtype=DType.bfloat16 if capable else DType.float32))
+    world = _Elsewhere(torch.device(machine.device), machine=machine)
+    data, notes, facts = decide_rows(config, world, load_config(config.model))
+    config = replace(config, data=data)
+    degrees, why = share(config, facts, [gpus])
+    require_equal_parts(degrees, config.train.global_batch_size // config.train.micro_batch_size, f"--gpus {gpus}")
+    if degrees.ranks > 1:
+        notes.append(f"parallel: {why}")
+    shared = replace(facts, degrees=degrees)
+    config.techniques.check(shared)
+    facts = decided_with(facts, degrees)
+    notes += config.techniques.decided(shared, measure=False)[1]
+    return _forecast(config, facts, notes, lengths)
+
+
+def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths | None) -> RunForecast:
+    train, plan = config.train, facts.techniques.recompute_plan()
+    supervised, attended = (lengths.supervised_share, lengths.attended) if lengths else (1.0, None)
+    used = lengths.epoch / lengths.padded if lengths else 1.0
+    own = -(-train.global_batch_size // train.micro_batch_size // facts.degrees.data_ranks)
+    compute = own * micro_batch_seconds(facts, plan, supervised, attended) + update_seconds(facts)
+    step = compute + _exchange_seconds(facts, own, compute)
+    row_tokens = train.global_batch_size * facts.row_length
+    steps = train.max_steps
+    if lengths is not None:
+        epochs = train.epochs or (None if train.max_steps else 1.0)
+        by_epochs = max(1, round(epochs * lengths.padded / row_tokens)) if epochs else None
+        steps = min(one for one in (train.max_steps, by_epochs) if one)
+    held_out = 0
+    if lengths and steps and (lengths.held_out or config.data.eval_sources):
+        held_out = 1 + (steps // train.eval_every if train.eval_every else 0)
+    evaluation = FORWARD * step * (lengths.held_out if lengths else 0) / max(row_tokens * used, 1)
+    trained, size = trained_parameters(facts), 2 if facts.dtype in ("bfloat16", "float16") else 4
+    if facts.techniques.lora.enabled:
+        size = 4  # adapters are float32
+    moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
+    return RunForecast(
+        facts,
+        notes,
+        facts.techniques.memory_need(facts),
+        step,
+        row_tokens * used,
+        lengths,
+        steps,
+        held_out,
+        evaluation,
+        int(trained * size * (1 + moments)),
+        config.checkpoint.keep + (config.checkpoint.keep_best and held_out > 0) + 1,
+        trained * size,
+    )
+
+
+def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, bool]]:
+    """Single changes of the recipe that save the most memory, the best one first, each with whether it is enough."""
+    facts = forecast.facts
+    _, changes = oom_advice.advice(facts, facts.techniques, config.optimizer, MemoryPhase.training)
+    return [(one, forecast.need.device - one.saves <= facts.free_memory) for one in changes]
+
+
+def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:
+    """Seconds of a step in which ranks send and do not compute. Cut weights travel beside the computation of another
+    layer; rows and the sum of adapters' gradients are waited for."""
+    if facts.degrees.ranks == 1:
+        return 0.0
+    sizes, link = sent(facts, micro_batches), rates(facts).peer
+    beside = (sizes.weights + (0 if facts.techniques.lora.enabled else sizes.gradients)) / link
+    waited = (sizes.rows + (sizes.gradients if facts.techniques.lora.enabled else 0)) / link
+    return waited + max(beside - compute, 0.0)
+
+
+def count_tokens(config: Config) -> Lengths | str:
+    """The lengths of the data of `config`, or why they are not known: nothing is downloaded. Raises the errors of
+    reading data that is here."""
+    cache = cache_root(config.data) / "datasets" if config.data.cache_dir else None
+    for source in [*config.data.sources, *config.data.eval_sources]:
+        if reason := missing_reason(source, cache):
+            return reason
+    with _small(config.data) as (data, scale, sampled):
+        prepared = prepare_data(
+            data,
+            load_tokenizer(config.model),
+            micro_batch_size=1,
+            global_batch_size=1,
+            epochs=1,
+            seed=config.run.seed,
+            progress=False,
+        )
+    summary, plan = prepared.training.summary(), prepared.training
+    held_out = prepared.evaluation.summary()["tokens"] if prepared.evaluation else 0
+    whole = bool(config.data.eval_limit or config.data.eval_sources)
+    padded = summary["tokens"] / (1 - summary["padding_share"])
+    return Lengths(
+        int(summary["tokens"] * scale),
+        int(padded * scale),
+        summary["supervised_share"],
+        _attended(plan),
+        held_out if whole else int(held_out * scale),
+        sampled,
+    )
+
+
+def _attended(plan: Plan) -> float:
+    segments = plan.stream.segments
+    length = segments.length[plan.stream.epoch(0).segments].astype(float)
+    return float((length**2).sum() / length.sum())
+
+
+@contextmanager
+def _small(data: DataConfig) -> Iterator[tuple[DataConfig, float, str]]:
+    """The data config with only the first rows of large files, by what factor the data is larger, and a line about
+    it."""
+    files = [Path(source.path) for source in data.sources]
+    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    if sum(sizes) <= WHOLE_BYTES or not all(file.suffix in (".jsonl", ".txt", ".md") for file in files):
+        yield data, 1.0, ""
+        return
+    with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
+        sources, taken = list[SourceConfig](), 0
+        for at, (source, file, size) in enumerate(zip(data.sources, files, sizes, strict=True)):
+            with file.open("rb") as stream:
+                head = stream.read(max(HEAD_BYTES * size // sum(sizes), 4096))
+                head += stream.readline()
+            part = Path(folder) / f"{at}{file.suffix}"
+            part.write_bytes(head)
+            sources.append(replace(source, path=str(part)))
+            taken += len(head)
+        said = f"the first {taken / 1e6:.1f} MB of {sum(sizes) / 1e6:,.0f} MB"
+        yield replace(data, sources=sources), sum(sizes) / taken, said

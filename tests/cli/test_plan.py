@@ -1,0 +1,58 @@
+"""`fxtune plan`: what it prints and writes."""
+
+import json
+
+import pytest
+
+from fxtune.cli.main import main
+from fxtune.techniques.estimate.machines import MODELS
+
+BIG = ["plan", "+recipe=llama_lora", "model=llama_8b_shape", "--tokens", "2e7"]
+
+
+def figures(tmp_path, *words):
+    assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_one_card_has_its_memory_time_and_cost(tmp_path, capsys):
+    found = figures(tmp_path, *BIG, "--gpu", "H200", "--gpus", "2", "--price", "3.5")
+    shown = capsys.readouterr().out
+    assert found["fits"]
+    assert f"{found['memory_gib']:,.1f} of {found['free_gib']:,.1f} GiB: fits" in shown
+    assert found["cost"] == pytest.approx(2 * 3.5 * found["seconds"] / 3600)
+    assert f"{found['cost']:,.2f} at 3.5 per GPU and hour" in shown
+    assert found["parallel"]["replicate"] == 2
+    assert found["tokens"] == pytest.approx(2e7, rel=0.01)
+
+
+def test_too_small_a_card_is_told_what_helps(tmp_path, capsys):
+    found = figures(tmp_path, *BIG, "--gpu", "RTX-4090")
+    shown = capsys.readouterr().out
+    assert not found["fits"]
+    assert "does not fit" in shown
+    assert "What would make it fit, each alone:" in shown
+    assert "techniques.quantize.enabled=true: " in shown
+    assert "a larger card: --gpu " in shown
+
+
+def test_without_a_card_every_known_one_is_listed(tmp_path, capsys):
+    found = figures(tmp_path, "plan", "+recipe=quickstart")
+    assert [row["gpu"] for row in found] == list(MODELS)
+    assert all(row["fits"] for row in found)
+    shown = capsys.readouterr().out
+    assert "Calculated for 1 card of a kind" in shown
+    assert "tokens/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "H300"], "--gpu H300: no such card"),
+        (["--gpu", "H200", "--gpus", "3"], "does not divide a step"),
+        (["--gpu", "H200", "--price", "-1"], "give what one GPU costs per hour"),
+    ],
+)
+def test_a_mistake_gets_one_message(words, message, capsys):
+    assert main([*BIG, *words]) == 2
+    assert message in capsys.readouterr().err

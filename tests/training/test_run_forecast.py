@@ -1,0 +1,151 @@
+"""A run before it is started: what is counted in its data, and what follows from it."""
+
+import json
+
+import pytest
+
+from fxtune.config import compose
+from fxtune.data.batches.build import prepare_data
+from fxtune.errors import ConfigError
+from fxtune.models.load import load_tokenizer
+from fxtune.system.units import GIB
+from fxtune.techniques.estimate.machines import machine
+from fxtune.training import run_forecast
+from fxtune.training.run_forecast import START_SECONDS, Lengths, changes_to_fit, count_tokens, forecast_run
+
+SHAPE = (
+    "model.architecture={model_type:llama,hidden_size:4096,intermediate_size:14336,num_hidden_layers:32,"
+    "num_attention_heads:32,num_key_value_heads:8,vocab_size:128256,max_position_embeddings:8192}"
+)
+WORDS = [
+    "model.path=null",
+    "model.tokenizer=builtin:tiny",
+    "model.init=random",
+    SHAPE,
+    "data.sequence_length=4096",
+    "data.packing=true",
+    "train.micro_batch_size=4",
+    "train.global_batch_size=16",
+]
+LENGTHS = Lengths(epoch=8_000_000, padded=8_000_000, supervised_share=1.0, attended=4096)
+
+
+def forecast(*words, gpu="H200", gpus=1, lengths=LENGTHS):
+    return forecast_run(compose.load([*WORDS, *words]), machine(gpu, 128), gpus, lengths)
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """A config whose data is a file of so many chats."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(count, *words):
+        with open("chats.jsonl", "w") as out:
+            for at in range(count):
+                turns = [{"role": "user", "content": f"What is {at}?"}, {"role": "assistant", "content": "A number."}]
+                out.write(json.dumps({"messages": turns}) + "\n")
+        where = ["data.sources=[{path: chats.jsonl}]", f"data.cache_dir={tmp_path / 'cache'}"]
+        return compose.load(["model.path=builtin:tiny", *where, "data.sequence_length=64", *words])
+
+    return make
+
+
+def test_time_is_start_steps_and_evaluations():
+    lengths = Lengths(8_000_000, 8_000_000, 1.0, 4096, held_out=800_000)
+    run = forecast(
+        "techniques=[lora,fast]", "train.epochs=2", "train.eval_every=100", "data.eval_fraction=0.1", lengths=lengths
+    )
+    assert run.steps == round(16_000_000 / (16 * 4096))
+    assert run.evaluations == 1 + run.steps // 100
+    assert run.seconds == START_SECONDS + run.steps * run.step_seconds + run.evaluations * run.evaluation_seconds
+    assert run.tokens == run.steps * 16 * 4096
+    assert 0.25 < run.evaluation_seconds / run.step_seconds / (800_000 / (16 * 4096)) < 0.5
+
+
+def test_max_steps_end_the_run_and_without_lengths_only_they_are_known():
+    assert forecast("techniques=[lora,fast]", "train.max_steps=10").steps == 10
+    assert forecast("techniques=[lora,fast]", "train.max_steps=10", lengths=None).seconds is not None
+    unknown = forecast("techniques=[lora,fast]", lengths=None)
+    assert unknown.steps is None
+    assert unknown.seconds is None
+    assert unknown.tokens is None
+    assert unknown.step_seconds > 0
+
+
+def test_padding_and_short_documents_count():
+    full = forecast("techniques=[lora,fast]")
+    padded = forecast("techniques=[lora,fast]", lengths=Lengths(4_000_000, 8_000_000, 1.0, 4096))
+    short = forecast("techniques=[lora,fast]", lengths=Lengths(8_000_000, 8_000_000, 1.0, 500))
+    assert padded.step_tokens == full.step_tokens / 2
+    assert padded.steps == full.steps
+    assert short.step_seconds < full.step_seconds
+
+
+def test_two_cards_take_half_the_steps_time_and_the_exchange():
+    one, two = forecast("techniques=[lora,fast]"), forecast("techniques=[lora,fast]", gpus=2)
+    assert two.facts.degrees.replicate == 2
+    assert 0.5 < two.step_seconds / one.step_seconds < 0.53
+
+
+def test_full_fine_tuning_is_divided_where_a_card_does_not_hold_it():
+    words = ("techniques=[full,fast]", "train.micro_batch_size=1")
+    one, four = forecast(*words, gpu="A100-40GB"), forecast(*words, gpu="A100-40GB", gpus=4)
+    assert not one.fits
+    assert four.fits
+    assert four.facts.degrees.shard == 4
+
+
+def test_what_does_not_fit_has_changes_that_make_it_fit():
+    config = compose.load([*WORDS, "techniques=lora"])
+    run = forecast_run(config, machine("A100-80GB", 128), 1, LENGTHS)
+    assert not run.fits
+    changes = changes_to_fit(config, run)
+    assert any(enough for _, enough in changes)
+    for change, enough in changes:
+        changed = compose.load([*WORDS, "techniques=lora", *change.setting.split()])
+        assert forecast_run(changed, machine("A100-80GB", 128), 1, LENGTHS).fits == enough
+
+
+def test_disk_holds_checkpoints_and_export():
+    run = forecast("techniques=[lora,fast]", "techniques.lora.r=16")
+    assert run.export_bytes == pytest.approx(4 * 41_943_040, rel=0.01)
+    assert run.checkpoint_bytes == pytest.approx(3 * run.export_bytes)
+    assert run.disk_bytes == run.checkpoints * run.checkpoint_bytes + run.export_bytes
+
+
+def test_what_a_card_cannot_do_is_refused():
+    with pytest.raises(ConfigError, match=r"techniques\.attention\.backend"):
+        forecast("techniques=[lora,fast]", "techniques.attention.backend=flash4", gpu="A100-80GB")
+
+
+def test_tokens_are_those_of_the_data(rows):
+    config = rows(200, "data.eval_fraction=0.2")
+    found = count_tokens(config)
+    tokenizer = load_tokenizer(config.model)
+    data = prepare_data(config.data, tokenizer, micro_batch_size=1, global_batch_size=1, progress=False)
+    assert found.epoch == data.training.summary()["tokens"]
+    assert found.held_out == data.evaluation.summary()["tokens"]
+    assert 0 < found.supervised_share < 1
+    assert found.sampled == ""
+
+
+def test_large_files_are_extrapolated_from_their_first_rows(rows, monkeypatch):
+    config = rows(5000)
+    whole = count_tokens(config)
+    monkeypatch.setattr(run_forecast, "WHOLE_BYTES", 100_000)
+    monkeypatch.setattr(run_forecast, "HEAD_BYTES", 50_000)
+    part = count_tokens(config)
+    assert part.sampled.startswith("the first 0.1 MB")
+    assert part.epoch == pytest.approx(whole.epoch, rel=0.05)
+    assert part.attended == pytest.approx(whole.attended, rel=0.05)
+
+
+def test_data_that_is_not_here_is_not_known(rows, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = rows(1, "data.sources=[{path: somebody/no-such-dataset}]")
+    assert "somebody/no-such-dataset" in count_tokens(config)
+
+
+def test_memory_of_the_host_counts():
+    run = forecast("techniques=[lora,fast,memory]", "train.micro_batch_size=16")
+    assert run.need.host > 1 * GIB

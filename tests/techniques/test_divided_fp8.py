@@ -27,6 +27,7 @@ DRAWN = (
     "num_key_value_heads: 1}",
 )
 FUSED = ("techniques.lora.fused=on", "techniques.liger.enabled=true", "techniques.checkpointing.enabled=true")
+COMPILED = ("techniques.compile.enabled=true", "data.buckets=[256]")
 STEPS = 20
 
 
@@ -76,8 +77,12 @@ def learn(words: tuple[str, ...], options: dict[str, Any], world: World) -> dict
 
 @pytest.mark.parametrize(
     ("words", "options"),
-    [((*DRAWN, *FUSED), {}), (DRAWN, {"skip": ["down_proj"]}), (FUSED, {"head": True, "embeddings": True})],
-    ids=("drawn, fused, recomputed", "drawn, by peft, some linears plain", "read, with head and embeddings"),
+    [
+        ((*DRAWN, *FUSED, *COMPILED), {}),
+        (DRAWN, {"skip": ["down_proj"]}),
+        (FUSED, {"head": True, "embeddings": True}),
+    ],
+    ids=("drawn, fused, recomputed, compiled", "drawn, by peft, some linears plain", "read, with head and embeddings"),
 )
 def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words, options):
     (alone,) = run_ranks(1, learn, words, options)

@@ -53,7 +53,7 @@ def require_writable(file: Path, option: str = "--json") -> None:
     try:
         file.open("a").close()
         if not existed:
-            file.unlink()
+            file.unlink(missing_ok=True)  # another rank may have removed it
     except OSError as error:
         raise _not_writable(file, error, option) from error
 

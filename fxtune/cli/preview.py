@@ -9,8 +9,10 @@ twice, rows that are mostly padding.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
+import numpy as np
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
@@ -19,6 +21,8 @@ from fxtune.data.batches import ramp
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
+from fxtune.data.tokenized.profile import PERCENTILES
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.models.load import load_config, load_tokenizer
 from fxtune.system import console as screen
@@ -77,6 +81,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     print_samples(data.training, TokenTexts(tokenizer, signs), console)
     print_statistics(data.training, console)
+    print_lengths(data.tables, console)
     print_forecast(decided_with(on_ranks := facts_on_ranks(facts, config), on_ranks.degrees), data.training, console)
     notes = [*padded, *data.training.notes()]
     if data.evaluation:
@@ -165,6 +170,21 @@ def print_statistics(plan: Plan, console: Console) -> None:
         return
     for name, *values in cells:  # seven columns would break every word
         console.print(screen.table(f"Source {name}", ["", ""], list(zip(columns[1:], values, strict=True))))
+
+
+def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
+    """What the documents of each source are like, before long ones are split: copies and held-out ones included."""
+    columns = ["source", *(f"{one} %" for one in PERCENTILES), "longest", "supervised", "5 %", "50 %", "95 %"]
+    rows = []
+    for table in (table.whole or table for table in tables):
+        lengths = np.diff(table.offsets)
+        each = np.add.reduceat(np.asarray(table.supervised), table.offsets[:-1], dtype=np.int64) / lengths
+        percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+        shares = np.percentile(each, PERCENTILES, method="inverted_cdf").tolist()
+        whole = table.supervised_tokens / len(table.ids)
+        shown = [f"{one:,.0f}" for one in (*percentiles, lengths.max())]
+        rows.append([table.name, *shown, *(f"{one:.0%}" for one in (whole, *shares))])
+    console.print(screen.table("Tokens of a document, and the share of them that is supervised", columns, rows))
 
 
 def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:

@@ -32,6 +32,12 @@ class OnOverlap(str, Enum):
     keep = "keep"
 
 
+class Dedup(str, Enum):
+    off = "off"
+    exact = "exact"
+    near = "near"
+
+
 class OnBadRow(str, Enum):
     error = "error"
     quarantine = "quarantine"
@@ -142,6 +148,11 @@ class DataConfig:
     on_overlap: OnOverlap = OnOverlap.error
     """What to do with rows that are in `sources` and in `eval_sources` or `questions`, by their tokens. `drop`: leave
     them out of training. `keep`: train on them."""
+    dedup: Dedup = Dedup.off
+    """Use each document of `sources` once. `exact`: leave out copies, by their tokens. `near`: also documents that are
+    like an earlier one, or like one of eval_sources. Those left out are neither trained on nor held out."""
+    dedup_similarity: float = field(default=0.8, metadata={"above": 0, "max": 1})
+    """With `near`: the Jaccard similarity of two documents' runs of five tokens from which on they are alike."""
     on_bad_row: OnBadRow = OnBadRow.error
     """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
     the run folder and goes on."""
@@ -222,6 +233,11 @@ class DataConfig:
             )
         if any(source.eval_fraction is not None for source in self.eval_sources):
             raise ConfigError("data.eval_sources are held out as a whole. Remove eval_fraction there.")
+        default = DataConfig.__dataclass_fields__["dedup_similarity"].default
+        if self.dedup is not Dedup.near and self.dedup_similarity != default:
+            raise ConfigError(
+                f"data.dedup_similarity={self.dedup_similarity:g} is read with data.dedup=near only: set that, too."
+            )
         if self.mix.long_share is None:
             return
         if self.mix.threshold >= self.sequence_length:

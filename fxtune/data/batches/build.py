@@ -9,15 +9,17 @@ from typing import Any, Optional
 
 import numpy as np
 
+from fxtune.data.batches.duplicates import describe, find_duplicates
 from fxtune.data.batches.epochs import EpochStream, StreamSettings
 from fxtune.data.batches.length_mix import LengthMix
 from fxtune.data.batches.overlap import require_no_overlap
 from fxtune.data.batches.plan import BatchSizes, Plan
 from fxtune.data.batches.ramp import Stages
 from fxtune.data.batches.segments import Side
-from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import ConfigError
+from fxtune.system.console import say
 
 
 def plan_training(
@@ -31,13 +33,14 @@ def plan_training(
     seed: int = 0,
     pad_id: int = 0,
     excluded: Optional[np.ndarray] = None,
+    near_copies: Optional[np.ndarray] = None,
     ramp: Stages = (),
 ) -> Plan:
     """The plan of a training run on `tables`, one for each of `data.sources`.
 
     The run ends after `max_steps` or `epochs`, whichever comes first; if both are None, after one epoch. `excluded`:
-    digests of documents that are left out. `ramp`: stages of a growing global batch. Raises ConfigError if settings
-    contradict each other, DataError if a table has nothing to learn from.
+    digests of documents that are left out; `near_copies`: the same, of data.dedup. `ramp`: stages of a growing global
+    batch. Raises ConfigError if settings contradict each other, DataError if a table has nothing to learn from.
     """
     assert len(tables) == len(data.sources)
     data.validate()
@@ -50,10 +53,19 @@ def plan_training(
     side = Side.train if any(data.held_out_shares) else Side.all
     mix = LengthMix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None
     settings = StreamSettings(
-        data.sequence_length, data.packs, data.on_long, share, side, data.source_weights(), seed, mix, shares=shares
+        data.sequence_length,
+        data.packs,
+        data.on_long,
+        share,
+        side,
+        data.source_weights(),
+        seed,
+        mix,
+        shares=shares,
+        distinct=data.dedup is not Dedup.off or None,
     )
     sizes = BatchSizes(micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id, ramp=ramp)
-    return Plan(EpochStream(tables, settings, excluded), sizes)
+    return Plan(EpochStream(tables, settings, excluded, near_copies), sizes)
 
 
 def plan_evaluation(
@@ -64,12 +76,13 @@ def plan_evaluation(
     pad_id: int = 0,
     shares: Sequence[float] | None = None,
     excluded: Optional[np.ndarray] = None,
+    near_copies: Optional[np.ndarray] = None,
 ) -> Plan:
     """The plan of an evaluation: each segment exactly once, always in the same order, one micro-batch a step.
 
     `shares`: the share of each table's documents that is held out and used, as data.eval_fraction chooses it, at most
     data.eval_limit of them; 1: all of them. None: all documents of all tables. `excluded`: digests of documents that
-    are left out.
+    are left out; `near_copies`: the same, of data.dedup.
     """
     data.validate()
     share, different = _shares(shares or (1.0,))
@@ -84,9 +97,10 @@ def plan_evaluation(
         seed=None,
         limit=None if everything else data.eval_limit,
         shares=different,
+        distinct=data.dedup is not Dedup.off or None,
     )
     sizes = BatchSizes(micro_batch_size, micro_batch_size, row_lengths=data.row_lengths(), pad_id=pad_id)
-    return Plan(EpochStream(tables, settings, excluded), sizes)
+    return Plan(EpochStream(tables, settings, excluded, near_copies), sizes)
 
 
 def _shares(shares: Sequence[float]) -> tuple[float, Optional[tuple[float, ...]]]:
@@ -120,11 +134,22 @@ def prepare_data(
         )
     tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
     pad_id = tokenizer.pad_token_id or 0
-    evaluation = prepare_evaluation(data, tokenizer, micro_batch_size, tables, quarantine, progress)
-    held_out = evaluation.tables[-len(data.eval_sources) :] if evaluation and data.eval_sources else ()
+    held_out = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.eval_sources]
+    duplicates = find_duplicates(tables, held_out, data)
+    if progress:
+        for line in describe(duplicates, tables, held_out, data):
+            say(line)
+    near = duplicates.near
+    evaluation = _evaluation(data, tables, held_out, near, micro_batch_size, pad_id)
     excluded = require_no_overlap(data, tables, held_out, tokenizer)
     training = plan_training(
-        tables, data, micro_batch_size=micro_batch_size, pad_id=pad_id, excluded=excluded, **sizes
+        tables,
+        data,
+        micro_batch_size=micro_batch_size,
+        pad_id=pad_id,
+        excluded=excluded,
+        near_copies=near,
+        **sizes,
     )
     return PreparedData(tables, training, evaluation)
 
@@ -133,28 +158,38 @@ def prepare_evaluation(
     data: DataConfig,
     tokenizer: Any,
     micro_batch_size: int,
-    tables: Optional[list[TokenTable]] = None,
-    quarantine: Optional[Path] = None,
     progress: bool = True,
 ) -> Optional[Plan]:
-    """The plan of the held-out data; None if the config holds nothing out. `tables`: those of data.sources, if they
-    are tokenized already.
-    """
-    shared = zip(data.sources, data.held_out_shares, strict=True)
-    parts = [(at, source, share) for at, (source, share) in enumerate(shared) if share]
-    if not parts and not data.eval_sources:
+    """The plan of the held-out data, as prepare_data() makes it; None if the config holds nothing out."""
+    if not data.holds_out:
         return None
+    # Near-copies are known only from all sources.
+    sources = data.sources if any(data.held_out_shares) else []
+    tables, held_out = (
+        [tokenize(source, data, tokenizer, None, progress) for source in side] for side in (sources, data.eval_sources)
+    )
+    near = find_duplicates(tables, held_out, data).near
+    return _evaluation(data, tables, held_out, near, micro_batch_size, tokenizer.pad_token_id or 0)
 
-    def table(source: SourceConfig) -> TokenTable:
-        return tokenize(source, data, tokenizer, quarantine, progress)
 
+def _evaluation(
+    data: DataConfig,
+    tables: Sequence[TokenTable],
+    held_out: Sequence[TokenTable],
+    near_copies: np.ndarray,
+    micro_batch_size: int,
+    pad_id: int,
+) -> Optional[Plan]:
+    """The plan of the held-out data. `tables`: of data.sources, or none; `held_out`: of data.eval_sources."""
+    parts = [(table, share) for table, share in zip(tables, data.held_out_shares, strict=False) if share]
+    parts += [(table, 1.0) for table in held_out]
+    if not parts:
+        return None
     return plan_evaluation(
-        [
-            *(tables[at] if tables else table(source) for at, source, _ in parts),
-            *(table(source) for source in data.eval_sources),
-        ],
+        [table for table, _ in parts],
         data,
         micro_batch_size=micro_batch_size,
-        pad_id=tokenizer.pad_token_id or 0,
-        shares=[*(share for *_, share in parts), *[1.0] * len(data.eval_sources)],
+        pad_id=pad_id,
+        shares=[share for _, share in parts],
+        near_copies=near_copies,
     )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
+from fxtune.data.batches.duplicates import first_copies
 from fxtune.data.batches.length_mix import LengthMix, balanced_order
 from fxtune.data.batches.packing import assign_documents, packing_pattern
 from fxtune.data.batches.segments import (
@@ -62,6 +63,9 @@ class StreamSettings:
     shares: Optional[tuple[float, ...]] = None
     """The share of each table that is held out, where tables differ in it; None: `eval_fraction` of each."""
 
+    distinct: Optional[bool] = None
+    """Whether only the first of equal documents is used; None: no."""
+
     def share(self, table: int) -> float:
         """The share of the documents of a table that is held out."""
         return self.eval_fraction if self.shares is None else self.shares[table]
@@ -83,12 +87,18 @@ class EpochStream:
     """The rows of all epochs. Raises DataError if a table has nothing to learn, or a document that is too long."""
 
     def __init__(
-        self, tables: Sequence[TokenTable], settings: StreamSettings, excluded: Optional[np.ndarray] = None
+        self,
+        tables: Sequence[TokenTable],
+        settings: StreamSettings,
+        excluded: Optional[np.ndarray] = None,
+        near_copies: Optional[np.ndarray] = None,
     ) -> None:
         self.tables = tuple(tables)
         self.settings = settings
         self.excluded = excluded
-        """Digests of documents that are left out; None or empty: none."""
+        """Digests of documents that are left out, because they are held out as well; None or empty: none."""
+        self.near_copies = near_copies
+        """Digests of documents that are left out, because they are like another one; None or empty: none."""
         each = [
             make_segments(table, settings.sequence_length, settings.on_long, on_side, excluded)
             for table, on_side in zip(self.tables, self.documents(), strict=True)
@@ -116,27 +126,40 @@ class EpochStream:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The rest is derived, and can be millions of rows.
-        return EpochStream, (self.tables, self.settings, self.excluded)
+        return EpochStream, (self.tables, self.settings, self.excluded, self.near_copies)
 
     @property
     def fingerprint(self) -> str:
         """Equal for streams with the same rows."""
         settings = {**asdict(self.settings), "side": self.settings.side.value}
-        for later in ("mix", "limit", "shares"):  # so that fingerprints from before there were these stay valid
+        for later in (
+            "mix",
+            "limit",
+            "shares",
+            "distinct",
+        ):  # so that fingerprints from before there were these stay valid
             if settings[later] is None:
                 del settings[later]
         if self.excluded is not None and len(self.excluded):
             settings["excluded"] = hashlib.sha256(self.excluded.tobytes()).hexdigest()
+        if self.near_copies is not None and len(self.near_copies):
+            settings["near_copies"] = hashlib.sha256(self.near_copies.tobytes()).hexdigest()
         text = json.dumps([_VERSION, [table.fingerprint for table in self.tables], settings])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def documents(self) -> list[np.ndarray]:
-        """For each table, which of its documents are on the stream's side, bool."""
-        settings = self.settings
-        return [
-            is_on_side(settings.side, table.digests, settings.share(at), settings.limit)
-            for at, table in enumerate(self.tables)
-        ]
+        """For each table, which of its documents are used, bool: those on the stream's side, without copies if they
+        are left out."""
+        settings, used, seen = self.settings, [], np.zeros(0, np.uint64)
+        for at, table in enumerate(self.tables):
+            chosen = is_on_side(settings.side, table.digests, settings.share(at), settings.limit)
+            if settings.distinct:
+                chosen &= first_copies(table, seen)
+                seen = np.union1d(seen, table.digests[chosen])
+            if self.near_copies is not None:
+                chosen &= ~np.isin(table.digests, self.near_copies)
+            used.append(chosen)
+        return used
 
     def end(self, epoch: int) -> int:
         """Rows of all epochs up to and including `epoch`."""

@@ -1,0 +1,257 @@
+"""Finds documents that repeat others, exactly or nearly, so that each is learned once (`data.dedup`).
+
+It acts before documents are held out: of documents that are alike only the first is used, on whichever side it falls,
+so that no near-copy of a held-out document is trained on.
+
+Exact copies have the same token ids, so their stored digests say it. Near-copies are found by MinHash and
+locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is the set of its runs of SHINGLE tokens,
+and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity. Minima are compared in
+bands; documents that share a band are candidates, and the similarity of candidates is then computed from the sets
+themselves, so no document is left out for chance. Runs that a tenth of the documents have, such as a chat template and a system
+prompt, say nothing about a document and are not compared.
+
+Everything is a function of the tokens and the settings, in the order of the sources. It takes about a second for a
+million tokens, and 1 KB a document. The result is kept beside the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from fxtune.data.batches.segments import mixed
+from fxtune.data.config import DataConfig, Dedup, SourceConfig
+from fxtune.data.tokenized.cache import cache_root
+from fxtune.data.tokenized.rows import usable_rows
+from fxtune.data.tokenized.table import TokenTable
+
+SHINGLE = 5
+"""Tokens of a run."""
+PERMUTATIONS = 128
+FREQUENT, SAMPLED = 0.1, 2000
+"""Runs that this share of a sample of so many documents has are not compared."""
+FEW = 50
+"""With fewer documents every run is compared."""
+_CATCH = 0.99
+"""The chance that two documents that are just similar enough share a band."""
+_COMPARED = 100
+"""Earlier documents of its bands that a document is compared with at most."""
+_BLOCK = 1 << 20
+"""Tokens that are hashed at a time."""
+_SHOWN = 3
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """What `data.dedup` leaves out, besides exact copies of documents that are used."""
+
+    near: np.ndarray
+    """uint64, ascending: the digests of near-copies."""
+    like: np.ndarray
+    """uint64: for each of these, the digest of the earlier document that it is like."""
+
+
+def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig) -> Duplicates:
+    """The near-copies among `tables`, those of data.sources. A document that is like one of `held_out`, those of
+    data.eval_sources, is a near-copy, too; documents of `held_out` are none."""
+    none = np.zeros(0, np.uint64)
+    if data.dedup is not Dedup.near:
+        return Duplicates(none, none)
+    tables, held_out = ([table.whole or table for table in side] for side in (tables, held_out))
+    prints = [[table.fingerprint for table in side] for side in (held_out, tables)]
+    key = hashlib.sha256(json.dumps([_VERSION, prints, data.dedup_similarity]).encode()).hexdigest()[:32]
+    file = cache_root(data) / "duplicates" / f"{key}.npy"
+    try:
+        near, like = np.load(file, allow_pickle=False).astype(np.uint64, casting="safe")
+    except (OSError, ValueError, EOFError, TypeError):  # there is none, or it is damaged
+        near, like = _near_copies([*held_out, *tables], len(held_out), data.dedup_similarity)
+        _store(file, np.stack([near, like]))
+    return Duplicates(near, like)
+
+
+def _store(file: Path, value: np.ndarray) -> None:
+    staging = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("wb") as out:
+            np.save(out, value)
+        os.replace(staging, file)
+    except OSError:
+        staging.unlink(missing_ok=True)  # it is computed again the next time
+
+
+def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
+    """Which documents of a table are no copies of earlier ones in it or of those with the digests `seen`, bool.
+
+    The pieces of a chat have its digest: those of its first copy are kept.
+    """
+    distinct, of, pieces = np.unique(table.digests, return_inverse=True, return_counts=True)
+    order = np.argsort(of, kind="stable")
+    rank = np.empty(len(of), np.int64)
+    rank[order] = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    if table.whole is not None:
+        whole, copies = np.unique(table.whole.digests, return_counts=True)
+        pieces_of_one = pieces // copies[np.searchsorted(whole, distinct)]
+    else:
+        pieces_of_one = np.ones(len(distinct), np.int64)
+    return (rank < pieces_of_one[of]) & ~np.isin(table.digests, seen)
+
+
+def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float) -> tuple[np.ndarray, np.ndarray]:
+    """(digests of near-copies, of what each is like), both by the first. The first `held_out` tables have none."""
+    digests = np.concatenate([table.digests for table in tables])
+    first = np.unique(digests, return_index=True)[1]
+    order = np.sort(first)  # each content once, in the order of the tables
+    ends = np.cumsum([len(table) for table in tables])
+    owner = np.searchsorted(ends, order, side="right")
+    inside = order - (ends - [len(table) for table in tables])[owner]
+    shingles = _Shingles(tables, owner, inside)
+    bands = _bands(shingles, len(order), similarity)
+    suspect = np.zeros(len(order), bool)
+    for band in bands:
+        _, of, counts = np.unique(band, return_inverse=True, return_counts=True)
+        suspect |= counts[of] > 1
+    kept: dict[tuple[int, int], list[int]] = {}
+    near, like = list[int](), list[int]()
+    for document in np.flatnonzero(suspect).tolist():
+        slots = [(number, int(band[document])) for number, band in enumerate(bands)]
+        found = None
+        if owner[document] >= held_out:
+            candidates = sorted({other for slot in slots for other in kept.get(slot, ())[:_COMPARED]})[:_COMPARED]
+            found = next((one for one in candidates if shingles.similarity(one, document) >= similarity), None)
+        if found is None:
+            for slot in slots:
+                kept.setdefault(slot, []).append(document)
+        else:
+            near.append(document)
+            like.append(found)
+    dropped, others = (digests[order[np.array(one, np.int64)]] for one in (near, like))
+    sort = np.argsort(dropped)
+    return dropped[sort], others[sort]
+
+
+class _Shingles:
+    """The sets of runs of tokens of documents, each document given by its table and its place there."""
+
+    def __init__(self, tables: Sequence[TokenTable], owner: np.ndarray, inside: np.ndarray) -> None:
+        self.tables, self.owner, self.inside = tables, owner, inside
+        self.frequent = np.zeros(0, np.uint64)
+        count = len(owner)
+        if count >= FEW:
+            sample = np.argsort(mixed(np.arange(count, dtype=np.uint64)), kind="stable")[:SAMPLED]
+            runs, times = np.unique(np.concatenate([self.of(one) for one in sample.tolist()]), return_counts=True)
+            self.frequent = runs[times >= max(2, FREQUENT * len(sample))]
+
+    def of(self, document: int) -> np.ndarray:
+        """The runs of a document, uint64, each once, ascending. A shorter document is one run."""
+        table, at = self.tables[self.owner[document]], int(self.inside[document])
+        ids = np.asarray(table.ids[int(table.offsets[at]) : int(table.offsets[at + 1])]).astype(np.uint64)
+        size = min(SHINGLE, len(ids))
+        hashed = np.zeros(len(ids) - size + 1, np.uint64)
+        for place in range(size):
+            hashed = mixed(hashed ^ ids[place : place + len(hashed)])
+        runs = np.unique(hashed)
+        own = runs[~np.isin(runs, self.frequent)] if len(self.frequent) else runs
+        return own if len(own) else runs
+
+    def similarity(self, one: int, other: int) -> float:
+        """The Jaccard similarity of two documents."""
+        a, b = self.of(one), self.of(other)
+        shared = len(np.intersect1d(a, b, assume_unique=True))
+        return shared / (len(a) + len(b) - shared)
+
+
+def _bands(shingles: _Shingles, count: int, similarity: float) -> list[np.ndarray]:
+    """For each band, a uint64 [documents] that is equal for documents whose minima in it are."""
+    rows = max(
+        rows
+        for rows in (1, 2, 4, 8, 16, 32)
+        if rows == 1 or 1 - (1 - similarity**rows) ** (PERMUTATIONS // rows) >= _CATCH
+    )
+    minima = np.empty((PERMUTATIONS, count), np.uint32)
+    keys = mixed(np.arange(PERMUTATIONS, dtype=np.uint64))
+    for first, last in _blocks(shingles, count):
+        runs = [shingles.of(document) for document in range(first, last)]
+        starts = np.cumsum([0, *map(len, runs[:-1])])
+        every = np.concatenate(runs)
+        for number, key in enumerate(keys):
+            minima[number, first:last] = np.minimum.reduceat((mixed(every ^ key) >> np.uint64(32)), starts)
+    bands = []
+    for begin in range(0, PERMUTATIONS, rows):
+        band = np.zeros(count, np.uint64)
+        for row in minima[begin : begin + rows]:
+            band = mixed(band ^ row.astype(np.uint64))
+        bands.append(band)
+    return bands
+
+
+def _blocks(shingles: _Shingles, count: int) -> Iterator[tuple[int, int]]:
+    """Ranges of documents of about _BLOCK tokens."""
+    lengths = np.array(
+        [
+            shingles.tables[owner].offsets[at + 1] - shingles.tables[owner].offsets[at]
+            for owner, at in zip(shingles.owner.tolist(), shingles.inside.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+    ends, first = np.cumsum(lengths), 0
+    while first < count:
+        base = ends[first - 1] if first else 0
+        last = max(int(np.searchsorted(ends, base + _BLOCK)), first + 1)
+        yield first, min(last, count)
+        first = last
+
+
+def describe(
+    found: Duplicates, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
+) -> Iterator[str]:
+    """A line for each table on what data.dedup leaves out of it: how many, and the first ones by file and line."""
+    if data.dedup is Dedup.off:
+        return
+    seen = np.zeros(0, np.uint64)
+    sides = [*zip(data.sources, tables, strict=True), *zip(data.eval_sources, held_out, strict=False)]
+    places = _Places([(source, table.whole or table) for source, table in sides], data)
+    for number, (_, table) in enumerate(places.sides[: len(tables)]):
+        copies, near = ~first_copies(table, seen), np.isin(table.digests, found.near)
+        seen = np.union1d(seen, table.digests)
+        left_out = np.flatnonzero(copies | near)
+        if not len(left_out):
+            yield f"{table.name}: data.dedup={data.dedup.value} finds no copies among {len(table):,} documents."
+            continue
+        kinds = [f"{int((copies & ~near).sum()):,} copies"]
+        if data.dedup is Dedup.near:
+            kinds.append(f"{int(near.sum()):,} near-copies (similarity of {data.dedup_similarity:g} or more)")
+        pairs = []
+        for document in left_out[:_SHOWN].tolist():
+            digest = table.digests[document]
+            if near[document]:
+                digest = found.like[np.searchsorted(found.near, digest)]
+            pairs.append(f"{places.of(number, document)} of {places.first(digest)}")
+        yield (
+            f"{table.name}: data.dedup={data.dedup.value} leaves out {len(left_out):,} of {len(table):,} documents, "
+            f"{' and '.join(kinds)}: {', '.join(pairs)}{', ...' * (len(left_out) > _SHOWN)}"
+        )
+
+
+class _Places:
+    """Files and lines of documents."""
+
+    def __init__(self, sides: Sequence[tuple[SourceConfig, TokenTable]], data: DataConfig) -> None:
+        self.sides, self.data = sides, data
+
+    def of(self, number: int, document: int) -> str:
+        source, table = self.sides[number]
+        return next(islice(usable_rows(source, table, self.data), document, None)).where
+
+    def first(self, digest: np.uint64) -> str:
+        """The first document with a digest."""
+        number = next(number for number, (_, table) in enumerate(self.sides) if digest in table.digests)
+        return self.of(number, int(np.argmax(self.sides[number][1].digests == digest)))

@@ -7,8 +7,8 @@ Exact copies have the same token ids, so their stored digests say it. Near-copie
 locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is the set of its runs of SHINGLE tokens,
 and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity. Minima are compared in
 bands; documents that share a band are candidates, and the similarity of candidates is then computed from the sets
-themselves, so no document is left out for chance. Runs that a tenth of the documents have, such as a chat template and a system
-prompt, say nothing about a document and are not compared.
+themselves, so no document is left out for chance. Runs that a tenth of the documents have, such as a chat template and
+a system prompt, say nothing about a document and are not compared.
 
 Everything is a function of the tokens and the settings, in the order of the sources. It takes about a second for a
 million tokens, and 1 KB a document. The result is kept beside the tokens.

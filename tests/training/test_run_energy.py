@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import history
 
+from fxtune.checkpoint.run_folder import claim
+from fxtune.distributed.world import World
 from fxtune.system import energy
 from fxtune.tracking.cost import CostConfig
 from fxtune.training import trainer as train
-from fxtune.training.run_energy import Used, sentence
+from fxtune.training.rank_report import RankReport
+from fxtune.training.run_energy import RunEnergy, Used, sentence
 
 
 @pytest.fixture
@@ -86,3 +91,30 @@ def test_ranks_and_cards_are_added_up():
 def test_damaged_file_counts_as_nothing_used(tmp_path, text):
     (tmp_path / "energy.json").write_text(text)
     assert Used.read(tmp_path) == Used()
+
+
+def test_ranks_exchange_what_they_used_and_rank_0_reports_all(tmp_path, counter):
+    """A second rank on another host, whose card used 500 J in 10 s and is not told its utilisation."""
+    other = [10.0, 500.0, math.nan, 10.0, math.nan]
+
+    class TwoRanks(World):
+        def exchange(self, numbers, doing=""):
+            return [numbers, [*numbers[: -len(other)], *other]]
+
+    world = TwoRanks(torch.device("cpu"), 0, 2)
+    folder = claim("run", str(tmp_path / "run"), "auto", {})
+    report = RankReport(world)
+    report.energy = RunEnergy(folder, world, CostConfig(card_hour=3600.0))
+    try:
+        assert report.agree(3) == 3
+        assert len(report.figures()) > 0
+        used = report.energy.used()
+        assert (used.gpu_joules, used.gpu_seconds) == (500.0, 10.0)
+        assert used.card_seconds > 10.0
+        assert used.cpu_joules > 0
+        figures = report.energy.end(100)
+        assert figures["energy/gpu_watts"] == figures["energy/gpu_watts_rank_1"] == 50.0
+        assert figures["cost/total"] == pytest.approx(Used.read(folder.path).card_seconds)
+    finally:
+        report.energy.close()
+        folder.release()

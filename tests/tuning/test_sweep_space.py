@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtune.config.compose import load
@@ -30,6 +30,7 @@ def test_short_names_intervals_and_choices():
     assert [one.key for one in both] == ["optimizer.lr", "techniques.lora.r"]
 
 
+@settings(max_examples=20)
 @given(st.floats(0, 1))
 def test_every_value_can_be_set(share):
     words = ["lr=loguniform(1e-7,3)", "r=uniform(1,99)", "betas=choice([0.9,0.95],[0.9,0.99])", "weight_decay=0,0.1"]

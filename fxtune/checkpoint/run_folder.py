@@ -1,7 +1,7 @@
 """Finds, creates and locks the folder of a run: no run is overwritten, and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
-                compile.json, if anything is compiled        result.json, written last
+                compile.json, if anything is compiled        energy.json      result.json, written last
 
 folder_lock.py has the lock.
 """

@@ -45,7 +45,7 @@ from fxtune.system.console import say
 from fxtune.system.host import cores
 from fxtune.system.redact import redact_arguments
 from fxtune.tracking.tracker import DisplayKind
-from fxtune.training.run_energy import sentence
+from fxtune.training.run_energy import Used, sentence
 from fxtune.tuning import recipe_writer, sampling, sweep_space
 from fxtune.tuning.curves import Curve, svg
 from fxtune.tuning.race import State, hyperband
@@ -208,6 +208,7 @@ def results(sweep: Sweep) -> dict[str, Any]:
                 "loss": entrant.loss if entrant.losses else None,
                 "losses": {str(trial.step_of(rung)): loss for rung, loss in entrant.losses.items()},
                 "steps": trial.steps,
+                "energy": Used.read(trial.folder).figures(0, sweep.config.tracking.cost),
                 "folder": str(trial.folder),
                 "error": entrant.reason or None,
             }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import Stopped, UserError, first_line
-from fxtune.system.process_group import end_process, start_process
+from fxtune.system.process_group import GRACE, end_process, start_process
 
 TRAIN, PLAN = "train", "plan"
 BUG = "bug"
@@ -76,6 +76,13 @@ class SweepWorker:
             self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
+        """End the process; one that has no job ends by itself."""
+        assert self.process.stdin
+        with suppress(OSError):
+            self.process.stdin.close()
+        if not self.busy:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
         end_process(self.process)
 
 

@@ -118,7 +118,7 @@ def finish(*words: str) -> str:
 
 def outcome(folder: Path) -> dict:
     found = json.loads((folder / "sweep.json").read_text())
-    return {"runs": [{**run, "folder": ""} for run in found["runs"]], "winner": found["winner"]}
+    return {"runs": [{**run, "folder": "", "energy": {}} for run in found["runs"]], "winner": found["winner"]}
 
 
 def adapter(folder: Path) -> str:

@@ -122,7 +122,7 @@ class RunEnergy:
         return {name: figures[name] for name in LOGGED if name in figures}
 
     def end(self, tokens: int) -> dict[str, float]:
-        """The figures of the whole run. All ranks call this together."""
+        """The figures of the run up to now, exchanged and written. All ranks call this together."""
         if self.world.size > 1:
             self.exchanged(self.world.exchange(self.own(), "adding up the energy"))
         used = self.used()

@@ -475,6 +475,7 @@ class Trainer:
         if self.unlogged_lr is not None:
             self._log_line(self.unlogged_lr)
         self._ensure_saved()
+        self.energy.end(self.state.tokens)
         self.tracker.finish(exit_code=GOES_ON)
         self.screen.finish()
         self.screen.note(

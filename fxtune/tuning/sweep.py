@@ -165,8 +165,8 @@ class Sweep:
         self.environments = environments
         self.trials: list[Trial] = []
         self.race = Race(plan.brackets(), plan.eta, self._prunes if plan.method in PRUNERS else None)
-        self._steps: dict[int, int] = {}
-        """train.global_batch_size -> the steps of a run."""
+        self._steps: dict[str, int] = {}
+        """The swept values of `train` -> the steps of a run."""
         self._jobs: dict[int, tuple[Trial, int]] = {}
         """Index of a worker -> what it runs, and to which rung."""
         self.workers: list[SweepWorker] = []
@@ -228,7 +228,7 @@ class Sweep:
             load_if_exists=True,
         )
         states = {TrialState.COMPLETE: State.done, TrialState.PRUNED: State.stopped, TrialState.FAIL: State.failed}
-        self._steps = {int(size): steps for size, steps in self.study.user_attrs.get("steps", {}).items()}
+        self._steps = dict(self.study.user_attrs.get("steps", {}))
         for frozen in self.study.get_trials(deepcopy=False):
             values = frozen.params
             if frozen.state is TrialState.RUNNING:  # it may have been killed while it was drawn
@@ -255,8 +255,7 @@ class Sweep:
 
     def _measure(self, trial: Trial) -> None:
         """Set the steps of the run, if they are known."""
-        key = "train.global_batch_size"
-        trial.steps = self._steps.get(trial.values.get(key, self.config.train.global_batch_size), 0)
+        trial.steps = self._steps.get(_length_key(trial), 0)
         every = self.config.train.eval_every or 1
         trial.first = max(1, -(-trial.steps // (self.plan.parts * every))) * every
 
@@ -326,9 +325,8 @@ class Sweep:
         if reason := answer.get("error"):
             self._fail_or_end(trial, reason, answer["kind"])
             return
-        config = load(self.words(trial, 1))
-        self._steps[config.train.global_batch_size] = answer["steps"]
-        self.study.set_user_attr("steps", {str(size): steps for size, steps in self._steps.items()})
+        self._steps[_length_key(trial)] = answer["steps"]
+        self.study.set_user_attr("steps", self._steps)
         self._measure(trial)
 
     def _wait(self, look: Callable[[], None]) -> None:
@@ -466,6 +464,11 @@ class Sweep:
     def runs(self) -> float:
         """What was trained so far, in whole runs."""
         return sum(trial.entrant.reached for trial in self.trials) / self.plan.parts
+
+
+def _length_key(trial: Trial) -> str:
+    """What the length of a run may depend on, such as train.global_batch_size."""
+    return json.dumps({key: value for key, value in trial.values.items() if key.startswith("train.")})
 
 
 PRUNERS = (Method.asha, Method.median)

@@ -64,8 +64,8 @@ def run(
     base to show."""
     output = find_output(run)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        speakers, tokenizer = _load(output, show, trust_remote_code)
-    chat = _Chat(speakers, tokenizer, output.config, max_new_tokens, temperature)
+        speakers, tokenizer = load_speakers(output, show, trust_remote_code)
+    chat = Chat(speakers, tokenizer, output.config, max_new_tokens, temperature)
     try:
         if sys.stdin.isatty():
             chat.talk()
@@ -79,8 +79,8 @@ def run(
         raise
 
 
-def _load(output: RunOutput, show: str, trust_remote_code: bool) -> tuple[list[Speaker], Any]:
-    """The speakers that --show names, and the tokenizer of the run."""
+def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tuple[list[Speaker], Any]:
+    """The speakers that `show` names (tuned, base or both), and the tokenizer of the run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if output.is_adapter:
         adapter = open_adapter(str(output.folder), "loaded", trust_remote_code)
@@ -105,7 +105,9 @@ def _base_of(output: RunOutput) -> str:
     return str(model["path"])
 
 
-class _Chat:
+class Chat:
+    """A conversation with each speaker."""
+
     def __init__(
         self, speakers: list[Speaker], tokenizer: Any, config: dict[str, Any], max_new_tokens: int, temperature: float
     ) -> None:
@@ -141,14 +143,14 @@ class _Chat:
     def reply(self, prompt: str) -> None:
         """Print what each speaker answers, as it writes."""
         if len(self.speakers) == 1:
-            self._answer(self.speakers[0], prompt, _print_piece)
+            self.answer(self.speakers[0], prompt, _print_piece)
             _print_piece("\n")
         elif console().is_terminal:
             self._reply_side_by_side(prompt)
         else:
             for speaker in self.speakers:
                 _print_piece(f"{speaker.label}: ")
-                self._answer(speaker, prompt, _print_piece)
+                self.answer(speaker, prompt, _print_piece)
                 _print_piece("\n")
 
     def _reply_side_by_side(self, prompt: str) -> None:
@@ -166,9 +168,10 @@ class _Chat:
                     texts[index] += piece
                     live.update(page(), refresh=True)
 
-                self._answer(speaker, prompt, write)
+                self.answer(speaker, prompt, write)
 
-    def _answer(self, speaker: Speaker, prompt: str, write: Write) -> None:
+    def answer(self, speaker: Speaker, prompt: str, write: Write) -> None:
+        """Pass on the answer of `speaker` to `prompt`, in pieces. It and the prompt join the conversation."""
         speaker.messages.append({"role": "user", "content": prompt})
         try:
             ids, ends = self._prompt(speaker.messages)

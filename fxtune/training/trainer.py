@@ -54,6 +54,11 @@ from fxtune.training.step_monitor import StepMonitor
 
 def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
     """Train as `config` says and return the run's last figures. `objective` is minimised; None means CausalLM."""
+    return train(config, objective)[1]
+
+
+def train(config: Config, objective: Objective | None = None) -> tuple[Path, dict[str, Any]]:
+    """run(), with the run's folder."""
     with SIGNALS:
         SIGNALS.check()  # a signal ends a whole sweep, not one of its runs
         # Enums become their values: the recipe is written to files.
@@ -61,7 +66,8 @@ def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
         with World.create(config.run.device, config.run.memory_gib) as world:
             _require_same_recipe(world, recipe)
             require_possible(config, world.size, world.device.type == "cuda")
-            return _run_in_folder(_claim(world, config, recipe), config, recipe, objective, world)
+            folder = _claim(world, config, recipe)
+            return folder.path, _run_in_folder(folder, config, recipe, objective, world)
 
 
 def _run_in_folder(

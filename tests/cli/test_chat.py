@@ -87,8 +87,8 @@ def test_base_and_tuned_model_answer_beside_each_other(runs, expected, monkeypat
 def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(chat, "console", lambda: screen)
-    speakers, tokenizer = chat._load(chat.find_output("mine"), "both", False)
-    talk = chat._Chat(speakers, tokenizer, {}, 8, 0.0)
+    speakers, tokenizer = chat.load_speakers(chat.find_output("mine"), "both", False)
+    talk = chat.Chat(speakers, tokenizer, {}, 8, 0.0)
     typed = iter([PROMPTS[0], PROMPTS[1], "/new", PROMPTS[1]])
 
     def read(_: str) -> str:
@@ -109,8 +109,8 @@ def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypat
 
 def test_answers_appear_as_they_are_written(runs, monkeypatch):
     pieces: list[str] = []
-    speakers, tokenizer = chat._load(chat.find_output("mine"), "tuned", False)
-    chat._Chat(speakers, tokenizer, {}, 40, 0.0)._answer(speakers[0], PROMPTS[0], pieces.append)
+    speakers, tokenizer = chat.load_speakers(chat.find_output("mine"), "tuned", False)
+    chat.Chat(speakers, tokenizer, {}, 40, 0.0).answer(speakers[0], PROMPTS[0], pieces.append)
     assert len(pieces) > 1
     assert "".join(pieces).strip() == speakers[0].messages[-1]["content"]
 

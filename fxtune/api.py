@@ -1,0 +1,231 @@
+"""fxtune from Python and from a notebook: the same recipes, checks and runs as on the command line.
+
+    import fxtune
+
+    config = fxtune.load_recipe("quickstart", ["train.epochs=2"])   # typed: config.optimizer.lr = 2e-3
+    fxtune.preview(config)                                          # what the model will see
+    run = fxtune.train(config)                                      # as `fxtune +recipe=quickstart train.epochs=2`
+    run.metrics[-1]["train/loss"], run.result, run.output
+    run.generate("Two large pizzas for Ann, please.")
+    fxtune.Run("runs/quickstart").evidence                          # of any run, also one that still trains
+
+A recipe is a name, a YAML file or a config from load_recipe(). A mistake raises what the command line prints: a
+subclass of fxtune.errors.UserError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fxtune.cli.run_output import find_output, run_folder
+from fxtune.config import compose
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError, RankError, StorageError
+from fxtune.techniques.base import Evidence
+
+
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a recipe, with `overrides` as they are typed on the command line. Raises ConfigError."""
+    return compose.load([_recipe_word(recipe), *overrides])
+
+
+def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
+    """Train, or continue an unfinished run of the same recipe, and return the run. With several GPUs (`run.gpus`) each
+    has a process of its own. Raises what the command line reports: a UserError, or Stopped after Ctrl-C."""
+    from fxtune.training import trainer
+    from fxtune.training.ranks import ranks_of
+
+    config = _config(recipe, overrides)
+    if not config.data.sources:
+        raise ConfigError("data.sources is empty: choose a recipe that has some, or set config.data.sources.")
+    if (ranks := ranks_of(config)) > 1:
+        return _train_on_ranks(config, ranks)
+    return Run(trainer.train(config)[0])
+
+
+def preview(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> None:
+    """Print the first samples as the model will see them, and what a step needs. Raises as train()."""
+    from fxtune.cli import preview as command
+
+    command.run(_config(recipe, overrides))
+
+
+def verify(recipe: str | Path | Config, overrides: Sequence[str] = (), *, loss: bool = False) -> None:
+    """Build the model, take a step, and print what each option of the recipe did. `loss`: also compare loss and
+    gradients with plain transformers. Raises CheckError if something did not act, else as train()."""
+    from fxtune.cli import verify as command
+
+    command.run(_config(recipe, overrides), loss=loss)
+
+
+def plan(
+    recipe: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str = "H200",
+    gpus: int = 1,
+    tokens: int | None = None,
+) -> Any:
+    """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/run_forecast.py). `tokens`:
+    those of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
+    from fxtune.techniques.estimate.machines import machine
+    from fxtune.training.run_forecast import Lengths, count_tokens, forecast_run
+
+    config = _config(recipe, overrides)
+    lengths = count_tokens(config) if tokens is None else Lengths(tokens, tokens, 1.0, config.data.sequence_length)
+    here = machine(gpu, 128, config.run.memory_gib)
+    return forecast_run(config, here, gpus, None if isinstance(lengths, str) else lengths)
+
+
+class Run:
+    """A run by its folder or name, finished or not. What it holds is read when it is asked for."""
+
+    def __init__(self, run: str | Path) -> None:
+        """Raises ConfigError if there is no such run."""
+        self.folder = run_folder(str(run))
+        if not (self.folder / "config.yaml").exists():
+            raise ConfigError(f"{self.folder} is no run of fxtune: it holds no config.yaml.")
+        self._speakers: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {'finished' if self.finished else 'not finished'})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the last figures."""
+        rows = self.result or (self.metrics[-1] if self.metrics else {})
+        cells = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{value:,.6g}</td></tr>"
+            for name, value in rows.items()
+            if isinstance(value, (int, float))
+        )
+        return f"<b>{html.escape(repr(self))}</b><table>{cells}</table>"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "result.json").exists()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The recipe as plain data, with every default."""
+        from fxtune.checkpoint.run_folder import read_config
+
+        return read_config(self.folder) or {}
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be half written
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The last figures of a finished run; empty before."""
+        return dict(_json(self.folder / "result.json")) if self.finished else {}
+
+    @property
+    def evidence(self) -> list[Evidence]:
+        """What each option was asked for and what was observed of it, before the first step."""
+        file = self.folder / "evidence.json"
+        return [Evidence(**one) for one in _json(file)] if file.exists() else []
+
+    @property
+    def output(self) -> Path:
+        """The folder of the adapter, or of the whole model, as plain peft and transformers load it. Raises ConfigError
+        before the run is finished."""
+        return find_output(str(self.folder)).folder
+
+    def generate(
+        self, prompt: str, *, show: str = "tuned", max_new_tokens: int = 256, temperature: float = 0.0
+    ) -> str:
+        """The answer to `prompt`, which the run's chat template writes as in training. `show`: `tuned`, or `base` for
+        the model before training. The model stays in memory for the next call. Raises as `fxtune chat`."""
+        from fxtune.cli.chat import Chat, load_speakers
+
+        if show not in ("tuned", "base"):
+            raise ConfigError(f"show={show}: give `tuned` or `base`.")
+        output = find_output(str(self.folder))
+        if show not in self._speakers:
+            self._speakers[show] = load_speakers(output, show, trust_remote_code=False)
+        speakers, tokenizer = self._speakers[show]
+        pieces: list[str] = []
+        Chat(speakers, tokenizer, output.config, max_new_tokens, temperature).answer(
+            speakers[0], prompt, pieces.append
+        )
+        return "".join(pieces).strip()
+
+
+def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
+    if not isinstance(recipe, Config):
+        return load_recipe(recipe, overrides)
+    if overrides:
+        raise ConfigError("A config takes no overrides: set its fields, or give them to load_recipe().")
+    values = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    return compose.typed(OmegaConf.create(values))  # checked as what is typed
+
+
+def _recipe_word(recipe: str | Path) -> str:
+    text = str(recipe)
+    return f"+recipe={text}" if isinstance(recipe, str) and "'" not in text else f"+recipe='{text}'"
+
+
+def _words(config: Config) -> list[str]:
+    """The command line of `config`: each value that is not the default's."""
+    return [f"{key}={value}" for key, value in _changed(config, Config()) if value != "???"]
+
+
+def _changed(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each field of `config` that differs from `default`, as it is typed."""
+    for field in dataclasses.fields(config):
+        value, usual, key = getattr(config, field.name), getattr(default, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, usual, f"{key}.")
+        elif value != usual:
+            plain = json.loads(json.dumps(dataclasses.asdict(_Value(value))))["value"]
+            yield key, _as_typed(plain)
+
+
+def _as_typed(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_as_typed(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_as_typed, value)) + "]"
+    if isinstance(value, str):
+        # A backslash stands for itself, except before a quotation mark.
+        return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + ("\\" + '"') * bool(found[2]), value) + '"'
+    return json.dumps(value)
+
+
+@dataclasses.dataclass
+class _Value:
+    """Makes plain data of a list of dataclasses."""
+
+    value: Any
+
+
+def _train_on_ranks(config: Config, ranks: int) -> Run:
+    from fxtune.distributed.launch import launch
+
+    before = {folder: folder.stat().st_mtime for folder in Path("runs").glob("*") if folder.is_dir()}
+    if code := launch(ranks, ["train", *_words(config)]):
+        raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
+    if config.run.dir:
+        return Run(config.run.dir)
+    now = [folder for folder in Path("runs").glob("*") if folder.is_dir() and (folder / "result.json").exists()]
+    return Run(max(now, key=lambda folder: (folder.stat().st_mtime != before.get(folder), folder.stat().st_mtime)))
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{file} cannot be read: {error}.") from error

@@ -21,7 +21,7 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RESULT, require_own_files
 from fxtune.cli.run_output import run_folder
 from fxtune.config import compose
-from fxtune.config.root import Resume
+from fxtune.config.root import Config, Resume
 from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
 from fxtune.distributed.ranks import LAUNCHER, place
@@ -42,17 +42,18 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
     config = compose.of_run(folder, trust_remote_code)
     config.run.dir, config.run.resume = str(folder), Resume.must
     # The ranks that are started below have nothing to look at.
-    if LAUNCHER not in os.environ and choice.of_rank_0(lambda: _prepare(folder)) == DONE:
+    ranks = "1" if LAUNCHER in os.environ else choice.of_rank_0(lambda: _prepare(folder, config))
+    if ranks == DONE:
         return
-    if place()[1] == 1 and (ranks := ranks_of(config)) > 1:
-        sys.exit(launch(ranks, ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
+    if place()[1] == 1 and int(ranks) > 1:
+        sys.exit(launch(int(ranks), ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
     from fxtune.training import trainer
 
     trainer.run(config)
 
 
-def _prepare(folder: Path) -> str:
-    """Tell the run in `folder` to end. Returns DONE if there is nothing else to do."""
+def _prepare(folder: Path, config: Config) -> str:
+    """Tell the run in `folder` to end. Returns how many ranks to start for it, or DONE if there is nothing else to do."""
     if (folder / RESULT).exists():
         say(f"{folder} is finished already: there is nothing to do.")
         return DONE
@@ -61,12 +62,13 @@ def _prepare(folder: Path) -> str:
         alive = _is_alive(folder / ".lock")
         if not alive and not stored.paths(folder / CHECKPOINTS):
             raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
+        ranks = 1 if alive else ranks_of(config)  # before the file: a run that cannot go on is not told to end
         (folder / FINISH).touch()
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error
     if alive:
         say(f"{folder} is running and will end: it says when, at its next line of figures.")
-    return DONE if alive else ""
+    return DONE if alive else str(ranks)
 
 
 def _is_alive(lock: Path) -> bool:

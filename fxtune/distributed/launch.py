@@ -61,12 +61,12 @@ def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "")
     if micro_batches % degrees.data_ranks:
         ranks = degrees.ranks
         parts = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
-        shared = f" (parallel.context={degrees.context} of them share their rows)" * (degrees.context > 1)
+        shared = f" (parallel.context={degrees.context} ranks share their rows)" * (degrees.context > 1)
         cut = f", or parallel.context={ranks}, which gives each rank a part of each row" * (degrees.context == 1)
         raise ConfigError(
-            f"{subject or f'The number of ranks, {ranks},'}{shared} does not divide a step into equal parts: it has "
-            f"{parts} (train.global_batch_size / train.micro_batch_size). Change one of the three, or use "
-            f"run.gpus=auto{cut}."
+            f"A step has {parts} (train.global_batch_size / train.micro_batch_size), and "
+            f"{f'{subject} needs' if subject else f'{ranks} ranks need'} a number that {degrees.data_ranks} divides"
+            f"{shared}. Change one of the three, or use run.gpus=auto{cut}."
         )
 
 

@@ -64,7 +64,7 @@ NCCL = {
 }
 """Environment variables for NCCL, where the user has not set them."""
 STUCK = timedelta(seconds=STEP_SECONDS + 600)
-"""How long a GPU may wait for another one's. NCCL counts from the moment in which the first rank issues a collective.
+"""How long a GPU waits for another GPU. NCCL counts from the moment in which the first rank issues a collective.
 Some are issued before the ranks have agreed on the step: early buckets of gradients, and weights that are gathered.
 So this is longer than the watch gives a rank in a step, and the watch, which names the rank, comes first."""
 

@@ -46,7 +46,7 @@ def refuses(facts: Facts) -> Iterator[str]:
         )
     if compile.enabled and compile.scope is Scope.model:
         yield (
-            "layers are gathered one by one, which one graph of all layers hides. Set "
+            "with one graph for all layers there is no point between layers at which to gather weights. Set "
             f"techniques.compile.scope=layers, {whole}."
         )
 

@@ -48,8 +48,8 @@ def together(
     agree: Callable[[int], int] | None = None,
     doing: str = "deciding together",
 ) -> Result:
-    """work() on every rank. It must wait for no collective, and it may start those that start_sums() starts if it has
-    not: each rank calls start_sums() after work(), also one that failed. `agree` is called in place of world.agree().
+    """work() on every rank, which must not wait for a collective. It may start sums; start_sums() starts the rest.
+    Every rank calls that after work(), also if work() failed. `agree` is called in place of world.agree().
 
     If one rank fails, all raise its error; if one ran out of memory, all raise MemoryShortError; if one was signalled,
     all raise Stopped; with stops=False a signal waits for a later call. A signalled rank leaves work() at once. With

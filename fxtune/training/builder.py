@@ -98,9 +98,10 @@ class RunBuilder:
             self.world = self.world.divided(degrees)
             self.facts = replace(self.facts, degrees=degrees)
             notes += [f"parallel: {why}"] * (self.world.size > 1)
-        self.techniques, self.decided = config.techniques.resolved(
-            self.facts,
-            [*update_rule.check(config.optimizer, self.facts), *noise_scale.refusals(config, self.world.degrees)],
+        refused = [*update_rule.check(config.optimizer, self.facts), *noise_scale.refusals(config, self.world.degrees)]
+        # By rank 0: some kernels are chosen by timing them, and two ranks may measure differently.
+        self.techniques, self.decided = self.world.from_main(
+            partial(config.techniques.resolved, self.facts, refused), "waiting for rank 0 to choose kernels"
         )
         """The techniques with every `auto` decided, and lines on what was decided and why."""
         for package, reason in self.facts.broken.items():

@@ -48,3 +48,15 @@ def test_live_run_gets_the_file_and_one_without_a_checkpoint_does_not(cwd, capsy
         assert main(["finish", "runs/mine"]) == 0
     assert "is running and will end" in capsys.readouterr().out
     assert (folder / "finish").exists()
+
+
+def test_stopped_run_whose_ranks_do_not_fit_its_steps_is_not_told_to_end(cwd, capsys):
+    folder = Path("runs/mine")
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model: {path: 'builtin:tiny'}\nrun: {gpus: '4', device: cpu}\nparallel: {context: '2'}\n"
+        "train: {micro_batch_size: 1, global_batch_size: 3}\n"
+    )
+    assert main(["finish", "mine"]) == 2
+    assert "A step has 3 micro-batches" in capsys.readouterr().err
+    assert not (folder / "finish").exists()

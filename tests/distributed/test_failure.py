@@ -139,7 +139,7 @@ def test_ranks_that_do_not_divide_a_step_are_refused(ranks, tmp_path):
     codes = ranks.run([*words, "train.global_batch_size=6", "train.micro_batch_size=2"], tmp_path)
     assert codes == [2, 2], tail(tmp_path)
     assert len(messages(tmp_path)) == 1
-    assert "The number of ranks, 2, does not divide a step into equal parts: it has 3 micro" in messages(tmp_path)[0]
+    assert "A step has 3 micro-batches" in messages(tmp_path)[0]
 
 
 def test_mistake_before_the_ranks_meet_is_one_message(ranks, tmp_path):
@@ -158,7 +158,7 @@ def test_sweep_of_two_ranks_tells_each_failure_once_and_goes_on(ranks, tmp_path)
     assert ranks.run(sweep, tmp_path) == [2, 2], tail(tmp_path)
     said = messages(tmp_path)
     assert len(said) == 2, said
-    assert "does not divide a step into equal parts" in said[0]
+    assert "a number that 2 divides" in said[0]
     assert said[1] == "fxtune: 1 of 2 runs failed, for the reasons above"
     log = tail(tmp_path, 10**6)
     assert log.count("run 1: ") == log.count("run 2: ") == 1

@@ -50,7 +50,7 @@ def test_impossible_numbers_of_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(HardwareError, match=r"run\.gpus=2, but torch sees no GPU here \(CUDA_VISIBLE_DEVICES=''\)"):
         ranks_to_start("2", False, 4)
-    with pytest.raises(ConfigError, match=r"run\.gpus=2 does not divide a step into equal parts: it has 3 micro"):
+    with pytest.raises(ConfigError, match=r"A step has 3 micro-batches .* run\.gpus=2 needs a number that 2"):
         ranks_to_start("2", True, 3)
 
 

@@ -17,11 +17,13 @@ import torch
 
 from fxtune.cli.main import main
 from fxtune.config.compose import load
+from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, UserError
 from fxtune.system import facts as machine_facts
 from fxtune.system.facts import PACKAGES, MachineFacts
 from fxtune.techniques import package_checks
+from fxtune.techniques.compile.technique import Compile
 from fxtune.training import builder
 
 GB = 10**9
@@ -564,3 +566,35 @@ def test_command_refuses_before_loading_weights(cwd, capsys):
         assert f"  {key}: " in output
     assert "safetensors" not in output
     assert not Path("run").exists(), "a run that came to nothing leaves no folder"
+
+
+def test_ranks_run_the_kernels_that_rank_0_has_chosen(narrow, monkeypatch):
+    chosen = builder.RunBuilder(narrow).techniques
+
+    class Second(World):
+        def gather(self, value, doing=""):
+            return [value] * 2
+
+        def agree(self, mine, doing=""):
+            return mine
+
+        def broadcast(self, value, doing=""):
+            return None, (chosen, ["liger: as rank 0 has measured"])
+
+    monkeypatch.setattr(World, "create", staticmethod(lambda *_: Second(torch.device("cpu"), 1, 2)))
+    monkeypatch.setattr(type(narrow.techniques), "resolved", lambda *_: pytest.fail("rank 1 chooses"))
+    made = builder.RunBuilder(narrow)
+    assert made.techniques is chosen
+    assert "liger: as rank 0 has measured" in made.decided
+
+
+def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch):
+    """The others may wait in the pass for the weights of this rank, so there is nobody to agree with."""
+
+    def fails(self, model, probe):
+        raise ConfigError("the layer cannot be one graph")
+
+    monkeypatch.setattr(Compile, "verify", fails)
+    world = World(torch.device("cpu"), 0, 2).divided(Degrees(shard=2))
+    with pytest.raises(ConfigError, match=r"compile\.enabled: the layer cannot be one graph\. .* set it to false"):
+        Compile().withdraw(torch.nn.Linear(2, 2), {}, world)

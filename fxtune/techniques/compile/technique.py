@@ -240,7 +240,10 @@ class Compile(OptionalTechnique):
 
     def withdraw(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
         """Why the compiler cannot do what verify() asks for on one of the ranks, after undoing apply(); None if it
-        can. A model's code shows that only when it runs."""
+        can. A model's code shows that only when it runs.
+
+        Raises ConfigError if ranks share weights and the compiler fails: others may wait for this one in the pass.
+        """
         from torch._dynamo.exc import TorchDynamoException
 
         try:
@@ -250,6 +253,11 @@ class Compile(OptionalTechnique):
             )
         except (ConfigError, TorchDynamoException) as error:
             why = str(error)
+            if world.degrees.shard > 1:
+                raise ConfigError(
+                    f"techniques.compile.enabled: {why}. Ranks that share weights cannot go on without it in the "
+                    "middle of a pass: set it to false, or parallel.shard=1."
+                ) from error
         why = next((reason for reason in world.gather(why, "trying the compiler") if reason is not None), None)
         if why is None:
             return None

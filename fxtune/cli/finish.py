@@ -53,7 +53,7 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
 
 
 def _prepare(folder: Path, config: Config) -> str:
-    """Tell the run in `folder` to end. Returns how many ranks to start for it, or DONE if there is nothing else to do."""
+    """Tell the run in `folder` to end. Returns how many ranks to start for it; DONE if there is nothing else to do."""
     if (folder / RESULT).exists():
         say(f"{folder} is finished already: there is nothing to do.")
         return DONE

@@ -76,7 +76,7 @@ def test_finish_starts_the_ranks_of_the_recipe(tmp_path):
 
 def test_divided_weights_go_back_to_the_best_checkpoint_like_one_process(ranks, forks, tmp_path):
     """The held-out loss grows after the first evaluation, and the decay begins from the weights of then."""
-    grows = ("optimizer.lr=1.0", "schedule.warmup_steps=9", "train.max_grad_norm=0")
+    grows = ("optimizer.lr=5.0", "schedule.warmup_steps=9", "train.max_grad_norm=0")
     keys = {word.partition("=")[0] for word in grows}
     words = (*(word for word in MODES["early"] if word.partition("=")[0] not in keys), *grows, *FULL)
     folders = {name: tmp_path / name for name in ("alone", "two")}

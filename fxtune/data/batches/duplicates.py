@@ -70,7 +70,7 @@ def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable]
     key = hashlib.sha256(json.dumps([_VERSION, prints, data.dedup_similarity]).encode()).hexdigest()[:32]
     file = cache_root(data) / "duplicates" / f"{key}.npy"
     try:
-        near, like = np.load(file, allow_pickle=False).astype(np.uint64, casting="safe")
+        near, like = np.load(file).astype(np.uint64, casting="safe")
     except (OSError, ValueError, EOFError, TypeError):  # there is none, or it is damaged
         near, like = _near_copies([*held_out, *tables], len(held_out), data.dedup_similarity)
         _store(file, np.stack([near, like]))

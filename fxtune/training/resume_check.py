@@ -45,6 +45,8 @@ BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
+BEFORE = {"lora": {"grouped_experts": "off"}}
+"""What runs did that an earlier version started, by technique and option that it did not have yet."""
 Techniques = TypeVar("Techniques")
 
 
@@ -185,7 +187,13 @@ class ResumeCheck:
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)
-        return section if isinstance(section, dict) else {}
+        if not isinstance(section, dict):
+            return {}
+        if name == "techniques":
+            return {
+                key: {**BEFORE.get(key, {}), **was} if isinstance(was, dict) else was for key, was in section.items()
+            }
+        return section
 
 
 def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:

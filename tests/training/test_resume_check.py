@@ -151,6 +151,20 @@ def test_run_begun_before_packing_could_be_auto_keeps_its_rows(unfinished_run, s
     assert [text for text in said if "Resuming run after step 2" in text]
 
 
+def test_run_begun_before_an_option_existed_resumes(small, cwd, monkeypatch, said):
+    small.techniques.lora.enabled = True
+    small.run.dir, small.train.max_steps = "run", 2
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
+        trainer.run(small)
+    file = Path("run/setting.json")
+    setting = json.loads(file.read_text())
+    del setting["techniques"]["lora"]["grouped_experts"]
+    file.write_text(json.dumps(setting))
+    trainer.run(small)
+    assert [text for text in said if "Resuming run after step 2" in text]
+
+
 def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said):
     small.run.dir, small.train.max_steps, small.data.packing = "run", 2, "auto"
     with monkeypatch.context() as patch:

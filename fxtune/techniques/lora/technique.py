@@ -24,13 +24,14 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.models.dims import EXPERTS
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.structure import base_dtype, observed, parameter_counts, running_on_text, skeleton
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets
-from fxtune.techniques.lora.experts import group_experts, observe_experts
+from fxtune.techniques.lora.experts import follows_interface, group_experts, observe_experts
 from fxtune.techniques.lora.families import probe_logits, relative_distance
 from fxtune.techniques.lora.targets import ALL_LINEAR
 
@@ -112,7 +113,7 @@ class Lora(Technique):
 
     def __post_init__(self) -> None:
         # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused, or nothing compiles.
-        self._fused_by_auto = self._cute_by_auto = False
+        self._fused_by_auto = self._cute_by_auto = self._grouped_by_auto = False
         self._not_compiled = ""  # why quack's kernel did not compile
 
     @property
@@ -149,7 +150,8 @@ class Lora(Technique):
             yield from targets.problems(model, self) if model is not None else ()
 
     def resolve(self, facts: Facts) -> str | None:
-        return "; ".join(note for note in (self._resolve_fused(facts), self._resolve_matmul(facts)) if note) or None
+        notes = (self._resolve_fused(facts), self._resolve_matmul(facts), self._resolve_experts(facts))
+        return "; ".join(note for note in notes if note) or None
 
     def _resolve_fused(self, facts: Facts) -> str | None:
         if self.fused is not Switch.auto:
@@ -159,6 +161,17 @@ class Lora(Technique):
             why = "techniques.liger has the MLPs"
         self.fused, self._fused_by_auto = (Switch.off if why else Switch.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
+
+    def _resolve_experts(self, facts: Facts) -> str | None:
+        if self.grouped_experts is not Switch.auto:
+            return None
+        mixture = any((facts.text.get(name) or 1) > 1 for name in EXPERTS)
+        model = skeleton(facts.model) if mixture else None
+        described = model is not None and any(map(follows_interface, model.modules()))
+        self.grouped_experts, self._grouped_by_auto = (Switch.on if described else Switch.off), True
+        if not mixture:
+            return None
+        return f"grouped_experts {self.grouped_experts.value}" + " (as in peft)" * (not described)
 
     def packages(self, facts: Facts) -> Iterator[str]:
         yield from ("bitsandbytes", "torchao")  # peft imports them where they are installed
@@ -293,15 +306,15 @@ class Lora(Technique):
         """Adapters of experts, and their gradients: one that no token reaches has none."""
         seen = observe_experts(model, probe)
         asked = "adapters of experts learn from each token that reaches them"
-        if self.grouped_experts is Switch.on:
+        demanded = self.grouped_experts is Switch.on and not self._grouped_by_auto
+        if demanded:
             asked += ", all as grouped matmuls"
         return Evidence(
             "lora",
             asked,
             f"{seen.experts:,} experts in {seen.layers} layers have adapters, {seen.grouped} run grouped matmuls; "
             f"of {seen.reached:,} experts that a small row reaches, {seen.learning:,} have a gradient",
-            seen.learning == seen.reached > 0
-            and (self.grouped_experts is not Switch.on or seen.grouped == seen.layers),
+            seen.learning == seen.reached > 0 and (not demanded or seen.grouped == seen.layers),
         )
 
     def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:

@@ -90,6 +90,7 @@ def find_store(limit: timedelta, opens: bool = True) -> Any:
     try:
         found = answer.get(timeout=limit.total_seconds() + 1)
     except Empty:
+        keep_connections()
         raise RuntimeError(f"what listens there does not answer as a rank would within {limit}") from None
     if isinstance(found, Exception):
         raise found
@@ -122,8 +123,8 @@ _KEPT: list[bool] = []
 
 
 def keep_connections() -> None:
-    """Note that the run failed and this process kept its process group: it can take part in no other run, and must end
-    by os._exit()."""
+    """Note that this process must end by os._exit(): its run failed and it kept its process group, so it can take part
+    in no other run, or a thread still waits inside torch for a connection, and Python's own end would abort there."""
     _KEPT.append(True)
 
 

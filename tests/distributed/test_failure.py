@@ -101,6 +101,8 @@ def test_killed_data_worker_of_one_rank_is_replaced(ranks, undisturbed, tmp_path
 )
 def test_signal_at_rank_1_in_any_phase_ends_both(ranks, tmp_path, phase, how):
     write_chats(tmp_path / "questions.jsonl", 12, seed=1)
+    if phase == "evaluating":
+        write_chats(tmp_path / "chats.jsonl", 2000)  # the evaluation is not over before the signal comes
     words = command(tmp_path, "data.eval_fraction=0.5", "train.eval_every=2", "train.micro_batch_size=1", QUESTIONS)
     words = [word for word in words if "global_batch" not in word] + ["train.global_batch_size=2"]
     both = ranks.start(words, tmp_path)

@@ -69,5 +69,7 @@ def test_started_ranks_fit_the_degrees():
         return ranks_of(Config(run=run, train=train, parallel=ParallelConfig(context="2")))
 
     assert started(2) == 4
-    with pytest.raises(ConfigError, match=r"run\.gpus=4 needs a number that 2 divides \(parallel\.context=2 ranks share their rows\)"):
+    with pytest.raises(
+        ConfigError, match=r"run\.gpus=4 needs a number that 2 divides \(parallel\.context=2 ranks share their rows\)"
+    ):
         started(3)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import backbone, decoder_layers, is_named
@@ -295,7 +296,21 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """Whether a subclass of torch's linear computes something else (a product by groups in DeepSeek V4)."""
-    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not is_quantized(module)
+    return isinstance(module, nn.Linear) and not is_quantized(module) and not _is_plain(type(module))
+
+
+@functools.cache
+def _is_plain(kind: type[nn.Linear]) -> bool:
+    """Whether a small linear of this class computes what torch's does (Falcon's does, in other words)."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        x = torch.randn(2, 5, 4, dtype=torch.float32)
+        try:
+            linear = kind(4, 3).float()
+            return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=1e-4, atol=1e-5)
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes more than two sizes
+            return False
 
 
 def _is_router(path: str, named: dict[str, nn.Module]) -> bool:

@@ -18,6 +18,7 @@ from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.models.structure import backbone, skeleton
 from fxtune.techniques.base import Switch
+from fxtune.techniques.lora import targets
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import make_probe
 
@@ -211,3 +212,12 @@ def test_adapters_in_a_vision_tower_are_refused_with_the_key_that_cures_it():
 def test_names_of_experts_adapt_their_tensors():
     model = built(lora(target_modules=["q_proj", "w1", "w3", "w2"]), tiny_model("mixtral"), packing=False)
     assert len([name for name in adapted(model) if "experts" in name]) == 4
+
+
+def test_a_linear_is_known_by_its_numbers():
+    """Falcon writes torch's product in other words; DeepSeek V4 has one by groups."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    assert targets._is_plain(FalconLinear)
+    assert not targets._is_plain(DeepseekV4GroupedLinear)

@@ -52,7 +52,8 @@ REFRESH = 1.0
 STARTUP = 8
 """Configurations that are spread evenly before TPE takes over; with Hyperband, those of the first bracket."""
 END_SWEEP = {error.__name__: error for error in (StorageError, DataError)}
-"""Errors of a run that are not its configuration's: the sweep ends with them, and goes on when they are mended."""
+"""Errors of a run that are not its configuration's: the sweep ends with them, and goes on when they are mended. For a
+configuration that has trained already, so is ConfigError: its data or its packages have changed."""
 
 
 class Method(str, Enum):
@@ -386,7 +387,8 @@ class Sweep:
             self.study.tell(trial.entrant.number, state=ended)
 
     def _fail_or_end(self, trial: Trial, reason: str, kind: str) -> None:
-        if error := END_SWEEP.get(kind):
+        has_trained = bool(trial.entrant.losses)
+        if error := END_SWEEP.get(kind) or (ConfigError if has_trained and kind == ConfigError.__name__ else None):
             raise error(reason)
         self._fail(trial, reason)
 

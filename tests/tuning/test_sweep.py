@@ -227,6 +227,28 @@ def test_full_disk_ends_the_sweep_and_not_a_configuration(recipe, monkeypatch):
     assert race(recipe).winner() is not None
 
 
+def test_configuration_that_cannot_go_on_ends_the_sweep_and_is_not_lost(recipe, monkeypatch):
+    """Its data or its packages have changed since it was paused. They can be put back."""
+    changed = {"error": "cannot be resumed with the same bits", "kind": "ConfigError"}
+    begun = set()
+
+    def work(call, words):
+        folder = next((word for word in words if word.startswith("run.dir=")), "")
+        again = (
+            call == "train" and folder in begun and not folder.endswith("trial-0")
+        )  # the first one is started twice
+        begun.add(folder)
+        return changed if again else pretend(call, words)
+
+    monkeypatch.setattr(InlineWorker, "work", staticmethod(work))
+    with pytest.raises(ConfigError, match="cannot be resumed with the same bits"):
+        race(recipe)
+    monkeypatch.setattr(InlineWorker, "work", staticmethod(pretend))
+    made = race(recipe)
+    assert made.winner() is not None
+    assert not [one for one in made.trials if one.entrant.state is State.failed]
+
+
 def test_signal_saves_the_runs_and_says_so(recipe, monkeypatch):
     def stop(overrides):
         if any(word.startswith("train.pause_after") for word in overrides) and not Path("stopped").exists():

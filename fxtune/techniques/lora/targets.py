@@ -296,7 +296,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """Whether a subclass of torch's linear computes something else (a product by groups in DeepSeek V4)."""
-    return isinstance(module, nn.Linear) and not is_quantized(module) and not _is_plain(type(module))
+    kind: Any = type(module)
+    return isinstance(module, nn.Linear) and not is_quantized(module) and not _is_plain(kind)
 
 
 @functools.cache

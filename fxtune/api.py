@@ -25,16 +25,18 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fxtune.checkpoint.run_folder import EVIDENCE, RESULT, metric_rows, read_config
 from fxtune.cli.run_output import find_output, run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, RankError, StorageError
+from fxtune.system.atomic_files import read_json
 from fxtune.techniques.base import Evidence
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe, with `overrides` as they are typed on the command line. Raises ConfigError."""
-    return compose.load([_recipe_word(recipe), *overrides])
+    return compose.load([compose.path_override("+recipe", recipe), *overrides])
 
 
 def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
@@ -80,7 +82,7 @@ def plan(
     from fxtune.training.run_forecast import Lengths, count_tokens, forecast_run
 
     config = _config(recipe, overrides)
-    lengths = count_tokens(config) if tokens is None else Lengths(tokens, tokens, 1.0, config.data.sequence_length)
+    lengths = count_tokens(config) if tokens is None else Lengths.full_rows(tokens, config)
     here = machine(gpu, 128, config.run.memory_gib)
     return forecast_run(config, here, gpus, None if isinstance(lengths, str) else lengths)
 
@@ -110,32 +112,34 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "result.json").exists()
+        return (self.folder / RESULT).exists()
 
     @property
     def config(self) -> dict[str, Any]:
         """The recipe as plain data, with every default."""
-        from fxtune.checkpoint.run_folder import read_config
-
         return read_config(self.folder) or {}
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be half written
+        return list(metric_rows(self.folder))
 
     @property
     def result(self) -> dict[str, Any]:
         """The last figures of a finished run; empty before."""
-        return dict(_json(self.folder / "result.json")) if self.finished else {}
+        try:
+            return dict(read_json(self.folder / RESULT)) if self.finished else {}
+        except ValueError as error:
+            raise StorageError(f"{self.folder / RESULT} cannot be read: {error}. Bring it back.") from error
 
     @property
     def evidence(self) -> list[Evidence]:
         """What each option was asked for and what was observed of it, before the first step."""
-        file = self.folder / "evidence.json"
-        return [Evidence(**one) for one in _json(file)] if file.exists() else []
+        file = self.folder / EVIDENCE
+        try:
+            return [Evidence(**one) for one in json.loads(file.read_text())] if file.exists() else []
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(f"{file} cannot be read: {error}. Bring it back.") from error
 
     @property
     def output(self) -> Path:
@@ -170,11 +174,6 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
         raise ConfigError("A config takes no overrides: set its fields, or give them to load_recipe().")
     values = json.loads(json.dumps(dataclasses.asdict(recipe)))
     return compose.typed(OmegaConf.create(values))  # checked as what is typed
-
-
-def _recipe_word(recipe: str | Path) -> str:
-    text = str(recipe)
-    return f"+recipe={text}" if isinstance(recipe, str) and "'" not in text else f"+recipe='{text}'"
 
 
 def _words(config: Config) -> list[str]:
@@ -220,12 +219,5 @@ def _train_on_ranks(config: Config, ranks: int) -> Run:
         raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
     if config.run.dir:
         return Run(config.run.dir)
-    now = [folder for folder in Path("runs").glob("*") if folder.is_dir() and (folder / "result.json").exists()]
+    now = [folder for folder in Path("runs").glob("*") if folder.is_dir() and (folder / RESULT).exists()]
     return Run(max(now, key=lambda folder: (folder.stat().st_mtime != before.get(folder), folder.stat().st_mtime)))
-
-
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{file} cannot be read: {error}.") from error

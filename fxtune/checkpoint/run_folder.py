@@ -57,6 +57,12 @@ CHECKPOINTS = "checkpoints"
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
 RESULT = "result.json"
 """The last figures of a run. The file marks the run as finished."""
+METRICS = "metrics.jsonl"
+"""The figures of a run, a JSON object a log line."""
+SETTING = "setting.json"
+"""What the recipe left open and the run decided, its data and its machine (training/resume_check.py)."""
+EVIDENCE = "evidence.json"
+"""What each option was asked for and what was observed of it."""
 _FILES = (".json", ".jsonl", ".yaml")
 ALIVE = "is in use by a run that is alive"
 
@@ -121,9 +127,9 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
-        if self.lock is not None and not self.resumed and not (self.path / "metrics.jsonl").exists():
+        if self.lock is not None and not self.resumed and not (self.path / METRICS).exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
-                for name in ("config.yaml", "setting.json", "evidence.json", "energy.json", HOLDER, LOCK):
+                for name in ("config.yaml", SETTING, EVIDENCE, "energy.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
@@ -319,6 +325,22 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
             "or set run.dir to a new folder."
         ) from error
     return config
+
+
+def metric_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of the metrics of the run in `path`, in order: it may be writing the last one. Raises
+    StorageError for a file that cannot be read."""
+    file = path / METRICS
+    if not file.exists():
+        return
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    if isinstance(row := json.loads(line), dict):
+                        yield row
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error}. Change its permissions, or bring it back.") from error
 
 
 def require_own_files(path: Path) -> None:

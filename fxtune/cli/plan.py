@@ -44,7 +44,7 @@ def run(
 ) -> None:
     """Print the plan. `price`: of one GPU for an hour; `tokens`: those of an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
-    counted = count_tokens(config) if tokens is None else _given(tokens, config)
+    counted = count_tokens(config) if tokens is None else Lengths.full_rows(int(tokens), config)
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
         rows = [_figures(name, _try(config, name, gpus, host_gib, lengths), gpus, price) for name in MODELS]
@@ -179,11 +179,6 @@ def _say_lengths(counted: Lengths | str) -> None:
         say(f"Only a step is known, because the data is not here; --tokens N gives the tokens of an epoch. {counted}")
     elif counted.sampled:
         say(f"Tokens are extrapolated from {counted.sampled}.")
-
-
-def _given(tokens: float, config: Config) -> Lengths:
-    """`--tokens`: full rows of one document, each token supervised."""
-    return Lengths(int(tokens), int(tokens), 1.0, config.data.sequence_length)
 
 
 def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: float, lengths: Lengths | None) -> None:

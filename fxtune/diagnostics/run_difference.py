@@ -6,17 +6,16 @@ It reads what a run leaves in its folder (config.yaml, setting.json, metrics.jso
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import read_config
+from fxtune.checkpoint.run_folder import SETTING, metric_rows, read_config
 from fxtune.errors import ConfigError, StorageError
+from fxtune.system.atomic_files import read_json
 
-SETTING, METRICS = "setting.json", "metrics.jsonl"
 STEP = "train/step"
 CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr", "questions/exact_match")
 """The metrics that are compared step by step."""
@@ -134,30 +133,18 @@ def _setting(folder: Path) -> dict[str, Any]:
     if not file.exists():  # the run has not begun to train
         return {}
     try:
-        setting = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{file} cannot be read: {error}.") from error
-    return setting if isinstance(setting, dict) else {}
+        return dict(read_json(file))
+    except ValueError as error:
+        raise StorageError(f"{file} cannot be read: {error}. Restore it, or remove it.") from error
 
 
 def _curves(folder: Path) -> dict[str, dict[int, float]]:
     """Metric -> step -> value. A step that was repeated after a resume has its last value."""
-    file, curves = folder / METRICS, dict[str, dict[int, float]]()
-    if not file.exists():
-        return curves
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error}.") from error
-    for line in lines:
-        try:
-            row = json.loads(line)
-            step = row[STEP]
-        except (ValueError, TypeError, KeyError):  # a line that is being written, or one without a step
-            continue
-        for name, value in row.items():
+    curves: dict[str, dict[int, float]] = {}
+    for row in metric_rows(folder):
+        for name, value in row.items() if STEP in row else ():
             if isinstance(value, (int, float)):
-                curves.setdefault(name, {})[step] = value
+                curves.setdefault(name, {})[row[STEP]] = value
     return curves
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import TrainState, read
-from fxtune.checkpoint.run_folder import CHECKPOINTS, read_config
+from fxtune.checkpoint.run_folder import CHECKPOINTS, SETTING, read_config
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
@@ -23,7 +23,6 @@ from fxtune.models.load import DType
 from fxtune.system.atomic_files import read_json
 from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.resume_check import FILE
 from fxtune.training.run_state import copy_weights, trained_weights, weights_note
 
 
@@ -91,6 +90,6 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[A
 def _dtype(run: Path, config: Config) -> DType:
     """The dtype that the weights had in the run, which `auto` chose for its machine."""
     try:
-        return DType(read_json(run / FILE)["model"]["dtype"])
+        return DType(read_json(run / SETTING)["model"]["dtype"])
     except (ValueError, KeyError, TypeError):  # a run that was started by an early version
         return config.model.dtype

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from fxtune.checkpoint.run_folder import differences
+from fxtune.checkpoint.run_folder import SETTING, differences
 from fxtune.config.root import Config, Export, RefreshConfig, Resume, StopMetric
 from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.plan import Plan
@@ -39,7 +39,7 @@ from fxtune.models import load as models
 from fxtune.system.atomic_files import read_json, replacing
 from fxtune.training.document_losses import DocumentLosses, Documents, measure
 from fxtune.training.permutation_test import higher_mean, least_pairs, lower_mean
-from fxtune.training.resume_check import FILE, describe_tables
+from fxtune.training.resume_check import describe_tables
 
 CHATS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
 PATIENCE = 3
@@ -285,7 +285,7 @@ class RefreshData:
 def _require_same_data(parent: Path, tables: Sequence[TokenTable]) -> None:
     """Raise ConfigError if the rows that the run learned from are not there any more."""
     try:
-        before = read_json(parent / FILE).get("data")
+        before = read_json(parent / SETTING).get("data")
     except ValueError as error:
         raise StorageError(f"{parent}: {error}. It holds what the run was trained on: restore it.") from error
     if before and (changed := differences({"data": before}, {"data": describe_tables(tables)})):

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW, differences, write_json
+from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW, SETTING, differences, write_json
 from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
@@ -38,7 +38,6 @@ from fxtune.system.host import cores
 from fxtune.techniques.base import AUTO
 from fxtune.techniques.facts import Facts
 
-FILE = "setting.json"
 SAMPLES = 64
 """How many 4 KiB blocks of a weights file are hashed, with its size. Hashing all of 16 GB would take a minute."""
 BLOCK = 4096
@@ -63,9 +62,9 @@ class ResumeCheck:
         self.folder, self.strict, self.note, self.writes = folder, strict, note, writes
         self.now: dict[str, dict[str, str]] = {}
         self.before: dict[str, Any] = {}
-        if resumes and (folder / FILE).exists():
+        if resumes and (folder / SETTING).exists():
             try:
-                self.before = read_json(folder / FILE)
+                self.before = read_json(folder / SETTING)
             except ValueError as error:
                 raise StorageError(
                     f"{folder}: {error}. It holds the run's decisions for each `auto` and what it was trained on. "
@@ -108,7 +107,7 @@ class ResumeCheck:
         if not isinstance(packing, bool):
             return data
         if not isinstance(buckets, list) or not all(type(one) is int and one > 1 for one in buckets):
-            raise StorageError(f"{self.folder / FILE}: rows.buckets={buckets} are no lengths. Restore the file.")
+            raise StorageError(f"{self.folder / SETTING}: rows.buckets={buckets} are no lengths. Restore the file.")
         return dataclasses.replace(data, packing=packing, buckets=buckets)
 
     def earlier_rate(self, optimizer: OptimizerConfig) -> OptimizerConfig:
@@ -117,7 +116,7 @@ class ResumeCheck:
         if rate is None:  # the file was removed
             return optimizer
         if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
-            raise StorageError(f"{self.folder / FILE}: rate.lr={rate} is no learning rate. Restore the file.")
+            raise StorageError(f"{self.folder / SETTING}: rate.lr={rate} is no learning rate. Restore the file.")
         self.note(f"optimizer.lr: {rate:g}, as auto chose it when the run was started")
         return dataclasses.replace(optimizer, lr=rate)
 
@@ -129,7 +128,7 @@ class ResumeCheck:
 
     def _parse_recorded(self, name: str, technique: Any, key: str, value: Any) -> Any:
         """A recorded value with the type of the technique's field: JSON has no enums."""
-        validator = Validator(type(technique), lambda _: str(self.folder / FILE))
+        validator = Validator(type(technique), lambda _: str(self.folder / SETTING))
         if (slot := validator.find((key,))) is not None:
             validator.check(slot, value, ("techniques", name, key))
         if validator.problems:
@@ -183,7 +182,7 @@ class ResumeCheck:
         built = {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")}
         self.compare("built", built)
         if not self.before and self.writes:
-            write_json(self.folder / FILE, self.now)
+            write_json(self.folder / SETTING, self.now)
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)

@@ -58,6 +58,11 @@ class Lengths:
     sampled: str = ""
     """What was counted in place of everything; empty: everything."""
 
+    @staticmethod
+    def full_rows(tokens: int, config: Config) -> Lengths:
+        """An epoch of so many tokens: full rows of one document, every token supervised."""
+        return Lengths(tokens, tokens, 1.0, config.data.sequence_length)
+
 
 @dataclass(frozen=True)
 class RunForecast:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import RunFolder, claim, differences
+from fxtune.checkpoint.run_folder import EVIDENCE, RunFolder, claim, differences
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
@@ -177,7 +177,7 @@ class Trainer:
         self.language_model = builder.language_model(self.model)
         evidence = builder.prove(self.language_model)
         resume_check.check_model(self.model, builder.techniques.options())
-        folder.write("evidence.json", [dataclasses.asdict(one) for one in evidence])
+        folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
         self.startup.done("proofs")
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced

@@ -29,7 +29,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 
 from fxtune.checkpoint.folder_lock import FolderLock
-from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, RESULT, differences, read_config
+from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, RESULT, differences, metric_rows, read_config
 from fxtune.config.compose import load
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, Resume
@@ -122,21 +122,17 @@ class Trial:
     def step_of(self, rung: int) -> int:
         return min(self.steps, rung * self.first)
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl that are complete."""
-        with suppress(OSError), (self.folder / "metrics.jsonl").open(encoding="utf-8") as file:
-            for line in file:
-                with suppress(ValueError):
-                    if isinstance(found := json.loads(line), dict):
-                        yield found
-
     def curve(self) -> list[tuple[int, float]]:
         """(step, held-out loss) of each evaluation."""
-        return [(line["train/step"], line["eval/loss"]) for line in self.lines() if line.get("eval/loss") is not None]
+        return [
+            (line["train/step"], line["eval/loss"])
+            for line in metric_rows(self.folder)
+            if line.get("eval/loss") is not None
+        ]
 
     def step(self) -> int:
         """The step of the last complete line of metrics.jsonl."""
-        file = self.folder / "metrics.jsonl"
+        file = self.folder / METRICS
         with suppress(OSError, ValueError, KeyError, IndexError, TypeError), file.open("rb") as lines:
             lines.seek(-min(TAIL, lines.seek(0, os.SEEK_END)), os.SEEK_END)
             return int(json.loads(lines.read().split(b"\n")[-2])["train/step"])

@@ -25,7 +25,7 @@ ALLOWED = {
     "diagnostics": "errors system distributed kernels data checkpoint techniques objectives tracking config training tuning",
     "cli": "errors system distributed data models checkpoint techniques objectives optim tracking config training tuning "
     "diagnostics",
-    "api": "errors distributed data models checkpoint techniques config training tuning diagnostics cli",
+    "api": "errors system distributed data models checkpoint techniques config training tuning diagnostics cli",
     "__main__": "cli",
 }
 """Package -> the packages it may import, lowest first.

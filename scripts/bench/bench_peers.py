@@ -8,7 +8,7 @@
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
 Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16
-and alpha=32 on all seven linear layers of a block, without dropout, with fused AdamW at a constant learning rate of
+and alpha=32 on all linear layers of a block and all experts of a mixture, without dropout, with fused AdamW at a constant learning rate of
 1e-4 and one micro-batch per optimizer step. All tools train on the same files. A file holds either documents of random
 tokens, each exactly as long as a row, or chats with log-normal lengths of mean 500. Each tool tokenizes and packs the
 chats itself into rows of the same length. The loss is over every token.
@@ -95,6 +95,7 @@ CASES = {
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
     "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
+    "moe_4x4096": Case("moe", 4096, 4),
     "8b_full_2x8192": Case("8b", 8192, 2, FULLY, full=True, least_gpus=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
@@ -108,6 +109,8 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Each peer's settings, the fastest first. The first that fits gives its row."""
 FULL_FSDP = {"trl": (("fsdp=recompute", "liger=on"),), "unsloth": ()}
 """The same for full fine-tuning. Unsloth has none over several cards."""
+MIXTURE = {"trl": ((NONE, "liger=off"), (FULL, "liger=off")), "unsloth": VARIANTS["unsloth"]}
+"""The same for a mixture of experts, with which Liger's kernels of TRL end in an error."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
 PACKED_TRL = tuple(
@@ -288,7 +291,7 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
     case, began = CASES[name], time.monotonic()
     steps = args.steps or case.steps
     variants = PACKED_TRL if case.chats and tool == "trl" else LONG[tool] if case.length > 16384 else VARIANTS[tool]
-    variants = FULL_FSDP[tool] if case.full else variants
+    variants = FULL_FSDP[tool] if case.full else MIXTURE[tool] if "num_experts" in SHAPES[case.shape] else variants
     if not variants:
         return {"error": "cannot do this"}
     out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"

@@ -17,9 +17,19 @@ from pathlib import Path
 from typing import Any
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = dict(r=16, lora_alpha=32, target_modules=LINEARS, bias="none")
-"""The LoRA settings of both peers."""
+EXPERTS = ["gate_up_proj", "down_proj"]
+"""The experts' tensors of a mixture, as transformers names them."""
 NEVER = 10**9
+
+
+def adapters(request: dict[str, Any]) -> dict[str, Any]:
+    """The LoRA settings of both peers: adapters on all linears of a block, and on the experts of a mixture."""
+    common = dict(r=16, lora_alpha=32, lora_dropout=0.0, bias="none")
+    if "num_experts" not in request["shape"]:
+        return dict(common, target_modules=LINEARS)
+    if request["tool"] == "unsloth":
+        return dict(common, target_modules=[*LINEARS, *EXPERTS])
+    return dict(common, target_modules=LINEARS[:4], target_parameters=[f"mlp.experts.{name}" for name in EXPERTS])
 
 
 def main(request: dict[str, Any]) -> None:
@@ -46,7 +56,7 @@ def main(request: dict[str, Any]) -> None:
         trainer = SFTTrainer(
             model=model,
             processing_class=tokenizer,
-            peft_config=None if request["full"] else LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **LORA),
+            peft_config=None if request["full"] else LoraConfig(task_type="CAUSAL_LM", **adapters(request)),
             **common,
         )
     else:
@@ -61,10 +71,9 @@ def main(request: dict[str, Any]) -> None:
         )
         model = FastLanguageModel.get_peft_model(
             model,
-            lora_dropout=0,
             random_state=0,
             use_gradient_checkpointing={"full": True, "unsloth": "unsloth", "none": False}[request["checkpointing"]],
-            **LORA,
+            **adapters(request),
         )
         trainer = SFTTrainer(model=model, processing_class=tokenizer, **common)
     count_tokens(trainer, clock)

@@ -12,6 +12,7 @@ from support.architectures import ARCHITECTURES, SIZES, built, enable, logits, l
 from support.cases import slow_but
 from support.lora_models import loss_and_gradients, require_close
 
+from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
@@ -128,19 +129,35 @@ def test_experts_without_a_gradient_are_an_error(monkeypatch):
         pipeline.prove(model, make_probe(model, packing=False))
 
 
-@pytest.mark.parametrize("kind", slow_but(("gpt_oss", "qwen3_moe"), "gpt_oss"))
-def test_adapters_of_experts_are_loaded_by_plain_peft(kind, tmp_path):
+@pytest.mark.parametrize("kind", slow_but(LAYERS, "gpt_oss"))
+def test_plain_peft_and_merge_give_the_same_model(kind, tmp_path):
+    """The saved adapter in plain transformers and peft: logits and gradients; merged: logits."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = on_disk(tmp_path / "base", model=mixture(kind))
+    uneven(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(base)
     config = ModelConfig(path=str(base))
     mine = trained(built(lora(), config, packing=False))
     assert len(grouped(mine)) == LAYERS[kind]
     folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
     assert json.loads(Path(folder, "adapter_config.json").read_text())["target_parameters"]
-    theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
-    torch.testing.assert_close(theirs, logits(mine), atol=2e-4, rtol=1e-4)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder, is_trainable=True)
+    require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
+    wanted = logits(mine)
+    torch.testing.assert_close(logits(plain), wanted, atol=1e-5, rtol=1e-5)
+    merged = merge(folder, tmp_path / "merged")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=2e-5, rtol=1e-4)
     with mine.disable_adapter():
-        plain = logits(AutoModelForCausalLM.from_pretrained(base))
-        torch.testing.assert_close(logits(mine), plain, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits(mine), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("qwen2_moe", "shared_expert"), ("deepseek_v3", "shared_experts")])
+def test_shared_experts_have_adapters_and_routers_only_if_named(kind, shared):
+    def adapted(**options) -> set[str]:
+        model = built(lora(**options), mixture(kind), packing=False)
+        return {name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+
+    names = adapted()
+    assert not any(name.endswith((".gate", ".router")) for name in names)
+    assert {name.rpartition(".")[2] for name in names if f".{shared}." in name} == {"gate_proj", "up_proj", "down_proj"}

@@ -44,7 +44,7 @@ WRITE = "--write"
 VOCABULARY = 1024
 """Tokens of the built-in tokenizer."""
 WIDTHS = re.compile(
-    r"(hidden_size|hidden_dim|d_model|n_embd|dim|emb_dim|embedding_dim|embedding_size|attention_hidden_size|lru_width|"
+    r"(hidden_size|hidden_size_global|hidden_dim|d_model|n_embd|dim|emb_dim|embedding_dim|embedding_size|attention_hidden_size|lru_width|"
     r"(in|out)put_embedding_size|word_embed_proj_dim|backbone_hidden_size|adapter_in_dim|adapter_input_size|dim_model_base)$"
 )
 COUNTS = {
@@ -71,7 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},

@@ -306,9 +306,9 @@ def _is_plain(kind: type[nn.Linear]) -> bool:
     if kind.forward is nn.Linear.forward:
         return True
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        x = torch.randn(2, 5, 4, dtype=torch.float32)
+        x = torch.randn(2, 5, 4, dtype=torch.float64)  # which neither autocast nor a fast mode of matmuls rounds
         try:
-            linear = kind(4, 3).float()
+            linear = kind(4, 3).double()
             return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=1e-4, atol=1e-5)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes more than two sizes
             return False

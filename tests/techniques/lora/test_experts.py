@@ -149,7 +149,9 @@ def test_plain_peft_and_merge_give_the_same_model(kind, tmp_path):
     merged = merge(folder, tmp_path / "merged")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=2e-5, rtol=1e-4)
     with mine.disable_adapter():
-        torch.testing.assert_close(logits(mine), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            logits(mine), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("qwen2_moe", "shared_expert"), ("deepseek_v3", "shared_experts")])
@@ -160,4 +162,8 @@ def test_shared_experts_have_adapters_and_routers_only_if_named(kind, shared):
 
     names = adapted()
     assert not any(name.endswith((".gate", ".router")) for name in names)
-    assert {name.rpartition(".")[2] for name in names if f".{shared}." in name} == {"gate_proj", "up_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in names if f".{shared}." in name} == {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }

@@ -214,10 +214,19 @@ def test_names_of_experts_adapt_their_tensors():
     assert len([name for name in adapted(model) if "experts" in name]) == 4
 
 
-def test_a_linear_is_known_by_its_numbers():
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_a_linear_is_known_by_its_numbers(precision):
     """Falcon writes torch's product in other words; DeepSeek V4 has one by groups."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
     from transformers.models.falcon.modeling_falcon import FalconLinear
 
-    assert targets._is_plain(FalconLinear)
-    assert not targets._is_plain(DeepseekV4GroupedLinear)
+    before = torch.get_float32_matmul_precision()
+    targets._is_plain.cache_clear()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert targets._is_plain(FalconLinear)
+            assert not targets._is_plain(DeepseekV4GroupedLinear)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        targets._is_plain.cache_clear()

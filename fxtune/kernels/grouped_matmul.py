@@ -7,13 +7,17 @@ the host never reads it: no synchronisation, no shape that depends on the data.
 - `fxtune::grouped_outer`: the sum of outer products of each group's rows, which is the gradient of its matrix. It is
   computed only for matrices that are trained, so frozen experts cost no weight gradients.
 
-On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`: CUTLASS, from compute capability 8.0 on);
-the loops below are their reference, and run elsewhere. They are operators for three reasons: torch's compiler takes
-grouped GEMMs in bfloat16 only, a checkpointing policy can name them, and their backward pass is written here.
+On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`: CUTLASS, from compute capability 8.0 on), or
+quack's on Hopper. The loops below are their reference, and run elsewhere.
+
+They are operators for three reasons: torch's compiler takes grouped GEMMs in bfloat16 only, a checkpointing policy can
+name them, and their backward pass is written here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +25,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from fxtune.kernels.matmul import CUBLAS, CUTE, use_cache
+
 ALIGNMENT = 16
-"""Bytes to which torch's grouped GEMM wants each row of a matrix aligned."""
+"""Bytes to which grouped GEMMs want each row of a matrix aligned."""
+NARROW = 64
+"""Columns of a result that is one tile wide, as those of adapters are."""
+
+_PREPARED: set[tuple[torch.device, torch.dtype]] = set()
 
 
 @torch.library.custom_op("fxtune::grouped_mm", mutates_args=())
@@ -33,19 +43,59 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Ten
         weight: [groups, out, in], in x's dtype; [groups, in, out] if `transposed`.
         ends: int32 [groups], ascending: the number of rows in this group and those before. The last one is `rows`.
     """
-    matrices = weight if transposed else weight.transpose(-2, -1)
-    if _runs_as_one(x, weight):
-        return F.grouped_mm(x.contiguous(), matrices, offs=ends)
-    return grouped_mm_reference(x, matrices, ends)
+    return product(x, weight if transposed else weight.mT, ends)
 
 
-def grouped_mm_reference(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """x [rows, in] by matrices [groups, in, out], group by group."""
-    y, start = x.new_empty(len(x), matrices.shape[2]), 0
-    for group, end in enumerate(ends.tolist()):
-        torch.mm(x[start:end], matrices[group], out=y[start:end])
-        start = end
+def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = None, by: str = CUBLAS) -> Tensor:
+    """[rows, out]: row i of x [rows, in] times the matrix of its group in `matrices` [groups, in, out], plus row i of
+    `plus` if given, which may be overwritten. Autograd does not see it.
+
+    `by`: CUTE for quack's kernel where it serves, after prepare(); it adds `plus` before the only rounding. Else
+    torch's.
+    """
+    if by == CUTE and _is_served(x, matrices):
+        out = x.new_empty(len(x), matrices.shape[2])
+        tile, cluster, pingpong = _launch(matrices.shape[2])
+        _quack(x, matrices.mT, out, plus, tile, cluster, pingpong, cu_seqlens_m=F.pad(ends, (1, 0)))
+        return out
+    if _runs_as_one(x, matrices):
+        y = F.grouped_mm(x.contiguous(), matrices, offs=ends)
+        return y if plus is None else plus.add_(y)
+    y = x.new_empty(len(x), matrices.shape[2])
+    for group, rows in segments(ends):
+        if plus is None:
+            torch.mm(x[rows], matrices[group], out=y[rows])
+        else:
+            torch.addmm(plus[rows], x[rows], matrices[group], out=y[rows])
     return y
+
+
+def outer(x: Tensor, y: Tensor, ends: Tensor, by: str = CUBLAS) -> Tensor:
+    """[groups, in, out]: of each group the sum of x_i y_i^T over its rows, zero without rows. x [rows, in], y [rows,
+    out]; `ends`, `by`: see product()."""
+    if by == CUTE and _is_served(x, y):
+        result = x.new_empty(len(ends), x.shape[1], y.shape[1])
+        wide, narrow, out = (x, y, result) if x.shape[1] >= y.shape[1] else (y, x, result.mT)
+        _quack(wide.t(), narrow.t(), out, None, *_launch(narrow.shape[1]), cu_seqlens_k=F.pad(ends, (1, 0)))
+    elif _runs_as_one(x, y):
+        result = F.grouped_mm(x.contiguous().t(), y.contiguous(), offs=ends)
+    else:
+        result = x.new_zeros(len(ends), x.shape[1], y.shape[1])
+        for group, rows in segments(ends):
+            torch.mm(x[rows].t(), y[rows], out=result[group])
+        return result
+    # What a GEMM without any term leaves is not documented.
+    filled = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
+    return torch.where(filled[:, None, None], result, 0)
+
+
+def segments(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each group that has rows, and its rows. Waits for the device."""
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
 
 
 @grouped_mm.register_fake
@@ -55,22 +105,8 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
 
 @torch.library.custom_op("fxtune::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """[groups, in, out]: of each group the sum of x_i y_i^T over its rows, zero without rows. x [rows, in], y [rows,
-    out]; `ends`: see grouped_mm()."""
-    if not _runs_as_one(x, y):
-        return grouped_outer_reference(x, y, ends)
-    product = F.grouped_mm(x.contiguous().t(), y.contiguous(), offs=ends)
-    # What a GEMM without any term leaves is not documented.
-    filled = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
-    return torch.where(filled[:, None, None], product, 0)
-
-
-def grouped_outer_reference(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    product, start = x.new_empty(len(ends), x.shape[1], y.shape[1]), 0
-    for group, end in enumerate(ends.tolist()):
-        torch.mm(x[start:end].t(), y[start:end], out=product[group])
-        start = end
-    return product
+    """outer() by torch's kernel."""
+    return outer(x, y, ends)
 
 
 @grouped_outer.register_fake
@@ -94,6 +130,76 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_mm.register_autograd(_backward, setup_context=_setup)
+
+
+def _is_served(x: Tensor, other: Tensor) -> bool:
+    """Whether quack's kernel takes these tensors: 16 bits, prepared, and rows that begin at multiples of 16 bytes."""
+    if (x.device, x.dtype) not in _PREPARED or other.dtype != x.dtype:
+        return False
+    sizes = (x.shape[-1], *other.shape[-2:]) if other.dim() == 3 else (x.shape[-1], other.shape[-1])
+    return len(x) > 0 and all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
+
+
+def _launch(columns: int) -> tuple[tuple[int, int], tuple[int, int], bool]:
+    """Tile, cluster, and whether two warp groups take turns (pingpong): the fastest that was measured on an H200 for
+    results of so many columns."""
+    if columns <= NARROW:
+        return (128, 32 if columns <= 32 else 64), (1, 1), True
+    return ((128, 192), (1, 2), True) if columns % 192 == 0 else ((128, 256), (1, 2), False)
+
+
+def _quack(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    plus: Tensor | None,
+    tile: tuple[int, int],
+    cluster: tuple[int, int],
+    pingpong: bool,
+    **borders: Tensor,
+) -> None:
+    from quack.gemm import gemm
+
+    gemm(
+        left.detach(),
+        right.detach(),
+        out,
+        plus,
+        None,
+        *tile,
+        *cluster,
+        pingpong=pingpong,
+        persistent=True,
+        is_dynamic_persistent=False,
+        **borders,
+    )
+
+
+@torch.no_grad()
+def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
+    """Try quack's kernel on small products of `dtype`. Call it before the first product with `by=CUTE`; `cache`: see
+    matmul.prepare(). Raises whatever the package and its compiler raise, and RuntimeError if a product is wrong."""
+    if (device, dtype) in _PREPARED:
+        return
+    use_cache(cache)
+    generator = torch.Generator(device).manual_seed(0)  # the default generator must not advance
+    sizes = (300, 192), (300, 16), (3, 192, 16)
+    x, y, matrices = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
+    ends = torch.tensor([100, 100, 300], dtype=torch.int32, device=device)
+    for calls in (
+        lambda by: product(x, matrices, ends, by=by),
+        lambda by: product(y, matrices.mT, ends, plus=x.clone(), by=by),
+        lambda by: outer(x, y, ends, by=by),
+    ):
+        _PREPARED.add((device, dtype))
+        try:
+            found, wanted = calls(CUTE).float(), calls(CUBLAS).float()
+        finally:
+            _PREPARED.discard((device, dtype))
+        error = ((found - wanted).norm() / wanted.norm()).item()
+        if not error < 1e-2:
+            raise RuntimeError(f"its grouped product is {error:.1e} from torch's")
+    _PREPARED.add((device, dtype))
 
 
 def _runs_as_one(x: Tensor, other: Tensor) -> bool:

@@ -106,10 +106,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     """
     if (device, dtype) in _PREPARED:
         return
-    from quack import cache as quack_cache  # read at each compilation, so FlashAttention may have imported it before
-
-    if quack_cache.CACHE_DIR is None:
-        quack_cache.CACHE_DIR = str(cache)
+    use_cache(cache)
     generator = torch.Generator(device).manual_seed(0)  # the default generator must not advance
     left, wide, tall = (
         torch.randn(size, generator=generator, device=device).to(dtype)[:, :width]
@@ -125,6 +122,14 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
         if not error < 1e-2:
             raise RuntimeError(f"its product is {error:.1e} from float32's")
     _PREPARED.add((device, dtype))
+
+
+def use_cache(folder: Path) -> None:
+    """Let quack keep its compiled kernels in QUACK_CACHE_DIR if it is set, else in `folder`."""
+    from quack import cache  # read at each compilation, so FlashAttention may have imported it before
+
+    if cache.CACHE_DIR is None:
+        cache.CACHE_DIR = str(folder)
 
 
 def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> None:

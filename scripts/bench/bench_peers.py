@@ -66,6 +66,10 @@ FAST = ("techniques=[lora,fast]",)
 FULLY = ("techniques=[full,fast]", "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 
+MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
+"""Rank 16 on gate and up together, as peers have it. By default fxtune has 16 for each of them, as peft reads the names
+gate_proj and up_proj."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -95,7 +99,7 @@ CASES = {
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
     "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
-    "moe_4x4096": Case("moe", 4096, 4),
+    "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "8b_full_2x8192": Case("8b", 8192, 2, FULLY, full=True, least_gpus=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),

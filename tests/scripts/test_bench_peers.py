@@ -62,7 +62,11 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, fxtune_words, 
         0.0,
         ["all-linear"],
     )
-    assert {peer_tools.LORA["r"], peer_tools.LORA["lora_alpha"]} == {16, 32}
+    peers = peer_tools.adapters({"tool": "trl", "shape": bench_peers.SHAPES[case.shape]})
+    assert (peers["r"], peers["lora_alpha"]) == (16, 32)
+    mixture = "num_experts" in bench_peers.SHAPES[case.shape]
+    assert lora.rank_pattern == ({"gate_up_proj": 16} if mixture else {})
+    assert bool(peers.get("target_parameters")) == mixture
     assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 1e-4, 0.0)
     assert config.model.architecture == bench_peers.SHAPES[case.shape]
     assert case.peer_case is None or bench_peers.CASES[case.peer_case].rows == case.rows

@@ -23,7 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
+from fxtune.kernels.matmul import CUBLAS
+from fxtune.kernels.swiglu import ACTS
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.structure import observed
 from fxtune.techniques.lora.frozen_weights import ADAPTER
@@ -69,6 +72,7 @@ def group_experts(model: nn.Module) -> int:
     for module in list(model.modules()):
         if isinstance(module, ParamWrapper) and id(module) not in inner and _fits(module):
             module.__class__ = _grouped_class(type(module))
+            module.__dict__["expert_act"] = one_operator(module.get_base_layer())
             found += 1
     return found
 
@@ -168,11 +172,11 @@ def _grouped_class(kind: Any) -> Any:
         every = list(wrappers(self))
         if kwargs or len(args) != 2 or _needs_own_forward(every):
             return own(self, hidden_states, *args, **kwargs)
-        return run_experts(self.get_base_layer(), {one.parameter_name: one for one in every}, hidden_states, *args)
+        adapters = {one.parameter_name: one for one in every}
+        return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.products_by)
 
-    return type(
-        f"Grouped{kind.__name__}", (kind,), {"forward": forward, "fused": "experts", "__module__": kind.__module__}
-    )
+    own_names = {"forward": forward, "fused": "experts", "products_by": CUBLAS, "__module__": kind.__module__}
+    return type(f"Grouped{kind.__name__}", (kind,), own_names)
 
 
 def _needs_own_forward(every: list[Any]) -> bool:
@@ -181,13 +185,39 @@ def _needs_own_forward(every: list[Any]) -> bool:
 
 
 def run_experts(
-    experts: Any, adapters: dict[str, Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    experts: Any,
+    adapters: dict[str, Any],
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    act: str | None = None,
+    by: str = CUBLAS,
 ) -> torch.Tensor:
     """The experts' output [tokens, d] for `hidden` [tokens, d]; of each token its experts `index` and their `weights`,
-    both [tokens, k]. `adapters`: peft's wrappers by the names of the tensors that they adapt."""
+    both [tokens, k].
+
+    Args:
+        adapters: peft's wrappers by the names of the tensors that they adapt.
+        act: the activation if one operator can compute these experts (one_operator()).
+        by: the GEMM backend of that operator.
+    """
     routing = Routing(index, experts.num_experts)
     first = FIRST[0] if experts.has_gate else FIRST[1]
-    rows = routing.gather(hidden.to(getattr(experts, first).dtype))
+    dtype = getattr(experts, first).dtype
+    if act is not None and len(adapters) == 2:
+        result = gated_experts(
+            hidden.to(dtype),
+            weights,
+            routing.order,
+            routing.back,
+            routing.ends,
+            (experts.gate_up_proj, experts.down_proj),
+            (_halves(adapters[first], dtype), _halves(adapters[LAST], dtype)),
+            act,
+            by,
+        )
+        return result.to(hidden.dtype)
+    rows = routing.gather(hidden.to(dtype))
     rows = _product(experts, first, adapters, rows, routing)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _product(experts, LAST, adapters, rows, routing)
@@ -196,18 +226,37 @@ def run_experts(
     return routing.combine(rows, weights).to(hidden.dtype)
 
 
+def one_operator(experts: Any) -> str | None:
+    """The activation of experts that compute down(act(gate) * up) without biases, which kernels/gated_experts.py does
+    as one operator; None if they compute something else."""
+    from transformers.integrations import moe
+
+    special = experts.has_bias or experts.is_transposed or getattr(experts, "has_post_expert_norm", False)
+    own_gate = getattr(type(experts), "_apply_gate", None) is not moe._default_apply_gate
+    if special or own_gate or not experts.has_gate:
+        return None
+    x = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    known = {"silu": F.silu(x), "gelu_pytorch_tanh": F.gelu(x, approximate="tanh")}
+    return next((act for act in ACTS if torch.allclose(experts.act_fn(x), known[act], atol=1e-12)), None)
+
+
 def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     weight = getattr(experts, name)
     rows = rows.to(weight.dtype)
     result = grouped_mm(rows, weight, routing.ends, experts.is_transposed)
     if name in adapters:
-        a, b = adapter_of(adapters[name])
-        b = b * adapters[name].scaling[ADAPTER]
-        a, b = (_padded(one.to(rows.dtype), dim) for one, dim in ((a, 1), (b, 2)))
+        a, b = _halves(adapters[name], rows.dtype)
         result = result + grouped_mm(grouped_mm(rows, a, routing.ends, False), b, routing.ends, False)
     if experts.has_bias:
         result = result + getattr(experts, f"{name}_bias")[routing.expert]
     return result
+
+
+def _halves(wrapper: Any, dtype: torch.dtype) -> Adapter:
+    """A and the scaled B of a wrapper in `dtype`."""
+    a, b = adapter_of(wrapper)
+    b = b * wrapper.scaling[ADAPTER]
+    return Adapter(_padded(a.to(dtype), 1), _padded(b.to(dtype), 2))
 
 
 def _padded(adapter: torch.Tensor, dim: int) -> torch.Tensor:

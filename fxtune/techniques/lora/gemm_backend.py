@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxtune.errors import HardwareError
+from fxtune.kernels import grouped_matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
+from fxtune.techniques.lora.experts import grouped
 from fxtune.techniques.lora.fused_modules import groups
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ def enable(model: Any, optional: bool) -> str | None:
     # Broad on purpose: it is a compiler of another package, with errors of its own.
     try:
         prepare(device, dtype, cache_home() / "quack")
+        if mixtures := grouped(model):
+            grouped_matmul.prepare(device, dtype, cache_home() / "quack")
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -81,6 +85,8 @@ def enable(model: Any, optional: bool) -> str | None:
         ) from error
     for group in groups(model, DENSE):
         group.kind = DENSE_CUTE
+    for experts in mixtures:
+        experts.products_by = CUTE
     model.products_by = CUTE
     return None
 

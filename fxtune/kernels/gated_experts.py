@@ -1,0 +1,228 @@
+"""The gated MLPs of a mixture's experts and their adapters, as one operator with a backward pass of its own.
+
+A token t that uses the experts e with the weights w gets the sum of w down_e(act(gate_e(x)) * up_e(x)) over its
+experts. Its rows, one for each of its experts, are sorted by expert (grouped_matmul.Routing). Row by row the operator
+computes
+
+    g = x GU_e^T + r1 B1_e^T   with r1 = x A1_e^T       h = act(gate of g) * (up of g)
+    y = h D_e^T + r2 B2_e^T    with r2 = h A2_e^T       out[t] = sum of w y over the token's rows
+
+and these products are what takes long, so everything between them is arranged to move as few bytes as possible:
+
+- The products of low rank are added where their sum is read or written anyway: r1 B1^T by the kernel of the
+  activation, r2 B2^T by the GEMM of `down`. The activation's kernel also computes r2, and backward dr1 and dh's share.
+- Neither y nor the gathered x and dy are kept for the backward pass. The gradient of w is <dout[t], y>, which equals
+  <dh, h> before dh is multiplied by w; x and dy are gathered again.
+- Nothing is summed by atomic additions: the same bits in each run.
+
+On a GPU these steps are Triton kernels (gated_experts_triton.py) and grouped GEMMs; the functions of torch below are
+their reference, and run elsewhere. Sums are float32, and each result is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fxtune.kernels.grouped_matmul import outer, product, segments
+from fxtune.kernels.matmul import CUBLAS
+from fxtune.kernels.swiglu import gated, gated_backward
+
+
+class Adapter(NamedTuple):
+    """The adapters of all experts on one tensor: A [experts, r, in] and B [experts, out, r], the scaling in B."""
+
+    a: Tensor
+    b: Tensor
+
+
+def gated_experts(
+    hidden: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    back: Tensor,
+    ends: Tensor,
+    matrices: tuple[Tensor, Tensor],
+    adapters: tuple[Adapter, Adapter],
+    act: str = "silu",
+    by: str = CUBLAS,
+) -> Tensor:
+    """[tokens, d]: the weighted sum of the outputs of each token's experts.
+
+    Args:
+        hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
+        order, back, ends: of a Routing of [tokens, k] experts.
+        matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen.
+        adapters: those of both tensors, in hidden's dtype.
+        act: one of swiglu.ACTS.
+        by: see grouped_matmul.product().
+    """
+    return _forward(hidden, weights, order, back, ends, *matrices, *adapters[0], *adapters[1], act, by)[0]
+
+
+@torch.library.custom_op("fxtune::gated_experts", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    back: Tensor,
+    ends: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    a1: Tensor,
+    b1: Tensor,
+    a2: Tensor,
+    b2: Tensor,
+    act: str,
+    by: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
+    x = gather(hidden, back)
+    r1 = product(x, a1.mT, ends, by=by)
+    g = product(x, gate_up.mT, ends, by=by)
+    del x
+    h, r2 = activate(g, r1, b1, a2, ends, act)
+    y = product(h, down.mT, ends, plus=product(r2, b2.mT, ends, by=by), by=by)
+    return combine(y, back, weights), g, r1, r2
+
+
+@_forward.register_fake
+def _(hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, b2, act, by):
+    sizes = gate_up.shape[1], a1.shape[1], a2.shape[1]
+    return torch.empty_like(hidden), *(hidden.new_empty(len(back), size) for size in sizes)
+
+
+@torch.library.custom_op("fxtune::gated_experts_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    hidden: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    back: Tensor,
+    ends: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    a1: Tensor,
+    b1: Tensor,
+    a2: Tensor,
+    b2: Tensor,
+    act: str,
+    by: str,
+    g: Tensor,
+    r1: Tensor,
+    r2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weights, a1, b1, a2 and b2."""
+    w = weights.flatten().index_select(0, order).unsqueeze(1)
+    dy = gather(dout, back)  # not yet multiplied by w: that is done where rows are narrow
+    db2 = outer(dy, (r2 * w).to(r2.dtype), ends, by=by)
+    dr2 = product(dy, b2, ends, by=by)
+    dh = product(dy, down, ends, by=by)
+    del dy
+    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, ends, act)  # dh now holds w h
+    da2 = outer(dr2, dh, ends, by=by)
+    db1 = outer(dg, r1, ends, by=by)
+    dx = product(dg, gate_up, ends, plus=product(dr1, a1, ends, by=by), by=by)
+    del dg, dh
+    da1 = outer(dr1, gather(hidden, back), ends, by=by)
+    of_weights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
+    return combine(dx, back, None, weights.shape[1]), of_weights, da1, db1, da2, db2
+
+
+@_backward.register_fake
+def _(dout, hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, b2, *_):
+    return tuple(torch.empty_like(one) for one in (hidden, weights, a1, b1, a2, b2))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.act, ctx.by = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 13
+    *tensors, g, r1, r2 = ctx.saved_tensors
+    hidden, weights, *adapters = _backward(dout.contiguous(), *tensors, ctx.act, ctx.by, g, r1, r2)
+    return hidden, weights, None, None, None, None, None, *adapters, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)
+
+
+def gather(states: Tensor, back: Tensor) -> Tensor:
+    """[rows, d]: the states [tokens, d] of each row's token. `back`: the row of each pair (token, rank)."""
+    k = len(back) // len(states)
+    out = states.new_empty(len(back), states.shape[1])
+    if states.is_cuda:
+        from fxtune.kernels.gated_experts_triton import scatter
+
+        return scatter(states, back, out)
+    out[back] = states.repeat_interleave(k, 0)
+    return out
+
+
+def combine(rows: Tensor, back: Tensor, weights: Tensor | None, k: int = 1) -> Tensor:
+    """[tokens, d]: of each token the sum of its rows, weighted by `weights` [tokens, k] if given."""
+    k = k if weights is None else weights.shape[1]
+    if rows.is_cuda:
+        from fxtune.kernels.gated_experts_triton import add_up
+
+        return add_up(rows, back, weights, k)
+    each = _wide(rows).index_select(0, back).view(-1, k, rows.shape[1])
+    return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """h [rows, width] and r2 = h A2^T [rows, r]; g [rows, 2 width] comes without r1 B1^T."""
+    if g.is_cuda and g.dtype is not torch.float64:
+        from fxtune.kernels.gated_experts_triton import forward
+
+        return forward(g, r1, b1, a2, ends, act)
+    h, r2 = g.new_empty(len(g), g.shape[1] // 2), g.new_empty(len(g), a2.shape[1])
+    for expert, rows in segments(ends):
+        gated(act, g[rows], (r1[rows], b1[expert]), h[rows])
+        torch.mm(h[rows], a2[expert].t(), out=r2[rows])
+    return h, r2
+
+
+def activate_backward(
+    g: Tensor, r1: Tensor, b1: Tensor, dh: Tensor, dr2: Tensor, a2: Tensor, w: Tensor, ends: Tensor, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the gradient [rows] of the rows' weights `w` [rows, 1].
+
+    `dh` [rows, width] comes without dr2 A2, and both without w. It is overwritten with w h.
+    """
+    if g.is_cuda and g.dtype is not torch.float64:
+        from fxtune.kernels.gated_experts_triton import backward
+
+        return backward(g, r1, b1, dh, dr2, a2, w, ends, act)
+    dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(len(g), dtype=_wide(w).dtype)
+    for expert, rows in segments(ends):
+        whole = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
+        h, nothing = whole * w[rows], (dr2[rows, :0], a2[expert, :0])
+        gated_backward(act, g[rows], h, (r1[rows], b1[expert]), nothing, dg[rows])  # h is now act(gate) * up
+        torch.mm(dg[rows], b1[expert], out=dr1[rows])
+        dw[rows] = (whole * h).sum(1)
+        dh[rows] = (h * w[rows]).to(dh.dtype)
+    return dg, dr1, dw
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@register_flop_formula(torch.ops.fxtune.gated_experts)
+def _flops(*inputs: Any, **_: Any) -> int:
+    return int(2 * inputs[3][0] * sum(one[1] * one[2] for one in inputs[5:11]))
+
+
+@register_flop_formula(torch.ops.fxtune.gated_experts_backward)
+def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
+    back, (gate_up, down, *adapters) = inputs[3], inputs[5:11]
+    sizes = [gate_up[1] * gate_up[2], down[1] * down[2], *(2 * one[1] * one[2] for one in adapters)]
+    return int(2 * back[0] * sum(sizes))

@@ -1,0 +1,252 @@
+"""Triton kernels of gated_experts.py: tokens to rows and back, and the gated activation with its products of low rank.
+
+A program of the activation takes a tile of rows of one expert and loops over the columns, so each sum over a row (r2,
+dr1 and the gradient of the row's weight) stays in registers. How many tiles an expert has is known on the device only:
+each program counts the tiles of the experts before its own, and a few programs find none left.
+
+All arithmetic is float32. Offsets of rows are int64. Import this module only on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxtune.kernels.activation import activation
+from fxtune.kernels.triton_matrix import matrix
+
+COLUMNS = 2048
+"""Numbers of a row that one program of scatter() and add_up() takes."""
+FORWARD = dict(ROWS=64, COLUMNS=128, num_warps=8, num_stages=2)
+BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=2)
+"""Launches of the activation's kernels."""
+
+
+def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:
+    """Write each row of `states` [tokens, d] to its rows of `out` [tokens k, d], which `back` [tokens k] gives."""
+    tokens, width = states.shape
+    block = min(triton.next_power_of_2(width), COLUMNS)
+    if tokens:
+        grid = tokens, triton.cdiv(width, block)
+        _scatter[grid](*map(matrix, (states.contiguous(), out)), back, width, K=len(back) // tokens, BLOCK=block)
+    return out
+
+
+def add_up(rows: Tensor, back: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given."""
+    width = rows.shape[1]
+    out = rows.new_empty(len(back) // k, width)
+    block = min(triton.next_power_of_2(width), COLUMNS)
+    if len(out):
+        grid = len(out), triton.cdiv(width, block)
+        given = rows if weights is None else weights.contiguous()
+        _add_up[grid](*map(matrix, (rows, out)), back, given, width, K=k, BLOCK=block, WEIGHTED=weights is not None)
+    return out
+
+
+def forward(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """See gated_experts.activate()."""
+    rows, width = len(g), g.shape[1] // 2
+    h, r2 = g.new_empty(rows, width), g.new_empty(rows, a2.shape[1])
+    _forward[_grid(rows, ends, FORWARD)](
+        *map(matrix, (g, r1, h, r2)), b1.contiguous(), a2.contiguous(), ends, *_sizes(width, b1, a2, ends),
+        SILU=act == "silu", **_blocks(b1, a2, ends), **FORWARD,
+    )  # fmt: skip
+    return h, r2
+
+
+def backward(
+    g: Tensor, r1: Tensor, b1: Tensor, dh: Tensor, dr2: Tensor, a2: Tensor, w: Tensor, ends: Tensor, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See gated_experts.activate_backward()."""
+    rows, width = dh.shape
+    dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(rows, dtype=torch.float32)
+    _backward[_grid(rows, ends, BACKWARD)](
+        *map(matrix, (g, r1, dh, dr2, dg, dr1)), b1.contiguous(), a2.contiguous(), w.float().contiguous(), dw, ends,
+        *_sizes(width, b1, a2, ends), SILU=act == "silu", **_blocks(b1, a2, ends), **BACKWARD,
+    )  # fmt: skip
+    return dg, dr1, dw
+
+
+def _grid(rows: int, ends: Tensor, launch: dict[str, int]) -> tuple[int]:
+    """A program for each tile that can exist: the last tile of each expert may be partly empty."""
+    return (triton.cdiv(rows, launch["ROWS"]) + len(ends),)
+
+
+def _sizes(width: int, b1: Tensor, a2: Tensor, ends: Tensor) -> tuple[int, ...]:
+    return width, b1.shape[2], a2.shape[1], len(ends)
+
+
+def _blocks(b1: Tensor, a2: Tensor, ends: Tensor) -> dict[str, int]:
+    """Sizes that Triton wants as powers of two, and its tensor cores as 16 or more."""
+    ranks = (max(triton.next_power_of_2(size), 16) for size in (b1.shape[2], a2.shape[1]))
+    return dict(zip(("R1", "R2", "EXPERTS"), (*ranks, triton.next_power_of_2(len(ends))), strict=True))
+
+
+@triton.jit
+def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(states[0] + token * states[1] + column, mask=inside)
+    for rank in tl.static_range(K):
+        row = tl.load(back + token * K + rank).to(tl.int64)
+        tl.store(out[0] + row * out[1] + column, value, mask=inside)
+
+
+@triton.jit
+def _add_up(rows, out, back, weights, width, K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(K):
+        row = tl.load(back + token * K + rank).to(tl.int64)
+        value = tl.load(rows[0] + row * rows[1] + column, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + token * K + rank).to(tl.float32)
+        total += value
+    tl.store(out[0] + token * out[1] + column, total.to(out[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile_of(ends, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The expert of a tile (`experts` if there is no such tile), its first row, and the row after the
+    expert's last."""
+    each = tl.arange(0, EXPERTS)
+    end = tl.load(ends + each, mask=each < experts, other=0)
+    start = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = tl.where(each < experts, (end - start + ROWS - 1) // ROWS, 0)
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.sum(((upto <= tile) & (each < experts)).to(tl.int32), 0)
+    mine = each == expert
+    before = tl.sum(tl.where(mine, upto - tiles, 0), 0)
+    first = tl.sum(tl.where(mine, start, 0), 0) + (tile - before) * ROWS
+    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def _factor(factor, expert, length, width, ranks, column, rank):
+    """B1 of gate or up as [R, COLUMNS]: `factor` points to [experts, length, ranks]."""
+    at = factor + expert.to(tl.int64) * length * ranks + column.to(tl.int64) * ranks + rank
+    return tl.load(at, mask=(column < width) & (rank < ranks), other=0.0)
+
+
+@triton.jit
+def _forward(
+    g,
+    r1,
+    h,
+    r2,
+    b1,
+    a2,
+    ends,
+    width,
+    ranks1,
+    ranks2,
+    experts,
+    SILU: tl.constexpr,
+    R1: tl.constexpr,
+    R2: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    row = (first.to(tl.int64) + tl.arange(0, ROWS))[:, None]
+    rank1, rank2 = tl.arange(0, R1), tl.arange(0, R2)
+    low = tl.load(r1[0] + row * r1[1] + rank1[None, :], mask=(row < end) & (rank1[None, :] < ranks1), other=0.0)
+    total = tl.zeros((ROWS, R2), tl.float32)
+    a2 += expert.to(tl.int64) * ranks2 * width
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < end) & (column < width)
+        at = g[0] + row * g[1] + column
+        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.dot(low, _factor(b1, expert, 2 * width, width, ranks1, column, rank1[:, None]), gate)
+        up = tl.dot(low, _factor(b1 + width * ranks1, expert, 2 * width, width, ranks1, column, rank1[:, None]), up)
+        value, _ = activation(gate, SILU)
+        p = (value * up).to(h[0].dtype.element_ty)
+        tl.store(h[0] + row * h[1] + column, p, mask=inside)
+        a = tl.load(
+            a2 + rank2[:, None].to(tl.int64) * width + column,
+            mask=(rank2[:, None] < ranks2) & (column < width),
+            other=0.0,
+        )
+        total = tl.dot(p, tl.trans(a), total) + 0.0  # + 0.0: see swiglu_reduce_triton.py
+    narrow = (row < end) & (rank2[None, :] < ranks2)
+    tl.store(r2[0] + row * r2[1] + rank2[None, :], total.to(r2[0].dtype.element_ty), mask=narrow)
+
+
+@triton.jit
+def _backward(
+    g,
+    r1,
+    dh,
+    dr2,
+    dg,
+    dr1,
+    b1,
+    a2,
+    weights,
+    of_weights,
+    ends,
+    width,
+    ranks1,
+    ranks2,
+    experts,
+    SILU: tl.constexpr,
+    R1: tl.constexpr,
+    R2: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    rows = first.to(tl.int64) + tl.arange(0, ROWS)
+    row = rows[:, None]
+    rank1, rank2 = tl.arange(0, R1), tl.arange(0, R2)
+    narrow1 = (row < end) & (rank1[None, :] < ranks1)
+    low = tl.load(r1[0] + row * r1[1] + rank1[None, :], mask=narrow1, other=0.0)
+    above = tl.load(dr2[0] + row * dr2[1] + rank2[None, :], mask=(row < end) & (rank2[None, :] < ranks2), other=0.0)
+    w = tl.load(weights + rows, mask=rows < end, other=0.0)
+    total, of_w = tl.zeros((ROWS, R1), tl.float32), tl.zeros((ROWS,), tl.float32)
+    a2 += expert.to(tl.int64) * ranks2 * width
+    kind = dg[0].dtype.element_ty
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < end) & (column < width)
+        at = g[0] + row * g[1] + column
+        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        dh_at = dh[0] + row * dh[1] + column
+        whole = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
+        b_gate = _factor(b1, expert, 2 * width, width, ranks1, column, rank1[:, None])
+        b_up = _factor(b1 + width * ranks1, expert, 2 * width, width, ranks1, column, rank1[:, None])
+        a = tl.load(
+            a2 + rank2[:, None].to(tl.int64) * width + column,
+            mask=(rank2[:, None] < ranks2) & (column < width),
+            other=0.0,
+        )
+        gate, up, whole = tl.dot(low, b_gate, gate), tl.dot(low, b_up, up), tl.dot(above, a, whole)
+        value, slope = activation(gate, SILU)
+        p = value * up
+        of_w += tl.sum(whole * p, 1)
+        whole *= w[:, None]
+        d_gate, d_up = (whole * up * slope).to(kind), (whole * value).to(kind)
+        dg_at = dg[0] + row * dg[1] + column
+        tl.store(dg_at, d_gate, mask=inside)
+        tl.store(dg_at + width, d_up, mask=inside)
+        total = tl.dot(d_gate, tl.trans(b_gate), total)
+        total = tl.dot(d_up, tl.trans(b_up), total) + 0.0
+        tl.debug_barrier()  # every thread reads its dh before one overwrites it
+        tl.store(dh_at, (p * w[:, None]).to(dh[0].dtype.element_ty), mask=inside)
+    tl.store(dr1[0] + row * dr1[1] + rank1[None, :], total.to(dr1[0].dtype.element_ty), mask=narrow1)
+    tl.store(of_weights + rows, of_w, mask=rows < end)

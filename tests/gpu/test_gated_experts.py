@@ -1,0 +1,73 @@
+"""The experts of a mixture on a GPU: as accurate as their rounding by both GEMM backends, the same bits each time, and
+one operator in a model that trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import reference
+
+from fxtune.kernels import grouped_matmul, matmul
+from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.matmul import CUBLAS, CUTE
+from fxtune.system.host import cache_home
+
+GPU = torch.device("cuda", 0)
+SHAPES = {
+    "qwen3": (4096, 8, 128, 2048, 768, (16, 16)),
+    "uneven": (1003, 3, 5, 512, 320, (24, 8)),
+    "few": (5, 1, 8, 256, 128, (8, 8)),
+}
+"""Tokens, experts a token, experts, width of the model and of an expert, ranks."""
+
+
+def prepared(by: str) -> str:
+    if by == CUTE:
+        if torch.cuda.get_device_capability() != matmul.CAPABILITY:
+            pytest.skip("quack's kernel is taken on compute capability 9.0")
+        pytest.importorskip("quack")
+        grouped_matmul.prepare(GPU, torch.bfloat16, cache_home() / "quack")
+    return by
+
+
+def case(shape: str):
+    tokens, k, experts, size, width, (r1, r2) = SHAPES[shape]
+    draw = lambda *sizes, scale: (scale * torch.randn(sizes, device=GPU)).bfloat16()  # noqa: E731
+    scores = torch.randn(tokens, experts, device=GPU)
+    scores[:, 1] -= 10  # hardly any token uses this one
+    routing = Routing(scores.topk(k, -1).indices, experts)
+    trained = [
+        draw(tokens, size, scale=1.0),
+        torch.rand(tokens, k, device=GPU),
+        draw(experts, r1, size, scale=size**-0.5),
+        draw(experts, 2 * width, r1, scale=0.3),
+        draw(experts, r2, width, scale=width**-0.5),
+        draw(experts, size, r2, scale=0.3),
+    ]
+    matrices = draw(experts, 2 * width, size, scale=size**-0.5), draw(experts, size, width, scale=width**-0.5)
+    return routing, trained, matrices
+
+
+def run(routing, trained, matrices, seed, by=CUBLAS):
+    hidden, weights, a1, b1, a2, b2 = trained = [one.detach().requires_grad_() for one in trained]
+    adapters = Adapter(a1, b1), Adapter(a2, b2)
+    out = gated_experts(hidden, weights, routing.order, routing.back, routing.ends, matrices, adapters, by=by)
+    return [out.detach(), *torch.autograd.grad(out, trained, seed)]
+
+
+@pytest.mark.parametrize("by", [CUBLAS, CUTE])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_accurate_and_reproducible(shape, by):
+    routing, trained, matrices = case(shape)
+    seed = torch.randn_like(trained[0])
+    found, again = (run(routing, trained, matrices, seed, prepared(by)) for _ in range(2))
+    on_cpu = Routing(routing.order.new_zeros(1, 1), 1)
+    on_cpu.order, on_cpu.back, on_cpu.ends = routing.order.cpu(), routing.back.cpu(), routing.ends.cpu()
+    wanted = run(on_cpu, *([one.cpu().float() for one in each] for each in (trained, matrices)), seed.cpu().float())
+    for name, mine, same, exact in zip(
+        ("out", "hidden", "weights", "a1", "b1", "a2", "b2"), found, again, wanted, strict=True
+    ):
+        assert torch.equal(mine, same), name
+        error = ((mine.cpu().float() - exact).norm() / exact.norm().clamp(min=1e-9)).item()
+        assert error < reference.LIMITS["bfloat16"], (name, error)

@@ -1,0 +1,67 @@
+"""Run by test_gated_experts.py with TRITON_INTERPRET=1: compares the Triton kernels of gated experts with their plain
+references, in float16 (see interpreted_lora.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fxtune.kernels import gated_experts, gated_experts_triton
+from fxtune.kernels.grouped_matmul import Routing
+
+gated_experts_triton.COLUMNS = 32
+gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)
+gated_experts_triton.BACKWARD.update(ROWS=16, COLUMNS=32)
+KIND, CLOSE = torch.float16, dict(rtol=1e-2, atol=1e-2)
+
+
+def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(shape)).to(KIND)
+
+
+def tokens_and_rows(tokens: int, k: int, experts: int, width: int) -> Routing:
+    """Compare scatter and add_up, and return the routing."""
+    routing = Routing(torch.rand(tokens, experts).topk(k, -1).indices, experts)
+    states, weights = draw(tokens, width), torch.rand(tokens, k)
+    rows = gated_experts_triton.scatter(states, routing.back, torch.empty(tokens * k, width, dtype=KIND))
+    assert torch.equal(rows, gated_experts.gather(states, routing.back))
+    for given in (None, weights):
+        mine = gated_experts_triton.add_up(rows, routing.back, given, k)
+        torch.testing.assert_close(mine, gated_experts.combine(rows, routing.back, given, k), **CLOSE)
+    return routing
+
+
+def activation(routing: Routing, width: int, ranks: tuple[int, int], act: str) -> None:
+    """Compare the activation forward and backward."""
+    rows, experts = len(routing.back), len(routing.ends)
+    g, r1, b1 = draw(rows, 2 * width), draw(rows, ranks[0]), draw(experts, 2 * width, ranks[0], scale=0.2)
+    a2, dh, dr2, w = (
+        draw(experts, ranks[1], width, scale=0.2),
+        draw(rows, width),
+        draw(rows, ranks[1]),
+        torch.rand(rows, 1),
+    )
+    for mine, wanted in zip(
+        gated_experts_triton.forward(g, r1, b1, a2, routing.ends, act),
+        gated_experts.activate(g, r1, b1, a2, routing.ends, act),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, wanted, **CLOSE)
+    first, second = dh.clone(), dh.clone()
+    for mine, wanted in zip(
+        (*gated_experts_triton.backward(g, r1, b1, first, dr2, a2, w, routing.ends, act), first),
+        (*gated_experts.activate_backward(g, r1, b1, second, dr2, a2, w, routing.ends, act), second),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=5e-2)
+
+
+torch.manual_seed(0)
+compared = 0
+for (tokens, k, experts), (width, ranks), act in itertools.product(
+    ((9, 2, 3), (40, 4, 6), (7, 1, 1)), ((40, (8, 16)), (64, (24, 3))), ("silu", "gelu_pytorch_tanh")
+):
+    activation(tokens_and_rows(tokens, k, experts, width), width, ranks, act)
+    compared += 1
+print(compared, "compared")

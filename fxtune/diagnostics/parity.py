@@ -142,6 +142,9 @@ class _Comparison:
         self.scale = loss_scale(builder, self.supervised)
         self.techniques = copy.deepcopy(builder.techniques)
         self.techniques.lora.dropout = 0.0
+        if self.techniques.router.enabled:  # its loss is that of a micro-batch, so other splits have another one
+            self.techniques.router.enabled = False
+            tell("Without the auxiliary loss, which depends on the micro-batches: the evidence compares it.")
         self.hf_config = copy.deepcopy(builder.hf_config)
         for config in (self.hf_config, self.hf_config.get_text_config()):
             for name, value in vars(config).items():

@@ -14,7 +14,9 @@ from fxtune.objectives.language_model import LanguageModel
 
 class CausalLM:
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return model.summed_loss(batch), {}
+        loss = model.summed_loss(batch)
+        balance, metrics = model.router_terms(batch)
+        return (loss if balance is None else loss + balance), metrics
 
     def normalizer(self, plan: Plan, step: int) -> float:
         return float(plan.supervised(step))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.distributed.sharding import with_head
 from fxtune.errors import ConfigError
 from fxtune.kernels.linear_cross_entropy import (
@@ -36,6 +36,7 @@ from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence, Switch
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.quantized_modules import Fp8Head
+from fxtune.techniques.router import Routers
 
 LOGIT_FACTORS = {
     "logits_scaling": lambda value: 1.0 / value,  # Granite
@@ -58,6 +59,7 @@ class LanguageModel:
 
     def __init__(self, model: nn.Module, liger: Liger | None = None, context_group: str = "") -> None:
         self.model, self.context_group = model, context_group
+        self.routers: Routers | None = getattr(model, "routers", None)
         enabled = liger is not None and liger.enabled
         self.fused = enabled and liger.fused_linear_cross_entropy is Switch.on  # type: ignore[union-attr]
         self.chunk_rows = liger.chunk_rows if enabled else None  # type: ignore[union-attr]
@@ -89,6 +91,19 @@ class LanguageModel:
         log_probs = self.log_probs(batch)
         segment = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
         return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
+
+    def router_terms(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Of the newest forward pass, which was that of `batch`: the auxiliary loss, and figures of the routers, each
+        times the supervised tokens. The loss is None in evaluation, and where there is none."""
+        if self.routers is None:
+            return None, {}
+        supervised = (batch.labels != IGNORE_INDEX).sum()
+        figures = self.routers.statistics()
+        loss = None
+        if self.routers.coefficient:
+            figures["router_aux_loss"] = auxiliary = self.routers.loss()
+            loss = self.routers.coefficient * supervised * auxiliary if torch.is_grad_enabled() else None
+        return loss, {name: supervised * figure.detach() for name, figure in figures.items()}
 
     @property
     def head(self) -> Any:
@@ -139,6 +154,8 @@ class LanguageModel:
         return logits.flatten(0, 1).index_select(0, batch.supervised_at).float()
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
+        if self.routers is not None:
+            self.routers.mask = batch.is_token()
         tensors = batch.input_ids, batch.position_ids, batch.cu_seqlens
         return model_inputs(self.model, *tensors, batch.pieces, self.context_group)
 

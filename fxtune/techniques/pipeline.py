@@ -38,6 +38,7 @@ from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
+from fxtune.techniques.router import Router, observe_routers
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -62,6 +63,8 @@ class Pipeline:
     quantize: Quantize = field(default_factory=Quantize)
     # Wraps the base's linears, so every change of the base comes first.
     lora: Lora = field(default_factory=Lora)
+    # Changes what routers compute, adapted or not, inside the layers that the next two wrap.
+    router: Router = field(default_factory=Router)
     # Wraps whole layers, adapters included.
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     # Last of the techniques: traces the final layers. Then weights are divided over ranks (parallel.shard): layers are
@@ -256,6 +259,7 @@ class Pipeline:
         for _, technique in self.enabled():
             technique.configure(hf_config)
         built: nn.Module = models.build(model, hf_config, world, seed, shrinks=self.quantize.enabled)
+        observe_routers(built, world.device)
         if not self.lora.enabled:  # adapters freeze the whole base
             for parameter in beside_text(built):
                 parameter.requires_grad_(False)

@@ -13,6 +13,9 @@ class FakeModel:
     def summed_loss(self, batch):
         return torch.tensor(3.0) * batch
 
+    def router_terms(self, batch):
+        return None, {}
+
 
 class FakePlan:
     def supervised(self, step):

@@ -43,6 +43,15 @@ class Batch:
     """Tokens that are not padding."""
     pieces: int = 1
     """Into how many pieces of equal length the rows are cut: all tensors but `cu_seqlens` are of one of them."""
+    filled: torch.Tensor | None = None
+    """int64 [rows]: the tokens of each row that are not padding, which comes last. None: there is no padding."""
+
+    def is_token(self) -> torch.Tensor:
+        """float32 [rows x length]: 0 for padding, else 1."""
+        if self.filled is None:
+            return torch.ones(self.input_ids.numel(), device=self.input_ids.device)
+        column = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return (column < self.filled[:, None]).flatten().float()
 
     @property
     def supervised(self) -> int:
@@ -148,4 +157,5 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         torch.from_numpy(targets.ravel()[supervised_at]),
         tokens=int((filled - first).clip(0, length).sum()),
         pieces=spec.pieces,
+        filled=torch.from_numpy((filled - first).clip(0, length)),
     )

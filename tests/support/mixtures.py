@@ -1,0 +1,45 @@
+"""Tiny mixtures of experts with random weights."""
+
+from __future__ import annotations
+
+import torch
+from support.architectures import ARCHITECTURES, SIZES
+
+from fxtune.models.load import Init, ModelConfig
+
+WIDTHS = {**SIZES, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 1}
+
+
+def _without(*names: str) -> dict[str, int]:
+    return {name: size for name, size in WIDTHS.items() if name not in names}
+
+
+MORE = {
+    "glm4_moe": {
+        **WIDTHS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,
+    },
+    "granitemoe": {**_without("moe_intermediate_size"), "num_local_experts": 4},
+    "olmoe": {**_without("moe_intermediate_size"), "num_experts": 4},
+    "qwen2_moe": {**WIDTHS, "num_experts": 4, "shared_expert_intermediate_size": 48},
+}
+
+
+def mixture(kind: str, **changes) -> ModelConfig:
+    values = {**(MORE.get(kind) or ARCHITECTURES[kind]), **changes}
+    return ModelConfig(path=None, init=Init.random, architecture={"model_type": kind, **values})
+
+
+def uneven(model):
+    """The model with larger weights, so that routing and experts matter, and adapters that do something."""
+    for name, parameter in model.named_parameters():
+        draw = torch.Generator().manual_seed(len(name))
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=draw)
+        elif "lora_" not in name and (parameter.dim() > 1 or "bias" in name):
+            parameter.data.normal_(std=0.1, generator=draw)
+    return model

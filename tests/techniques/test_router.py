@@ -1,0 +1,206 @@
+"""Routers of a mixture: the auxiliary loss is transformers', in value and gradients, and the tokens of experts are counted."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.architectures import built, facts_of, lora, tiny_model
+from support.cases import slow_but
+from support.mixtures import mixture, uneven
+from torch.nn import functional as F
+
+from fxtune.data.batches.batch import BatchSpec, build_batch
+from fxtune.errors import ConfigError
+from fxtune.objectives.causal_lm import CausalLM
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.pipeline import Pipeline, make_probe
+from fxtune.techniques.router import Router
+
+FAMILIES = ["gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+"""Those with an auxiliary loss in transformers."""
+COEFFICIENT = 0.5
+
+
+def batch(lengths=(9, 14), packed=False, seed=0):
+    """One row a document with padding, or all in one row."""
+    draw = np.random.default_rng(seed)
+    table = SimpleNamespace(
+        ids=draw.integers(3, 128, sum(lengths)).astype(np.int32), supervised=draw.random(sum(lengths)) < 0.6
+    )
+    rows = np.array([0, len(lengths)]) if packed else np.arange(len(lengths) + 1)
+    width = sum(lengths) if packed else max(lengths) + 2
+    return build_batch(
+        [table],
+        BatchSpec(
+            np.zeros(len(lengths), np.int64), np.cumsum([0, *lengths[:-1]]), np.array(lengths), rows, width,
+            packed=packed, pad_id=0, slots=len(lengths) + 1,
+        ),
+    )  # fmt: skip
+
+
+def plain_loss(model, given) -> torch.Tensor:
+    """transformers': the mean cross-entropy of a batch, and the auxiliary loss over the tokens that are not padding."""
+    mask = given.is_token().view(given.input_ids.shape).long()
+    if bool(mask.all()):  # packed rows: with a mask of its own transformers would not separate documents
+        mask = None
+    out = model(
+        given.input_ids,
+        position_ids=given.position_ids,
+        attention_mask=mask,
+        output_router_logits=True,
+        use_cache=False,
+    )
+    own = F.cross_entropy(out.logits.flatten(0, 1), given.targets.flatten(), ignore_index=-100)
+    return own + COEFFICIENT * out.aux_loss
+
+
+def mine(model, batches) -> torch.Tensor:
+    """The mean of a step over `batches`, its gradients left in the parameters."""
+    language, objective = LanguageModel(model), CausalLM()
+    total = sum(each.supervised for each in batches)
+    losses = []
+    for each in batches:
+        loss = objective.loss(language, each)[0] / total
+        loss.backward()
+        losses.append(loss.detach())
+    return sum(losses)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad()
+    return found
+
+
+def require_same(found, wanted, tolerance=1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-9, name
+
+
+def pipeline(adapters=True, **others) -> Pipeline:
+    made = lora() if adapters else Pipeline()
+    made.router = Router(aux_loss_coef=COEFFICIENT)
+    for name, technique in others.items():
+        setattr(made, name, technique)
+    return made
+
+
+def pair(kind: str, adapters=True, packing=False, **others):
+    """The model with fxtune's auxiliary loss, and the same one as transformers and peft have it."""
+    without = lora() if adapters else Pipeline()
+    without.router.enabled = False
+    return (uneven(built(one, mixture(kind), packing=packing)) for one in (pipeline(adapters, **others), without))
+
+
+@pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", slow_but(FAMILIES, "qwen3_moe"))
+def test_the_auxiliary_loss_is_that_of_transformers(kind, adapters):
+    model, plain = pair(kind, adapters)
+    given = batch()
+    found = mine(model, [given])
+    wanted = plain_loss(plain, given)
+    wanted.backward()
+    assert abs(found - wanted) <= 1e-5 * abs(wanted)
+    theirs = gradients(plain)
+    require_same(gradients(model), theirs)
+    F.cross_entropy(plain(given.input_ids).logits.flatten(0, 1), given.targets.flatten()).backward()
+    without = gradients(plain)  # the test can fail: without the auxiliary loss gradients are others
+    assert any((without[name] - one).norm() > 1e-2 * one.norm() for name, one in theirs.items())
+
+
+def test_packed_rows_and_micro_batches():
+    """A step's auxiliary loss is the mean of its micro-batches', weighted by supervised tokens."""
+    model, plain = pair("qwen3_moe", packing=True)
+    batches = [batch((9, 14), packed=True), batch((5, 6), packed=True, seed=1)]
+    found, total = mine(model, batches), sum(each.supervised for each in batches)
+    wanted = sum(plain_loss(plain, each) * each.supervised / total for each in batches)
+    wanted.backward()
+    assert abs(found - wanted) <= 1e-5 * abs(wanted)
+    require_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_with_layers_that_are_recomputed_and_compiled(compiled, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    others = {"compile": Compile(enabled=True)} if compiled else {}
+    model, plain = pair("qwen3_moe", packing=True, checkpointing=Checkpointing(enabled=True), **others)
+    given = batch((9, 14), packed=True)
+    found, wanted = mine(model, [given]), mine(next(pair("qwen3_moe", packing=True)), [given])
+    assert abs(found - wanted) <= 1e-6 * abs(wanted)
+    plain_loss(plain, given).backward()
+    require_same(gradients(model), gradients(plain))
+
+
+def test_recomputed_layers_choose_the_same_experts():
+    made = pipeline(checkpointing=Checkpointing(enabled=True))
+    model, chosen = uneven(built(made, mixture("qwen3_moe"), packing=False)), []
+    for number, router in enumerate(model.routers.modules):
+        router.register_forward_hook(lambda _, __, output, number=number: chosen.append((number, output[2].clone())))
+    given = batch()
+    language = LanguageModel(model)
+    chosen.clear()
+    loss = CausalLM().loss(language, given)[0]
+    forward = dict(chosen)
+    chosen.clear()
+    loss.backward()
+    again = dict(chosen)
+    assert again.keys() == forward.keys() == {0, 1}
+    assert all(torch.equal(again[number], one) for number, one in forward.items())
+
+
+def test_metrics_count_the_tokens_of_each_expert():
+    model = uneven(built(lora(), mixture("qwen3_moe"), packing=False))
+    seen = []
+    for router in model.routers.modules:
+        router.register_forward_hook(lambda _, __, output: seen.append(output[2]))
+    language, given = LanguageModel(model), batch()
+    seen.clear()
+    metrics = CausalLM().loss(language, given)[1]
+    assert set(metrics) == {"router_max_load", "router_entropy"}
+    real = given.is_token().bool()
+    shares = [torch.bincount(one[real].flatten(), minlength=4) / (2 * 23) for one in seen]
+    largest = sum(4 * share.max() for share in shares) / len(shares)
+    torch.testing.assert_close(metrics["router_max_load"] / given.supervised, largest)
+    entropy = sum(torch.special.entr(share).sum() for share in shares) / len(shares) / np.log(4)
+    torch.testing.assert_close(metrics["router_entropy"] / given.supervised, entropy.float())
+
+
+def decided(kind: str, **changes) -> tuple[Pipeline, list[str]]:
+    return Pipeline().resolved(facts_of(mixture(kind, **changes), packing=False))
+
+
+def test_the_config_switches_it_on():
+    chosen, notes = decided("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.01)
+    assert chosen.router.enabled
+    assert chosen.router.aux_loss_coef == 0.01
+    assert "router: auxiliary loss times 0.01, as the model's config says" in notes
+    chosen, notes = decided("qwen3_moe")
+    assert not chosen.router.enabled
+    assert not any(note.startswith("router") for note in notes)
+
+
+def test_a_config_that_asks_for_it_trains_without_transformers_collecting_logits():
+    made = Pipeline()
+    model = mixture("qwen3_moe", output_router_logits=True)
+    made, _ = made.resolved(facts_of(model, packing=False))
+    adapted = built(made, model, packing=False)
+    evidence = [one for one in made.prove(adapted, make_probe(adapted, packing=False)) if one.technique == "router"]
+    assert len(evidence) == 1
+    assert adapted(torch.arange(5)[None]).router_logits is None
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
+def test_a_model_without_one_refuses_a_demand(kind):
+    made = Pipeline()
+    made.router.aux_loss_coef = 0.01
+    with pytest.raises(ConfigError, match=rf"techniques.router.aux_loss_coef: 0.01, but {kind} has no auxiliary loss"):
+        made.resolved(facts_of(tiny_model(kind), packing=False))

@@ -107,8 +107,9 @@ COMMANDS = {
     "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Command(
         "fxtune.cli.verify",
-        "build the model, take a step, and show that each technique acted",
+        "build the model, take a step, and show that each technique acted; or: is RUN still what was proven",
         reads_data=True,
+        positional="saved",
         options={
             "--loss": _flag("compare loss and gradients with plain transformers"),
             "--each": _flag("the same, also with each technique off in turn"),

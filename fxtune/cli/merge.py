@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from fxtune.errors import ConfigError, StorageError, UserError, first_line, shor
 from fxtune.models import load as models
 from fxtune.models import weights
 from fxtune.models.load import DType, ModelConfig
+from fxtune.models.merged_weights import recompute
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
+from fxtune.models.probe import Answer
 from fxtune.models.save import save_model, staging_folders
 from fxtune.models.untrusted import inspect_folder
-from fxtune.system.hub import Origin, locate_adapter
+from fxtune.system.hub import Origin, locate, locate_adapter
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 from fxtune.training.checkpoint_model import exported_model, find_checkpoint, run_folder
@@ -103,7 +106,9 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
     base = opened.build_base(torch.device("cpu"))
     _require_space(base, out, place)
     base_name, base_revision = base.name_or_path, base.base_revision
-    merged = _add_adapter(base, opened).to(getattr(torch, opened.model.dtype.value))
+    adapted = opened.adapt(base)
+    answer = Answer.of(adapted)
+    merged = _merge_into_base(adapted, opened.name).to(getattr(torch, opened.model.dtype.value))
     if not weights.all_finite(merged):
         first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
         raise StorageError(
@@ -112,7 +117,15 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
         )
     merged.name_or_path, merged.base_revision = base_name, base_revision
     _require_writable(out)  # again, because save_model() replaces what is there and another merge may have been faster
-    return save_model(merged, opened.tokenizer, out, card={"adapter": opened.origin.name, **card})
+    return save_model(
+        merged,
+        opened.tokenizer,
+        out,
+        card={"adapter": opened.origin.name, **card},
+        answer=lambda: answer,
+        check=partial(recompute, base=opened.base, adapter=opened.origin, lora=opened.lora),
+        keeps=f"The adapter {name} is as it was: merge it again.",
+    )
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,11 @@ class OpenedAdapter:
     hf_config: Any
     """The base's config, with the RoPE scaling of the adapter."""
     tokenizer: Any
+
+    @property
+    def base(self) -> Origin:
+        """Where the base's files are."""
+        return locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
 
     def build_base(self, device: torch.device) -> Any:
         return models.build(self.model, self.hf_config, World(device), seed=0)
@@ -245,16 +263,16 @@ def _read_lora_config(origin: Origin, name: str) -> Any:
         ) from error
 
 
-def _add_adapter(base: Any, opened: OpenedAdapter) -> Any:
-    """The base with the adapter added to its weights, without peft's modules."""
+def _merge_into_base(adapted: Any, name: str) -> Any:
+    """The base of a model of peft with the adapter added to its weights, without peft's modules. `name`: the
+    adapter's, for messages."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 
-    adapted = opened.adapt(base)
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     _untie(adapted, layers)
     for layer in layers:
-        _merge_in_float32(layer, opened.name)
+        _merge_in_float32(layer, name)
     for wrapper in [module for module in adapted.modules() if isinstance(module, TrainableTokensWrapper)]:
         wrapper.token_adapter.merge()  # the rows of trainable_token_indices, which unload() would leave out
     merged = adapted.unload()

@@ -23,12 +23,14 @@ from typing import Any
 from fxtune.cli.merge import merge
 from fxtune.cli.run_output import ADAPTER_FILE, RunOutput, find_output
 from fxtune.errors import ConfigError, HubError, StorageError, first_line
+from fxtune.models.export_proof import PROOF
 from fxtune.system.console import say
 from fxtune.system.redact import redact
 
 CARD = "README.md"
 UPLOADED = (
     CARD,
+    PROOF,
     "adapter_config.json",
     "adapter_model*.safetensors",
     "model*.safetensors",

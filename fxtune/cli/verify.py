@@ -3,10 +3,11 @@
     fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step
     fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
     fxtune verify +recipe=quickstart --each    # the same with each technique off in turn
+    fxtune verify runs/quickstart              # are its adapter, model and merged model still what was proven?
 
 The first rows are the evidence that training itself requires before its first step. The others need data or a backward
 pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step costs. Nothing is
-written. Exit code 1: something did not act.
+written. Exit code 1: something did not act, or a file is not the one that was proven when it was saved.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from fxtune.cli.options import write_json
+from fxtune.cli.run_output import find_output, run_folder
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
@@ -31,6 +33,7 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
 from fxtune.distributed.world import World
 from fxtune.errors import CheckError
+from fxtune.models.export_proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, observed, parameter_counts
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
@@ -87,6 +90,26 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
     if failed:
         raise CheckError(f"{len(failed)} of {count} are not as asked for:\n" + "\n".join(failed))
     say(f"All {count} as asked for.")
+
+
+def saved(run: str) -> None:
+    """Compare what a run has saved, or the folder of an adapter or a model, with the proof in it (proof.json).
+
+    Needs no base and no GPU. Raises CheckError for a file that changed since, StorageError for a folder without proof.
+    """
+    folder = run_folder(run)
+    folders = [path.parent for path in sorted(folder.glob(f"*/{PROOF}"))] or [find_output(run).folder]
+    changed = []
+    for one in folders:
+        proof, lines = changed_since(one)
+        changed += [f"  {one / line}" for line in lines]
+        if not lines:
+            say(f"{one}: as it was proven. {proof.sentence()}")
+    if changed:
+        raise CheckError(
+            f"{len(changed)} files are not those that were proven:\n" + "\n".join(changed) + "\nExport them again "
+            "(fxtune merge RUN/checkpoints/step-N), or use another copy."
+        )
 
 
 def of_all_ranks(world: World, seen: list[Evidence]) -> list[Evidence]:

@@ -29,7 +29,12 @@ Result = TypeVar("Result")
 FILE_BYTES = 5 * 10**9
 """Bytes of the largest file of a model, unless one layer is larger."""
 ADAPTER = "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
+
+
+class Mismatch(OSError):
+    """A file of an export is not what was trained."""
 
 
 @dataclass
@@ -56,11 +61,39 @@ class ExportedWeights:
         return _write_model(model, folder, world)
 
     def compare(self, world: World) -> None:
-        """Raise OSError, on all ranks, unless the files hold the weights of the model."""
+        """Raise Mismatch, on all ranks, unless the files hold the weights of the model and no others."""
+        on_main(world, self._require_complete)
         with ExitStack() as opened:
             on_all(world, partial(self._compare_live, opened, world.main))
             for layer in self.converted:
                 on_main(world, partial(self._compare_converted, opened, _gathered(layer, world)))
+
+    def _require_complete(self) -> None:
+        """Raise Mismatch unless the files and their index name the tensors that were written, each in its file."""
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, str] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt") as file:
+                    found.update(dict.fromkeys(file.keys(), path.name))
+            except (SafetensorError, OSError) as error:
+                raise Mismatch(f"{path.name} cannot be read back: {error}") from error
+        index = self.folder / INDEX
+        named = {"the files": found}
+        if len(set(self.files.values())) > 1:
+            try:
+                named[INDEX] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (OSError, ValueError, LookupError) as error:
+                raise Mismatch(f"{INDEX} cannot be read back: {error}") from error
+        elif index.exists():
+            raise Mismatch(f"{INDEX} is there, and the weights are in one file")
+        for where, files in named.items():
+            for name in sorted(files.keys() ^ self.files.keys()):
+                raise Mismatch(f"{name} is {'missing in' if name in self.files else 'left over in'} {where}")
+            for name, file in self.files.items():
+                if files[name] != file:
+                    raise Mismatch(f"{name} is in {files[name]} by {where}, and was written to {file}")
 
     def _compare_live(self, opened: ExitStack, main: bool) -> None:
         """Compare what this rank holds of each tensor; undivided ones on rank 0 only."""
@@ -73,7 +106,7 @@ class ExportedWeights:
             self._require_equal(opened, name, tensor, Chunk.whole(tuple(tensor.shape)))
 
     def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
-        """Raise OSError unless the file of `name` has `held` as its `chunk`. `opened` closes the file."""
+        """Raise Mismatch unless the file of `name` has `held` as its `chunk`. `opened` closes the file."""
         from safetensors import SafetensorError, safe_open
 
         if chunk.empty:
@@ -87,9 +120,9 @@ class ExportedWeights:
             same = tuple(header.get_shape()) == chunk.shape and header.get_dtype() == DTYPES[held.dtype]
             read = header[chunk.within(Chunk.whole(chunk.shape))] if same and chunk.shape else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise OSError(f"{name} cannot be read back from {path.name}: {error}") from error
-        if not (same and torch.equal(_bits(read), _bits(held))):
-            raise OSError(f"{name}, read back from {path.name}, is not what the model holds")
+            raise Mismatch(f"{name} cannot be read back from {path.name}: {error}") from error
+        if not (same and torch.equal(bits(read), bits(held))):
+            raise Mismatch(f"{name}, read back from {path.name}, is not what the model holds{_apart(read, held)}")
 
 
 def on_main(world: World, work: Callable[[], Result]) -> Result:
@@ -99,18 +132,19 @@ def on_main(world: World, work: Callable[[], Result]) -> Result:
 
 
 def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
-    """What work() returns on each rank. If it raises OSError on one of them, all raise that."""
+    """What work() returns on each rank. If it raises OSError or Mismatch on one of them, all raise that."""
     error: OSError | None = None
     result: Any = None
     try:
         result = work()
     except OSError as problem:
         error = problem
-    found = world.gather((result, None if error is None else str(error)), "exporting")
-    for rank, (_, words) in enumerate(found):
+    kind = Mismatch if isinstance(error, Mismatch) else OSError
+    found = world.gather((result, None if error is None else str(error), kind), "exporting")
+    for rank, (_, words, kind) in enumerate(found):
         if words is not None:
-            raise OSError(f"rank {rank}: {words}" if rank else words) from error
-    return [one for one, _ in found]
+            raise kind(f"rank {rank}: {words}" if rank else words) from error
+    return [one for one, *_ in found]
 
 
 def _write_adapter(model: Any, folder: Path, world: World) -> ExportedWeights:
@@ -191,7 +225,7 @@ class _Files:
             files.update(dict.fromkeys(names, name))
         sizes = {"total_parameters": self._parameters, "total_size": sum(self._bytes)}
         index = json.dumps({"metadata": sizes, "weight_map": files}, indent=2, sort_keys=True)
-        (self.folder / "model.safetensors.index.json").write_text(index + "\n")
+        (self.folder / INDEX).write_text(index + "\n")
         return files
 
     def _flush(self) -> None:
@@ -244,5 +278,14 @@ def _as_stored(model: Any, layer: Tensors) -> Tensors:
     return dict(revert_weight_conversion(model, dict(layer)))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _apart(read: torch.Tensor, held: torch.Tensor) -> str:
+    """How two tensors differ, in words."""
+    if (read.shape, read.dtype) != (held.shape, held.dtype):
+        return "".join(f"; {list(one.shape)}, {one.dtype} {where}" for one, where in ((read, "there"), (held, "here")))
+    count = int((read.double() != held.double().cpu()).sum())
+    return f": {count:,} of {held.numel():,} numbers differ" if count else ": some bits differ"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in host memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from fxtune.models import vllm
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
@@ -15,8 +16,8 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`, over the empty template that peft writes.
 
     `facts`, all optional: title, base, revision, adapter (one that was merged in), data (its fingerprint), weights
-    (of which step), figures (metric -> value), facts (the machine's Facts), config (the run's, as plain data). Secrets
-    are redacted.
+    (of which step), figures (metric -> value), proof (a sentence), facts (the machine's Facts), config (the run's, as
+    plain data). Secrets are redacted.
     """
     import yaml
 
@@ -33,6 +34,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     }
     if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
         front["base_model"] = base
+    refused = _refused_by_vllm(folder, adapter) if adapter else []
     run = config.get("run", {})
     summary = {
         "base": base,
@@ -49,8 +51,12 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         "Trained with fxtune.",
         _table(summary),
         f"## How to load it\n\n```python\n{_loading_code(base, bool(adapter), bool(hf_config))}```",
-        *_rope_notes(hf_config, base, adapter),
+        *_rope_notes(hf_config, base, adapter, refused),
     ]
+    if adapter:
+        parts.append(_vllm_note(adapter, refused))
+    if facts.get("proof"):
+        parts += ["## Proof", str(facts["proof"])]
     if facts.get("figures"):
         parts += ["## Figures", _table(facts["figures"])]
     if machine:
@@ -80,8 +86,9 @@ def _loading_code(base: str, adapter: bool, config: bool) -> str:
     return "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", ""])
 
 
-def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any]) -> list[str]:
-    """What the user of a model with scaled RoPE must know; nothing for other models."""
+def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refused: list[str]) -> list[str]:
+    """What the user of a model with scaled RoPE must know; nothing for other models. `refused`: why vLLM takes no such
+    adapter."""
     text = config.get("text_config") or config
     parameters = text.get("rope_parameters") or {}
     sets = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]  # one, or one a layer type
@@ -100,23 +107,39 @@ def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any]) -> l
         )
     if kinds == {"dynamic"}:
         return [note, "vLLM computes dynamic scaling once, for the longest row, so its results differ."]
-    command = _vllm_command(config, base, positions, adapter)
+    command = _vllm_command(config, base, positions, adapter, refused)
     return [note, f"With vLLM (one that runs on transformers 5):\n\n```bash\n{command}\n```"]
 
 
-def _vllm_command(config: dict[str, Any], base: str, positions: int, adapter: dict[str, Any]) -> str:
+def _refused_by_vllm(folder: Path, adapter: dict[str, Any]) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        return vllm.obstacles(adapter, file.keys())
+
+
+def _vllm_note(adapter: dict[str, Any], refused: list[str]) -> str:
+    if not refused:
+        return f"Loads in vLLM: yes, with `--enable-lora --max-lora-rank {vllm.max_rank(adapter['r'])}`."
+    why = "; ".join(refused)
+    return f"Loads in vLLM: no. It takes {why}. Serve the merged model: `fxtune merge . ../merged`."
+
+
+def _vllm_command(
+    config: dict[str, Any], base: str, positions: int, adapter: dict[str, Any], refused: list[str]
+) -> str:
     """The command that serves the model or adapter with vLLM from its folder."""
     length = f"--max-model-len {positions}"
     if not adapter:
         return f"vllm serve . {length}"
-    if adapter.get("use_dora") or adapter.get("modules_to_save") or adapter.get("target_parameters"):
-        return f"fxtune merge . ../merged  # vLLM takes plain LoRA only\nvllm serve ../merged {length}"
+    if refused:
+        return f"fxtune merge . ../merged\nvllm serve ../merged {length}"
     rope = (config.get("text_config") or config)["rope_parameters"]
     scaling = {"rope_parameters": rope}
     if rope.get("rope_type") == "llama3":  # the only type whose length vLLM does not multiply by the factor
         scaling["max_position_embeddings"] = positions
     overrides = json.dumps({"text_config": scaling} if "text_config" in config else scaling)
-    rank = next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= adapter["r"]), adapter["r"])
+    rank = vllm.max_rank(adapter["r"])
     return (
         f"vllm serve {shlex.quote(base or 'BASE')} --enable-lora --max-lora-rank {rank} --lora-modules tuned=. \\\n"
         f"    --hf-overrides {shlex.quote(overrides)} \\\n    {length}"

@@ -189,7 +189,7 @@ def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lor
     peft_only = [
         f"  {name}: {shortened(saved[name])}\n"
         for name in (*_PEFT_ONLY, *others)
-        if name in saved and _comparable(saved[name]) != _comparable(getattr(lora_config, name, None))
+        if name in saved and comparable(saved[name]) != comparable(getattr(lora_config, name, None))
     ]
     if peft_only:
         raise ConfigError(
@@ -285,7 +285,7 @@ def _modules_in_file(origin: Origin) -> set[str]:
         return set()
 
 
-def _comparable(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """An option's value for comparison: as JSON has it, None for every empty value."""
     if value is None or value is False or value in ("", "none", [], {}):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError
-from fxtune.models.exported_weights import ExportedWeights, on_main
+from fxtune.models.export_proof import Proof, prove, write_proof
+from fxtune.models.exported_weights import ExportedWeights, Mismatch, on_main
 from fxtune.models.model_card import write_card
+from fxtune.models.probe import Answer
 from fxtune.system.atomic_files import replace_folder, sync
 
 
@@ -22,7 +25,16 @@ def staging_folders(folder: Path) -> tuple[Path, Path]:
 
 
 def save_model(
-    model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None, world: World | None = None
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    card: dict[str, Any] | None = None,
+    world: World | None = None,
+    *,
+    answer: Callable[[], Answer] | None = None,
+    check: Callable[[Path], tuple[int, str]] | None = None,
+    record: Callable[[dict[str, float]], None] | None = None,
+    keeps: str = "",
 ) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
@@ -31,9 +43,14 @@ def save_model(
     Without adapters: the whole model in safetensors, and a config.json with rope_parameters and the raised
     max_position_embeddings, the keys that transformers 5 and vLLM read.
 
-    The weights are read back and compared with those of the model. The folder is written under another name and then
-    renamed, so it is complete or absent. It replaces an existing one. `world`: the ranks that hold the model, which
-    all call this; rank 0 writes. Raises StorageError, on all of them, if the disk refuses it or returns other weights.
+    The folder is proven before it counts (export_proof.py). `answer`: see prove(). `check`: one more check of the
+    written files, see Proof.with_check(). `record` gets the figures of the proof, which are also in the card and, with
+    the sha256 of each file, in proof.json.
+
+    The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
+    one. `world`: the ranks that hold the model, which all call this; rank 0 writes. Raises StorageError, on all of
+    them, if the disk refuses it or the files are not what was trained. `keeps`: for that message, where the trained
+    weights still are.
     """
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
@@ -43,10 +60,14 @@ def save_model(
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
 
+    def prove_files() -> Proof:
+        proof = prove(model, tokenizer, staging, len(written.files), answer, world)
+        return proof.with_check(partial(check, staging)) if check else proof
+
     def end() -> None:
-        _write_tokenizer(tokenizer, staging)
         origin = {"base": model.name_or_path, "revision": model.base_revision}
-        write_card(staging, {"title": folder.name, **origin, **(card or {})})
+        write_card(staging, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
+        write_proof(staging, proof)
         readable = (staging / "README.md").stat().st_mode
         for file in staging.iterdir():
             file.chmod(readable)  # safetensors makes its files readable by their owner alone
@@ -55,15 +76,25 @@ def save_model(
     try:
         on_main(world, begin)
         written = ExportedWeights.write(model, staging, world)
-        on_main(world, end)
+        on_main(world, lambda: _write_tokenizer(tokenizer, staging))
         written.compare(world)
+        proof = on_main(world, prove_files)
+        on_main(world, end)
         on_main(world, partial(replace_folder, staging, folder, old))
     except OSError as error:
         if world.main:
             shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, Mismatch):
+            raise StorageError(
+                f"The files for {folder} were written and are not what was trained: {error}. They were removed. "
+                f"{keeps or 'What they were made from is as it was: try again.'} If it happens again, check the disk, "
+                "and the versions of peft, transformers and safetensors."
+            ) from error
         raise StorageError(
             f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."
         ) from error
+    if record is not None:
+        record(proof.figures())
     return folder
 
 

@@ -168,20 +168,26 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
             yield data[begin : begin + CHUNK]
 
 
+def digest(path: Path) -> FileDigest:
+    """The digest of a regular file as it is. Raises OSError, ValueError for anything else."""
+    size = _size(path)
+    with path.open("rb") as stream:
+        return FileDigest(hashlib.file_digest(stream, "sha256").hexdigest(), size)
+
+
 def find_damage(path: Path, written: FileDigest) -> Damage | None:
     """Why the file at `path` differs from the one that was `written`; None if it does not."""
     try:
         size = _size(path)
         if size != written.bytes:
             return Damage(f"{path.name} has {size:,} bytes, and {written.bytes:,} were saved", lost=True)
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        found = digest(path)
     except ValueError as error:
         return Damage(str(error))
     except OSError as error:
         reason = f"{path.name} cannot be read: {error.strerror or error}"
         return Damage(reason, lost=isinstance(error, FileNotFoundError))
-    if digest != written.sha256:
+    if found != written:
         return Damage(f"{path.name} is not the file that was saved (another sha256)", lost=True)
     return None
 

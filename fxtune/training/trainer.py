@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import EVIDENCE, RunFolder, claim, differences
+from fxtune.checkpoint.run_folder import CHECKPOINTS, EVIDENCE, RunFolder, claim, differences
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
@@ -23,6 +23,7 @@ from fxtune.data.config import AUTO
 from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
+from fxtune.models.probe import Answer
 from fxtune.models.save import save_model
 from fxtune.objectives.base import Objective
 from fxtune.objectives.causal_lm import CausalLM
@@ -590,7 +591,16 @@ class Trainer:
         with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
             if self.world.main:
                 self.run_state.make_room(whole_model)
-            save_model(self.model, self.tokenizer, output, card=card, world=self.world)
+            save_model(
+                self.model,
+                self.tokenizer,
+                output,
+                card=card,
+                world=self.world,
+                answer=self._answer,
+                record=figures.update,
+                keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
+            )
         with phase("Writing the last checkpoint", announce=False):
             self.run_state.checkpoints.wait()
         if timings := self.run_state.checkpoints.save_timings():
@@ -609,6 +619,11 @@ class Trainer:
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
         self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported, *spent])
         return figures
+
+    def _answer(self) -> Answer:
+        """The trained model's answer to the probe of the export, as in training."""
+        with self.techniques.precision.context(self.world.device):
+            return Answer.of(self.model)
 
     def _gives_finite_loss(self, step: int) -> bool:
         batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)

@@ -75,7 +75,7 @@ def test_adapter_is_uploaded_with_its_card_and_nothing_else(run, hub, capsys):
     assert f"{hub.url}/me/lamps" in out
     assert "others can load it with --merged only" in out, "the base is a folder of this machine"
     names = {"README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"}
-    assert set(hub.stored["me/lamps"]) == {*names, "tokenizer.json", "tokenizer_config.json"}
+    assert set(hub.stored["me/lamps"]) == {*names, "proof.json", "tokenizer.json", "tokenizer_config.json"}
     assert (
         hub.stored["me/lamps"]["adapter_model.safetensors"] == (run / "adapter/adapter_model.safetensors").read_bytes()
     )

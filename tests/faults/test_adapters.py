@@ -200,13 +200,13 @@ def test_existing_target_is_not_overwritten(make, adapter, tmp_path):
 
 
 def test_target_written_by_another_merge_meanwhile_is_not_overwritten(adapter, tmp_path, monkeypatch):
-    out, fold = tmp_path / "out", merging._add_adapter
+    out, fold = tmp_path / "out", merging._merge_into_base
 
     def folded(*given):
         (out / "kept").mkdir(parents=True)
         return fold(*given)
 
-    monkeypatch.setattr(merging, "_add_adapter", folded)
+    monkeypatch.setattr(merging, "_merge_into_base", folded)
     with pytest.raises(StorageError, match="out exists"):
         merge(adapter, out)
     assert (out / "kept").exists()

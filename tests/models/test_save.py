@@ -72,6 +72,7 @@ def test_adapter_has_config_only_if_base_config_was_edited(base, tmp_path):
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "proof.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]

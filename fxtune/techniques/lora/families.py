@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.models.structure import observed
+from fxtune.models.probe import probe_logits
 from fxtune.techniques.lora.fused_modules import StandIn, given, rotated_parts, without_rope
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -39,8 +39,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 """The activations that kernels/swiglu.py computes, by its names for them."""
-TOKENS = 8
-"""Tokens of the forward pass in which attentions are observed."""
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a module's code may raise when it runs with replaced parts. Such a module cannot be fused."""
 
@@ -147,33 +145,6 @@ def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rot
         return False
     # Without values only the shapes are known; Lora.verify() compares the logits when there are values.
     return output.is_meta or _close(output, call.output, 2e-2)
-
-
-def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
-    """The model's logits for eight fixed tokens, under the autocast that is active: few enough to keep for a check.
-
-    `nudge`: the relative change of each number of the embedded tokens.
-    """
-    device = next(model.parameters()).device
-    ids = torch.arange(TOKENS, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    # Without a mask transformers would look for documents in the positions, which have no values on the meta device.
-    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device) if device.type == "meta" else None
-
-    def moved(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
-        up = torch.arange(states.shape[-1], device=device) % 2 * 2 - 1
-        return states * (1 + nudge * up).to(states.dtype)
-
-    hook = model.get_input_embeddings().register_forward_hook(moved)
-    try:
-        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    finally:
-        hook.remove()
-    return logits
-
-
-def relative_distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one.float() - other.float()).norm() / other.float().norm()).item()
 
 
 def _tensor(output: Any) -> torch.Tensor | None:

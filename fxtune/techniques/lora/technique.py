@@ -26,13 +26,13 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models.dims import EXPERTS
 from fxtune.models.peft_adapter import load_adapter, require_same_options
+from fxtune.models.probe import probe_logits, relative_distance
 from fxtune.models.structure import base_dtype, observed, parameter_counts, running_on_text, skeleton
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets
 from fxtune.techniques.lora.experts import follows_interface, group_experts, observe_experts
-from fxtune.techniques.lora.families import probe_logits, relative_distance
 from fxtune.techniques.lora.targets import ALL_LINEAR
 
 if TYPE_CHECKING:

@@ -1,0 +1,341 @@
+"""Proves an export before it counts: what plain peft and plain transformers make of its files is what was trained.
+
+    weights     each tensor of the files is the model's, bit by bit, and none is left over (exported_weights.py)
+    options     adapter_config.json, config.json and generation_config.json say what acts in the model
+    tokenizer   the one that is read back has the same tokens, ids and chat template
+    modules     plain peft adapts the same modules with the same ranks and scalings, and gives them the same weights
+    logits      plain peft over plain transformers answers a probe as the trained model does
+
+For the last two, the plain model is built from the files without weights and borrows those of the base from the model
+in memory: no base is read again, and none is copied. Its code is transformers' and peft's own, without fused adapters,
+Liger or compiled layers. A quantized base stays quantized, and PiSSA and OLoRA keep what they took from the base, so
+what is compared is the export and not the quantization.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.distributed.chunks import is_divided
+from fxtune.distributed.world import World
+from fxtune.errors import StorageError, first_line, shortened
+from fxtune.models import shards
+from fxtune.models.exported_weights import Mismatch, bits
+from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
+from fxtune.models.probe import Answer, kl, probe_logits
+from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
+from fxtune.system.oom import out_of_memory_reason
+
+LIMIT = 1e-3
+"""The largest mean KL divergence of the plain model's answers from the trained model's, in nats a token."""
+ROUNDINGS = 8
+"""Two ways to compute the same may differ by this many roundings of the input; see Answer.noise."""
+WRITTEN_BY_SAVING = ("inference_mode", "peft_version", "auto_mapping", "transformers_version", "_name_or_path")
+"""Options that saving writes itself and that change nothing."""
+PROOF = "proof.json"
+UNPROVEN = {PROOF, "README.md"}
+TEXT = "Hello, wörld! 1+1=2\n\n\tdef f(x): return x  # 你好 <|im_start|>"
+CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared, and how far apart it was."""
+
+    tensors: int
+    """Tensors that were read back and are the model's, bit by bit."""
+    kl: float | None = None
+    """Mean KL divergence of the plain model's answers to the probe from the trained model's, in nats a token."""
+    difference: float | None = None
+    """The largest difference of their logits."""
+    recomputed: int | None = None
+    """Of a merged model: tensors that are the base's plus scaling * B A, computed again from the files."""
+    left_out: str = ""
+    """What was not compared, and why."""
+    seconds: float = 0.0
+
+    def with_check(self, check: Callable[[], tuple[int, str]]) -> Proof:
+        """This, and what one more check has found: the tensors that it computed again, and what it left out."""
+        begin = time.perf_counter()
+        count, left_out = check()
+        seconds = self.seconds + time.perf_counter() - begin
+        left_out = "; ".join(filter(None, [self.left_out, left_out]))
+        return replace(self, recomputed=count, left_out=left_out, seconds=seconds)
+
+    def figures(self) -> dict[str, float]:
+        """As metrics of the run."""
+        found = {"kl": self.kl, "max_difference": self.difference, "proof_seconds": self.seconds}
+        return {f"export/{name}": value for name, value in found.items() if value is not None}
+
+    def sentence(self) -> str:
+        parts = [f"{self.tensors} tensors are the model's, bit by bit"]
+        if self.recomputed is not None:
+            parts.append(f"{self.recomputed} of them are the base's plus scaling * B A, computed again")
+        if self.kl is not None:
+            parts.append(
+                f"loaded with the plain libraries it gives the same logits (mean KL {self.kl:.1e} nats a token, "
+                f"largest difference {self.difference:.1e})"
+            )
+        left_out = f" Not compared: {self.left_out}." if self.left_out else ""
+        return f"Read back in {self.seconds:.1f} s: {'; '.join(parts)}.{left_out}"
+
+
+def write_proof(folder: Path, proof: Proof) -> None:
+    """Write proof.json: the figures, and the sha256 of each file but the model card, which its readers may edit."""
+    files = {file.name: asdict(digest(file)) for file in sorted(folder.iterdir()) if file.name not in UNPROVEN}
+    text = json.dumps({"proof": asdict(proof), "files": files}, indent=2)
+    (folder / PROOF).write_text(text + "\n")
+
+
+def changed_since(folder: Path) -> tuple[Proof, list[str]]:
+    """The proof of an exported folder, and a line for each file that is not the one that was proven.
+
+    Raises StorageError for a folder without a proof that can be read.
+    """
+    file = folder / PROOF
+    if not file.exists():
+        raise StorageError(f"{folder} holds no {PROOF}: fxtune has not proven what is in it. Export it again.")
+    try:
+        found = read_json(file)
+        files = {name: FileDigest(**one) for name, one in found["files"].items()}
+        proof = Proof(**found["proof"])
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise StorageError(f"{file} cannot be read: {error}. Export the folder again.") from error
+    damages = [damage.reason for name, one in files.items() if (damage := find_damage(folder / name, one))]
+    added = {one.name for one in folder.iterdir()} - files.keys() - UNPROVEN
+    return proof, damages + [f"{name} was added" for name in sorted(added) if not name.startswith(".")]
+
+
+def prove(
+    model: Any, tokenizer: Any, folder: Path, tensors: int, answer: Callable[[], Answer] | None, world: World
+) -> Proof:
+    """Compare the files in `folder` with the model and the tokenizer that they were written from. Rank 0 calls it.
+
+    `tensors`: how many of them were compared already. `answer`: gives the trained model's answer to the probe; None:
+    the model's own. Raises Mismatch: which file, what in it, and how it differs.
+    """
+    begin = time.perf_counter()
+    adapted = hasattr(model, "peft_config")
+    _require_same_configs(model, folder, adapted)
+    _require_same_tokenizer(tokenizer, folder)
+    proof = Proof(tensors)
+    if any(map(is_divided, model.parameters())):
+        reason = f"the logits, because each of {world.size} ranks holds a part of the weights"
+        return replace(proof, left_out=reason, seconds=time.perf_counter() - begin)
+    try:
+        wanted = answer() if answer else Answer.of(model)
+        plain = _Plain(model, folder).build()
+        if adapted:
+            _require_same_modules(model, plain)
+        with torch.autocast(wanted.logits.device.type, enabled=False):
+            seen = probe_logits(plain)
+    except CODE_ERRORS as error:
+        found = out_of_memory_reason(error)
+        why = f"memory is short: {found}" if found else f"the plain model does not run here: {first_line(error)}"
+        return replace(proof, left_out=f"the logits, because {why}", seconds=time.perf_counter() - begin)
+    distance = kl(wanted.logits, seen)
+    allowed = LIMIT + ROUNDINGS**2 * wanted.noise
+    if not distance <= allowed:
+        library = "peft on the plain base" if adapted else "transformers"
+        raise Mismatch(
+            f"plain {library} answers a probe otherwise than the trained model: mean KL {distance:.1e} nats a token "
+            f"(at most {allowed:.1e})"
+        )
+    difference = (wanted.logits.float() - seen.float()).abs().max().item()
+    return replace(proof, kl=distance, difference=difference, seconds=time.perf_counter() - begin)
+
+
+def _require_same_configs(model: Any, folder: Path, adapted: bool) -> None:
+    if adapted:
+        live = next(iter(model.peft_config.values())).to_dict()
+        saved = _read(folder / CONFIG)
+        _require_same(CONFIG, live, saved)
+        if (saved.get("base_model_name_or_path") or "") != (model.name_or_path or ""):
+            raise Mismatch(
+                f"{CONFIG}: base_model_name_or_path is {saved.get('base_model_name_or_path')}, and the model was "
+                f"trained on {model.name_or_path}"
+            )
+    file = folder / "config.json"
+    if not file.exists() and (not adapted or model.config_edited):
+        raise Mismatch("config.json is missing")
+    if file.exists():
+        _require_same(file.name, model.config.to_dict(), _loaded(type(model.config), file))
+    generation, file = getattr(model, "generation_config", None), folder / "generation_config.json"
+    if not adapted and generation is not None and model.can_generate():
+        _require_same(file.name, generation.to_dict(), _loaded(type(generation), file))
+
+
+def _require_same(file: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise Mismatch for the first option of a file that is not the model's."""
+    plain = json.loads(json.dumps(live, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+    for name in sorted(plain.keys() | saved.keys()):
+        one, other = comparable(plain.get(name)), comparable(json.loads(json.dumps(saved.get(name), default=str)))
+        if one != other and name not in WRITTEN_BY_SAVING:
+            raise Mismatch(f"{file}: {name} is {shortened(other)} in it, and {shortened(one)} in the model")
+
+
+def _loaded(kind: Any, file: Path) -> dict[str, Any]:
+    """The values that transformers reads from a config's file."""
+    _read(file)
+    try:
+        found: dict[str, Any] = kind.from_pretrained(file.parent).to_dict()
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise Mismatch(f"{file.name} cannot be read back: {first_line(error)}") from error
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Mismatch(f"{file.name} cannot be read back: {first_line(error)}") from error
+    return found
+
+
+def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return
+    try:
+        saved = type(tokenizer).from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
+        raise Mismatch(f"the tokenizer cannot be read back: {first_line(error)}") from error
+    for what, read in {
+        "its chat template": lambda one: one.chat_template,
+        "its special tokens": lambda one: one.special_tokens_map,
+        "its added tokens": lambda one: {str(token) for token in one.added_tokens_decoder.values()},
+        "its vocabulary": lambda one: one.get_vocab(),
+        "the ids of a text": lambda one: one(TEXT)["input_ids"],
+    }.items():
+        if (mine := read(tokenizer)) != (theirs := read(saved)):
+            raise Mismatch(
+                f"the tokenizer, read back from {folder.name}: {what} differ: {shortened(theirs)} in the files, "
+                f"{shortened(mine)} in training"
+            )
+
+
+class _Plain:
+    """Builds the model that plain transformers and plain peft make of the files, over the base in memory."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.adapted, self.folder = hasattr(model, "peft_config"), folder
+        self.base = model.get_base_model() if self.adapted else model
+        self.live = dict(_base_modules(self.base))
+        self.shared: dict[Any, nn.Parameter] = {}
+
+    def build(self) -> Any:
+        file, held = self.folder / "config.json", self.base
+        config = type(held.config).from_pretrained(self.folder) if file.exists() else copy.deepcopy(held.config)
+        config._attn_implementation = "eager"  # any kernel of it may need documents, or a GPU
+        weight = next(held.parameters())
+        dtype = next((one.dtype for one in held.parameters() if one.is_floating_point() and one.itemsize > 1), None)
+        code = bool(getattr(config, "auto_map", None))  # it has run already, to build the model
+        plain = shards.empty(config, dtype or torch.float32, World(weight.device), code)
+        for path, module in list(plain.named_modules()):
+            self._fill(plain, path, module)
+        plain.eval()
+        if not self.adapted:
+            return plain
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # peft reads them before it wraps
+            setattr(plain, flag, getattr(held, flag, False))
+        return self._adapt(plain)
+
+    def _fill(self, plain: Any, path: str, module: nn.Module) -> None:
+        """Give a module the live one's tensors or, where these are packed, put the live module in its place."""
+        live = self.live.get(path)
+        tensors = {name: getattr(live, name, None) for name, one in module._parameters.items() if one is not None}
+        shapes = {name: getattr(tensor, "shape", None) for name, tensor in tensors.items()}
+        packed = any(getattr(tensor, "itemsize", 4) == 1 for tensor in tensors.values())
+        if live is not None and (
+            hasattr(live, "fxtune_quantized")
+            or packed
+            or any(shape != module._parameters[name].shape for name, shape in shapes.items())  # type: ignore[union-attr]
+        ):
+            plain.set_submodule(path, live)
+            return
+        for name, tensor in tensors.items():
+            if tensor is None:
+                raise LookupError(f"{path}.{name} is not in the model that was trained")
+            place = (tensor.data_ptr(), tensor.shape)  # tied weights stay one parameter
+            if place not in self.shared:
+                self.shared[place] = nn.Parameter(_plain_tensor(tensor), requires_grad=False)
+            module._parameters[name] = self.shared[place]
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            module._buffers[name] = live._buffers[name] if live is not None else None
+
+    def _adapt(self, plain: Any) -> Any:
+        from peft import LoraConfig, PeftModel
+
+        with warnings.catch_warnings(action="ignore"):
+            options = LoraConfig.from_pretrained(str(self.folder))
+            if options.init_lora_weights in FACTORED:
+                options.init_lora_weights = True  # the live base has lost the factors already
+            return PeftModel.from_pretrained(plain, str(self.folder), config=options)
+
+
+def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a base by the names that they have without adapters."""
+    for path, module in base.named_modules():
+        parts = path.split(".")
+        if not any(part.startswith(("lora_", "modules_to_save", "token_adapter")) for part in parts):
+            yield ".".join(part for part in parts if part not in ("base_layer", "original_module")), module
+
+
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its class: some are views of a fused group, which write to it when they are assigned."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _require_same_modules(model: Any, plain: Any) -> None:
+    mine, theirs = _adapters(model), _adapters(plain)
+    if odd := sorted(mine.keys() ^ theirs.keys()):
+        where = "only in the trained model" if odd[0] in mine else "only in what plain peft builds from it"
+        raise Mismatch(f"{CONFIG}: {len(odd)} adapted modules differ, such as {odd[0]}, which is {where}")
+    for path, acts in mine.items():
+        for what, value in acts.items():
+            if value != theirs[path][what]:
+                raise Mismatch(f"{CONFIG}: {what} of {path} is {theirs[path][what]} by it, and {value} in the model")
+    wanted, seen = _weights(model), _weights(plain)
+    for name in sorted(wanted.keys() | seen.keys()):
+        # Copies of whole modules have the base's dtype in plain peft.
+        if name not in seen or name not in wanted or not _same(wanted[name].to(seen[name].dtype), seen[name]):
+            raise Mismatch(f"{WEIGHTS}: plain peft does not give {name} the weights of the model")
+
+
+def _adapters(model: Any) -> dict[str, dict[str, Any]]:
+    """What decides how each adapted module acts."""
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            (name,) = module.r
+            found[path] = {
+                "the rank": module.r[name],
+                "the scaling": module.scaling[name],
+                "the variant": type(module.lora_variant.get(name)).__name__,
+                "fan_in_fan_out": bool(getattr(module, "fan_in_fan_out", False)),
+                "lora_bias": bool(module.lora_bias.get(name)),
+            }
+    return found
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    with warnings.catch_warnings(action="ignore"):
+        return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(bits(one), bits(other))

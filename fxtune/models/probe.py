@@ -1,0 +1,61 @@
+"""The answers of a model to a few fixed tokens, and how far two of them are from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxtune.models.structure import observed
+
+TOKENS = 8
+"""Tokens of the probe."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The logits of a model for the probe."""
+
+    logits: torch.Tensor
+    noise: float
+    """kl() between these logits and those after one rounding error in each number of the embedded tokens."""
+
+    @staticmethod
+    def of(model: Any) -> Answer:
+        logits = probe_logits(model)
+        return Answer(logits, kl(logits, probe_logits(model, nudge=torch.finfo(logits.dtype).eps)))
+
+
+def kl(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats; both are logits."""
+    wanted, seen = (logits.double().log_softmax(-1) for logits in (one, other.to(one.device)))
+    return (wanted.exp() * (wanted - seen)).sum(-1).mean().item()
+
+
+def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
+    """The model's logits [1, 8, vocabulary] for eight fixed tokens, under the autocast that is active: few enough to
+    keep for a check.
+
+    `nudge`: the relative change of each number of the embedded tokens.
+    """
+    device = next(model.parameters()).device
+    ids = torch.arange(TOKENS, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    # Without a mask transformers would look for documents in the positions, which have no values on the meta device.
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device) if device.type == "meta" else None
+
+    def moved(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
+        up = torch.arange(states.shape[-1], device=device) % 2 * 2 - 1
+        return states * (1 + nudge * up).to(states.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(moved)
+    try:
+        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    finally:
+        hook.remove()
+    return logits
+
+
+def relative_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one.float() - other.float()).norm() / other.float().norm()).item()

@@ -1,0 +1,48 @@
+"""Which adapters vLLM loads, by its own rules.
+
+They are those of its main branch of 2026: vllm/lora/peft_helper.py (options that it refuses, and one scaling for all
+modules), vllm/config/lora.py (values of --max-lora-rank) and vllm/lora/lora_model.py (names of tensors). Options that
+it does not read, such as rank_pattern, are the worst: such an adapter loads and gives wrong answers. Whether its class
+of a model takes adapters at all (`SupportsLoRA`) is in its list of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of --max-lora-rank; 1 is one, too."""
+REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that were trained in full (modules_to_save)",
+    "lora_bias": "biases of adapters",
+    "target_parameters": "adapters of parameters that are in no linear (target_parameters)",
+    "trainable_token_indices": "trained tokens",
+    "rank_pattern": "another rank for some modules: it scales all of them by lora_alpha / r",
+    "alpha_pattern": "another alpha for some modules: it scales all of them by lora_alpha / r",
+}
+"""Options of an adapter that vLLM refuses, or does not read, if they are set."""
+EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+def max_rank(r: int) -> int | None:
+    """The least value of --max-lora-rank for rank `r`; None above the largest."""
+    return next((rank for rank in MAX_RANKS if rank >= r), None)
+
+
+def obstacles(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """Why vLLM cannot serve an adapter. `options`: its adapter_config.json. `tensors`: the names in its file."""
+    found = [f"no {what}" for option, what in REFUSED.items() if options.get(option)]
+    if options.get("bias", "none") != "none":
+        found.append("no trained biases")
+    if max_rank(int(options.get("r") or 0)) is None:
+        found.append(f"no rank above {MAX_RANKS[-1]}")
+    if (init := options.get("init_lora_weights")) in ("pissa", "olora"):
+        found.append(f"no {init}: it does not take the first factors out of the base")
+    adapted = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
+    if any("experts" in module.split(".") for module in adapted):
+        found.append("no adapters of experts in peft's layout")
+    if ends := sorted({module.rpartition(".")[2] for module in adapted} & {*EMBEDDINGS}):
+        found.append(f"adapters of {' and '.join(ends)} only in models whose class lists them as embedding_modules")
+    return found

@@ -31,6 +31,7 @@ WRONG_MERGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:All adapters are already merged")
 @pytest.mark.parametrize("name", WRONG_MERGES)
 def test_merged_model_that_is_not_base_plus_adapter_is_no_export(tmp_path, monkeypatch, name):
     adapter(tmp_path)

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from fxtune.data.batches import ramp
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
@@ -75,7 +74,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         global_batch_size=config.train.global_batch_size,
         max_steps=config.train.max_steps,
         epochs=config.train.epochs,
-        ramp=ramp.stages(config.train.batch_ramp),
+        ramp=config.train.batch_ramp,
         seed=config.run.seed,
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
@@ -148,6 +147,7 @@ def print_statistics(plan: Plan, console: Console) -> None:
         "split / truncated / dropped": f"{changed} documents longer than {most:,} tokens",
         "without targets": f"{summary['without_targets']:,} documents or pieces, left out",
         "steps": f"{summary['steps']:,} ({epochs})",
+        "stages": str(plan.step_rows) if len(plan.step_rows.starts) > 1 else "",
     }
     if mix := summary["mix"]:
         spread = f"{mix['lowest']:.0%} to {mix['highest']:.0%} in a step"
@@ -208,7 +208,7 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
     if facts.device == "cuda":
         share = plan.summary()["supervised_share"]
         seconds = own * micro_batch_seconds(facts, kept, share)
-        speed = plan.tokens(0) / seconds
+        speed = plan.tokens(plan.last_stage) / seconds
         rows["a step"] = f"{seconds:,.2g} s, {speed:,.0f} tokens/s in all: not less, by the rates of the kernels"
     shown = [(name, _gib(row) if isinstance(row, int) else row) for name, row in rows.items() if row]
     title = f"Forecast for {'each rank' if degrees.ranks > 1 else 'a step'} on {facts.device_name}"

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Optional
 
 from fxtune.checkpoint.manager import CheckpointConfig
-from fxtune.data.batches import ramp
+from fxtune.data.batches import stages
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import ParallelConfig
@@ -201,11 +201,17 @@ class Config:
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
                 f"`train.micro_batch_size={train.micro_batch_size}`"
             )
-        yield from ramp.conflicts(train.batch_ramp, train.global_batch_size)
-        if train.batch_ramp and train.max_minutes is not None:
+        yield from stages.conflicts(train.batch_ramp, train.global_batch_size)
+        for key, grows in (("train.batch_ramp", train.batch_ramp), ("data.length_schedule", data.length_schedule)):
+            if grows and train.max_minutes is not None:
+                yield (
+                    f"`{key}` makes later steps longer, and `train.max_minutes` goes by the steps so far: leave one "
+                    "of them out"
+                )
+        if data.length_schedule and train.noise_scale:
             yield (
-                "`train.batch_ramp` makes later steps longer, and `train.max_minutes` goes by the steps so far: leave "
-                "one of them out"
+                "`train.noise_scale=true` counts rows, and `data.length_schedule` changes what a row is: leave one of "
+                "them out"
             )
         if train.noise_scale and train.global_batch_size == train.micro_batch_size:
             yield (

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from omegaconf import BooleanNode
 
+from fxtune.data.batches.stages import length_conflicts
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import ConfigError
 
@@ -134,6 +135,12 @@ class DataConfig:
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     sequence_length: int = field(default=2048, metadata={"min": 2})
     """Tokens in a row: at least one to read and one to predict."""
+    length_schedule: list[list[Any]] = field(default_factory=list)
+    """Let rows grow: [[0.0, 8192], [0.3, 16384], [0.6, 65536]] has rows of 8,192 tokens at first, and of 65,536 from
+    60 % of the run's steps on. The last length is sequence_length and the others divide it. A step takes as many more
+    rows as they are shorter, so it has room for the same tokens. A document longer than a row waits for a later stage
+    of the epoch that takes it whole; text is cut where none follows, or where shorter documents do not fill the
+    steps."""
     packing: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
     """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding.
     `auto`: true if the model and its attention keep documents apart and there are no `buckets`, else false, with a
@@ -198,13 +205,17 @@ class DataConfig:
         """The lengths that rows can have, ascending; empty if any length is possible.
 
         `sequence_length` is added if all buckets are shorter, so that each document fits. Buckets beyond the first
-        that holds `sequence_length` are left out, because no document needs them.
+        that holds `sequence_length` are left out, because no document needs them. Lengths of `length_schedule` are
+        added.
         """
+        stages = [int(length) for _, length in self.length_schedule]
         if self.packs:
-            return (self.sequence_length,)
+            return tuple(stages) or (self.sequence_length,)
         if not self.buckets:
             return ()
-        shorter = [bucket for bucket in self.buckets if bucket < self.sequence_length]
+        shorter = sorted(one for one in {*self.buckets, *stages} if one < self.sequence_length)
+        if stages:
+            return (*shorter, self.sequence_length)
         return (*shorter, *(self.buckets[len(shorter) : len(shorter) + 1] or [self.sequence_length]))
 
     def source_weights(self) -> Optional[tuple[float, ...]]:
@@ -226,6 +237,8 @@ class DataConfig:
             )
         if any(low >= high for low, high in pairwise(self.buckets)):
             raise ConfigError(f"data.buckets={list(self.buckets)}: give lengths in ascending order, each once.")
+        if wrong := length_conflicts(self.length_schedule, self.sequence_length):
+            raise ConfigError(wrong[0])
         weights = self.source_weights()
         if any(source.weight is not None for source in self.eval_sources):
             raise ConfigError(
@@ -245,6 +258,11 @@ class DataConfig:
                 f"data.mix.threshold={self.mix.threshold}: no document can be longer than "
                 f"data.sequence_length={self.sequence_length}, so none would be long. Set a smaller one: the context "
                 "length that the model had before."
+            )
+        if self.length_schedule:
+            raise ConfigError(
+                "data.mix.long_share sets the share of long documents in every step, and data.length_schedule lets "
+                "them wait for longer rows. Leave one of them out."
             )
         if weights is not None:
             raise ConfigError(

@@ -20,7 +20,6 @@ from torch import nn
 from fxtune.checkpoint import folder as checkpoint_folder
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config, OutOfMemory
-from fxtune.data.batches import ramp
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
@@ -132,7 +131,7 @@ class RunBuilder:
             global_batch_size=config.train.global_batch_size,
             max_steps=config.train.max_steps,
             epochs=config.train.epochs,
-            ramp=ramp.stages(config.train.batch_ramp),
+            ramp=config.train.batch_ramp,
             seed=config.run.seed,
             quarantine=quarantine if self.world.main else None,
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
@@ -289,7 +288,8 @@ def steps_only(config: Config, steps: int) -> Config:
     A held-out share stays, because it decides which documents are trained on.
     """
     config = copy.deepcopy(config)
-    config.train.max_steps, config.train.epochs, config.train.batch_ramp = steps, None, []
+    config.train.max_steps, config.train.epochs = steps, None
+    config.train.batch_ramp, config.data.length_schedule = [], []  # steps of the longest rows
     config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
     config.data.eval_fraction = 0.0 if config.data.eval_sources else config.data.eval_fraction
     config.data.questions.path, config.data.eval_sources = None, []

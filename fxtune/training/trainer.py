@@ -89,11 +89,12 @@ def _run_in_folder(
                 f"shortened. Put these keys back, or start another run: run.dir=NEW, with model.adapter or model.path "
                 f"if it is to go on from these weights. Runs with schedule.name={names} can be extended."
             )
-        if folder.extends and config.train.batch_ramp:
+        staged = "train.batch_ramp" if config.train.batch_ramp else "data.length_schedule"
+        if folder.extends and (config.train.batch_ramp or config.data.length_schedule):
             raise ConfigError(
-                f"{folder.path} holds this run with another train.epochs or train.max_steps, and train.batch_ramp is "
-                "laid out for a number of steps, so the run cannot be extended or shortened. Put these keys back, or "
-                "start another run: run.dir=NEW."
+                f"{folder.path} holds this run with another train.epochs or train.max_steps, and {staged} is laid out "
+                "for a number of steps, so the run cannot be extended or shortened. Put these keys back, or start "
+                "another run: run.dir=NEW."
             )
         if folder.finished and not folder.extends:
             screen.note(
@@ -375,6 +376,7 @@ class Trainer:
             self.loader = Loader(self.builder.own(plan), self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
+                self._announce_stage(index)
                 lr = self.schedule.rate(index)
                 metrics = catch_out_of_memory(partial(self.step, step, lr))
                 if isinstance(metrics, MemoryExhausted):
@@ -391,7 +393,7 @@ class Trainer:
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
-        take, first = self.train_step, step.index == self.first_step
+        take, first = self.train_step, step.index == self.first_step or self._has_new_rows(step.index)
         normalizer = self.objective.normalizer(self.plan, step.index)
         self.world.heartbeat.doing(STEP, step.index + 1)
         self.rank_report.waited += step.wait_seconds
@@ -418,6 +420,18 @@ class Trainer:
         with self.builder.oom_context(f"The update of step {step.index + 1}"):
             take.update(metrics, lr)
         return metrics
+
+    def _has_new_rows(self, index: int) -> bool:
+        """Whether rows have another length from step `index` on."""
+        rows, of = self.plan.step_rows, self.plan.stage
+        return index > self.plan.sizes.dropped and rows.starts[of(index)].length != rows.starts[of(index - 1)].length
+
+    def _announce_stage(self, index: int) -> None:
+        """Say that rows have another length from step `index` on, if they have, and free what was recorded for the
+        earlier ones."""
+        if self._has_new_rows(index) and index > self.first_step:
+            self.screen.note(f"From step {index + 1} on: {self.plan.step_rows.text(self.plan.stage(index))}.")
+            self._drop_recordings()
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ scripts/faults/kill.py does this hundreds of times at random instants; these tes
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from support.killing import Aim, Reference, disturb, prepare
@@ -81,6 +82,19 @@ def test_run_killed_twice_in_one_epoch_equals_undisturbed_run(killed, undisturbe
     first, second = killed(mode, reference, *(Aim("training", step, 0.5) for step in TWICE[mode]))
     assert first.resumed > 0
     assert max(first.steps, second.steps) < len(reference.ending.steps) / max(reference.ending.uses().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["growing", "growing-padded"])
+def test_run_killed_in_each_stage_of_its_rows_equals_undisturbed_run(killed, undisturbed, mode):
+    """Each attempt saves every step, and dies so many steps after the one before that each stage and each border is
+    met."""
+    reference = undisturbed(mode)
+    steps = len(reference.ending.steps)
+    kills = killed(mode, reference, *(Aim("training", 3, 0.5) for _ in range(steps // 2)))
+    borders = [math.ceil(0.3 * steps), math.ceil(0.6 * steps)]
+    stages = {sum(kill.resumed >= border for border in borders) for kill in kills}
+    assert stages == {0, 1, 2}, kills
 
 
 @pytest.mark.slow

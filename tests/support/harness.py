@@ -57,6 +57,15 @@ def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:
     return file
 
 
+def write_texts(file: Path, rows: int = 90, seed: int = 0) -> Path:
+    """Write `rows` different texts of some 10 to 120 tokens of the tiny tokenizer."""
+    draw = random.Random(seed)
+    words = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
+    texts = [" ".join([str(row), *draw.choices(words, k=draw.choice([3, 6, 12, 25, 40]))]) for row in range(rows)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
 def command(folder: Path, *words: str) -> list[str]:
     """The command-line words of a run in `folder`/run: LoRA on a small random Llama, two epochs of 48 chats, 24 steps
     of four rows.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.endings import Ending, Traced, lineage
-from support.harness import ENVIRON, HERE, command, write_chats
+from support.harness import ENVIRON, HERE, command, write_chats, write_texts
 
 START = 600
 """Seconds that a server may take to import all packages, on a machine with other work on it."""
@@ -345,6 +345,15 @@ def tail(folder: Path, characters: int = 1500) -> str:
 
 
 LEARNS = ("data.eval_fraction=0.1", "train.eval_every=6")
+GROWS = (
+    *LEARNS,
+    "data.sources=[{path: texts.jsonl}]",
+    "data.length_schedule=[[0.0,32],[0.3,64],[0.6,128]]",
+    "checkpoint.every=1",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+    "train.epochs=1",
+)
 MODES: dict[str, tuple[str, ...]] = {
     "lora": (
         *LEARNS,
@@ -373,6 +382,8 @@ MODES: dict[str, tuple[str, ...]] = {
         "schedule.warmup_steps=1",
         "optimizer.lr=0.1",
     ),
+    "growing": (*GROWS, "data.packing=true", "techniques.attention.enabled=true"),
+    "growing-padded": (*GROWS, "data.packing=false"),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
 """Words in addition to command(). The first three modes evaluate and so also save at other steps."""
@@ -382,6 +393,8 @@ def prepare(folder: Path, mode: str) -> list[str]:
     """Create `folder` with the files of `mode`, and return the words of its run."""
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 4, seed=1)
+    if mode.startswith("growing"):
+        write_texts(folder / "texts.jsonl")
     if mode == "tokenisers":
         write_chats(folder / "many.jsonl", 20_000)  # several shards, so that worker processes start
     return command(folder, *MODES[mode])

@@ -11,6 +11,7 @@ from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.plan import Plan
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.read.formats import RowFormat
 
 PAD = 0
 
@@ -27,6 +28,7 @@ class Table:
     fingerprint: str = ""
     bad_rows: int = 0
     split: SplitCounts = dataclasses.field(default_factory=SplitCounts)
+    format: RowFormat = RowFormat.text
     whole: None = None
 
     def __len__(self) -> int:

@@ -14,8 +14,8 @@ from fxtune.data.batches.epochs import EpochStream, StreamSettings
 from fxtune.data.batches.length_mix import LengthMix
 from fxtune.data.batches.overlap import require_no_overlap
 from fxtune.data.batches.plan import BatchSizes, Plan
-from fxtune.data.batches.ramp import Stages
 from fxtune.data.batches.segments import Side
+from fxtune.data.batches.stages import stages
 from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import ConfigError
@@ -34,13 +34,14 @@ def plan_training(
     pad_id: int = 0,
     excluded: Optional[np.ndarray] = None,
     near_copies: Optional[np.ndarray] = None,
-    ramp: Stages = (),
+    ramp: Sequence[Sequence[Any]] = (),
 ) -> Plan:
     """The plan of a training run on `tables`, one for each of `data.sources`.
 
     The run ends after `max_steps` or `epochs`, whichever comes first; if both are None, after one epoch. `excluded`:
-    digests of documents that are left out; `near_copies`: the same, of data.dedup. `ramp`: stages of a growing global
-    batch. Raises ConfigError if settings contradict each other, DataError if a table has nothing to learn from.
+    digests of documents that are left out; `near_copies`: the same, of data.dedup. `ramp`: train.batch_ramp. Raises
+    ConfigError if settings contradict each other, DataError if a table has nothing to learn from, or a document that
+    is not to be cut and that no stage of an epoch takes whole.
     """
     assert len(tables) == len(data.sources)
     data.validate()
@@ -64,7 +65,10 @@ def plan_training(
         shares=shares,
         distinct=data.dedup is not Dedup.off or None,
     )
-    sizes = BatchSizes(micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id, ramp=ramp)
+    grown = stages(global_batch_size, data.sequence_length, ramp, data.length_schedule)
+    sizes = BatchSizes(
+        micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id, stages=grown
+    )
     return Plan(EpochStream(tables, settings, excluded, near_copies), sizes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 """Part of the fingerprint. Raise it when the same settings give other rows."""
-_PASSES, _ORDER, _ROWS, _KINDS = 1, 2, 3, 4
+_PASSES, _ORDER, _ROWS, _KINDS = 1, 2, 3, 4  # 5 and 6 are in growing_rows.py
 """Keys of the permutations by purpose, so that no two permutations are the same."""
 
 
@@ -82,8 +83,75 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def reordered(self, rows: np.ndarray) -> Epoch:
+        """Some of its rows, in the order of their indices in `rows`."""
+        size = np.diff(self.offsets)[rows]
+        ends = np.cumsum(size)
+        within = np.arange(ends[-1]) - np.repeat(ends - size, size)
+        return Epoch(self.segments[np.repeat(self.offsets[rows], size) + within], np.concatenate([[0], ends]))
 
-class EpochStream:
+
+class RowSequence(ABC):
+    """An endless sequence of rows, epoch after epoch."""
+
+    segments: Segments
+    """Those that rows consist of, of all tables."""
+    source: np.ndarray
+    """int64 [segments]: index of the table."""
+    has_equal_epochs: bool
+    """Whether all epochs have as many rows as the first."""
+
+    def __init__(self) -> None:
+        # A step can span two epochs, and summaries read the first one at any time.
+        self.epoch = lru_cache(maxsize=3)(self._build)
+        self._ends: list[int] = []
+
+    @abstractmethod
+    def _build(self, number: int) -> Epoch: ...
+
+    def _count(self, number: int) -> int:
+        """Rows of an epoch. Those before it have been counted."""
+        return len(self.epoch(number))
+
+    def end(self, epoch: int) -> int:
+        """Rows of all epochs up to and including `epoch`; 0 for -1."""
+        if self.has_equal_epochs:
+            return (epoch + 1) * len(self.epoch(0))
+        while len(self._ends) <= epoch:
+            self._ends.append(self.end(len(self._ends) - 1) + self._count(len(self._ends)))
+        return self._ends[epoch] if epoch >= 0 else 0
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """(the epoch of the sequence's row `row`, the row's position in it)."""
+        if self.has_equal_epochs:
+            return divmod(row, len(self.epoch(0)))
+        while not self._ends or self._ends[-1] <= row:
+            self.end(len(self._ends))
+        epoch = bisect_right(self._ends, row)
+        return epoch, row - self.end(epoch - 1)
+
+    def rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """The sequence's rows first..last - 1: (their segments, the offsets [rows + 1] into those)."""
+        segments, sizes = [], []
+        while first < last:
+            number, row = self.locate(first)
+            epoch = self.epoch(number)
+            offsets = epoch.offsets[row : row + last - first + 1]
+            segments.append(epoch.segments[offsets[0] : offsets[-1]])
+            sizes.append(np.diff(offsets))
+            first += len(offsets) - 1
+        return np.concatenate(segments), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+
+    def share(self, epoch: int, row: int) -> float:
+        """The share of an epoch that is complete before its row `row`."""
+        return row / len(self.epoch(epoch))
+
+    def row_at(self, epoch: int, share: float) -> int:
+        """How many rows of an epoch are `share` of it, rounded."""
+        return round(share * len(self.epoch(epoch)))
+
+
+class EpochStream(RowSequence):
     """The rows of all epochs. Raises DataError if a table has nothing to learn, or a document that is too long."""
 
     def __init__(
@@ -93,6 +161,7 @@ class EpochStream:
         excluded: Optional[np.ndarray] = None,
         near_copies: Optional[np.ndarray] = None,
     ) -> None:
+        super().__init__()
         self.tables = tuple(tables)
         self.settings = settings
         self.excluded = excluded
@@ -108,9 +177,7 @@ class EpochStream:
         self._require_segments(by_table)
         self.source = np.repeat(np.arange(len(each)), [len(segments) for segments in by_table])
         """int64 [segments]: index of the table."""
-        names = ("document", "start", "length", "supervised")
-        columns = [np.concatenate([getattr(segments, name) for segments in by_table]) for name in names]
-        self.segments = Segments(*columns)
+        self.segments = Segments.joined(by_table)
         """The segments of all tables, one table after the other."""
         self.supply = [int(segments.supervised.sum()) for segments in by_table]
         """Supervised tokens of each table."""
@@ -118,11 +185,9 @@ class EpochStream:
         """bool [segments]: which are long for `settings.mix`; without it, none."""
         if settings.mix:
             self._require_both_kinds(settings.mix)
-        self._is_drawn = settings.weights is not None or settings.mix is not None
+        # Epochs that draw segments have different ones, so their numbers of rows differ a little.
+        self.has_equal_epochs = settings.weights is None and settings.mix is None
         self._pattern: Optional[tuple[np.ndarray, np.ndarray]] = None
-        # A step can span two epochs, and summaries read the first one at any time.
-        self.epoch = lru_cache(maxsize=3)(self._build)
-        self._ends: list[int] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The rest is derived, and can be millions of rows.
@@ -161,35 +226,6 @@ class EpochStream:
             used.append(chosen)
         return used
 
-    def end(self, epoch: int) -> int:
-        """Rows of all epochs up to and including `epoch`."""
-        if not self._is_drawn:
-            return (epoch + 1) * len(self.epoch(0))
-        while len(self._ends) <= epoch:  # epochs draw different segments, so their numbers of rows differ a little
-            self._ends.append((self._ends[-1] if self._ends else 0) + len(self.epoch(len(self._ends))))
-        return self._ends[epoch]
-
-    def locate(self, row: int) -> tuple[int, int]:
-        """(the epoch of the stream's row `row`, the row's position in it)."""
-        if not self._is_drawn:
-            return divmod(row, len(self.epoch(0)))
-        while not self._ends or self._ends[-1] <= row:
-            self.end(len(self._ends))
-        epoch = bisect_right(self._ends, row)
-        return epoch, row - (self._ends[epoch - 1] if epoch else 0)
-
-    def rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """The stream's rows first..last - 1: (their segments, the offsets [rows + 1] into those)."""
-        segments, sizes = [], []
-        while first < last:
-            number, row = self.locate(first)
-            epoch = self.epoch(number)
-            offsets = epoch.offsets[row : row + last - first + 1]
-            segments.append(epoch.segments[offsets[0] : offsets[-1]])
-            sizes.append(np.diff(offsets))
-            first += len(offsets) - 1
-        return np.concatenate(segments), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-
     def row_tokens(self, epoch: Epoch) -> tuple[np.ndarray, np.ndarray]:
         """(each row's tokens in long segments, each row's tokens), int64 [rows]."""
         length = self.segments.length[epoch.segments]
@@ -199,7 +235,7 @@ class EpochStream:
 
     def _build(self, number: int) -> Epoch:
         seed, mix = self.settings.seed, self.settings.mix
-        chosen = np.concatenate(self._draw(number)) if self._is_drawn else np.arange(len(self.segments))
+        chosen = self.drawn(number)
         length = self.segments.length[chosen]
         order = None if seed is None else permutation(len(chosen), seed, _ORDER, number)
         if not self.settings.packing:
@@ -208,7 +244,7 @@ class EpochStream:
             if mix:
                 order = balanced_order(np.where(self.long[chosen], length, 0), length, order)
             return Epoch(chosen[order], np.arange(len(chosen) + 1))
-        if self._is_drawn or self._pattern is None:
+        if self._pattern is None or not self.has_equal_epochs:
             self._pattern = packing_pattern(length, self.settings.sequence_length)
         slots, offsets = self._pattern
         segments = chosen[assign_documents(length, slots, order)]
@@ -217,10 +253,11 @@ class EpochStream:
         rows = permutation(len(offsets) - 1, seed, _ROWS, number)
         if mix:
             rows = balanced_order(*self.row_tokens(Epoch(segments, offsets)), rows)
-        size = np.diff(offsets)[rows]
-        ends = np.cumsum(size)
-        within = np.arange(ends[-1]) - np.repeat(ends - size, size)
-        return Epoch(segments[np.repeat(offsets[rows], size) + within], np.concatenate([[0], ends]))
+        return Epoch(segments, offsets).reordered(rows)
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        """The segments of an epoch, in no order: int64."""
+        return np.arange(len(self.segments)) if self.has_equal_epochs else np.concatenate(self._draw(epoch))
 
     def _draw(self, epoch: int) -> list[np.ndarray]:
         """The segments of an epoch with weights or a mix, for each source or each kind of length."""

@@ -1,9 +1,9 @@
 """Which documents each step learns from: a pure function of (tables, settings, step).
 
 Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py), or
-as many as a growing batch has then (ramp.py). If an epoch ends inside a step, the next one begins there; only the last
-step of a run can be short. There is no iterator state, so a run resumes at any step. Batches are read from memory maps
-when they are requested.
+as many as its stage has (stages.py). If an epoch ends inside a step, the next one begins there; only the last step of
+a run can be short. There is no iterator state, so a run resumes at any step. Batches are read from memory maps when
+they are requested.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
-from fxtune.data.batches.epochs import Epoch, EpochStream
+from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
+from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
 from fxtune.data.batches.overlap import copies
-from fxtune.data.batches.ramp import Stages, StepRows
 from fxtune.data.batches.segments import SegmentCounts
+from fxtune.data.batches.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
 
 
@@ -29,6 +30,7 @@ class BatchSizes:
     """How rows are divided into steps and micro-batches."""
 
     micro_batch_size: int
+    """Of the longest rows; a micro-batch of shorter ones has more, for the same tokens."""
     global_batch_size: int
     max_steps: Optional[int] = None
     epochs: Optional[float] = None
@@ -44,8 +46,8 @@ class BatchSizes:
     """The plan ends after this step; None: where max_steps and epochs say."""
     dropped: int = 0
     """Step s has the rows of step s - dropped: the run went back by so many steps and takes them again."""
-    ramp: Stages = ()
-    """Stages in which the global batch grows; empty: it does not."""
+    stages: tuple[Stage, ...] = ()
+    """Stages of the run; empty: one, of global_batch_size rows of the stream's sequence_length."""
 
 
 class DocumentSlice(NamedTuple):
@@ -58,20 +60,42 @@ class DocumentSlice(NamedTuple):
     length: int
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """The rows of a run, and how they are divided into steps."""
+
+    rows: RowSequence
+    step_rows: StepRows
+    count: int
+    """Rows of the run."""
+    fullest: tuple[int, ...]
+    """Of each stage that the run reaches, the most documents of a row in its first epoch."""
+
+    @staticmethod
+    def of(rows: RowSequence, step_rows: StepRows, count: int) -> _Layout:
+        fullest = []
+        for stage, start in enumerate(step_rows.starts):
+            if start.row >= count and stage:  # the run ends before it
+                break
+            epoch, row = rows.locate(start.row)
+            end = step_rows.end(stage)
+            documents = np.diff(rows.epoch(epoch).offsets)[row : None if end is None else row + end - start.row]
+            fullest.append(int(documents.max()))
+        return _Layout(rows, step_rows, count, tuple(fullest))
+
+
 class Plan:
     """The batches of a training run or an evaluation."""
 
-    def __init__(self, stream: EpochStream, sizes: BatchSizes) -> None:
+    def __init__(self, stream: EpochStream, sizes: BatchSizes, layout: Optional[_Layout] = None) -> None:
+        """`layout`: that of a plan with the same stream, global batch and length of the run."""
         self.stream = stream
         self.sizes = sizes
-        planned, self.step_rows = self._lay_out()
+        self._layout = layout or self._lay_out()
+        self.rows_of, self.step_rows, planned = self._layout.rows, self._layout.step_rows, self._layout.count
         last = None if sizes.last is None else self.step_rows.first_row(sizes.last - sizes.dropped)
         self._row_count = planned if last is None else min(planned, last)
         self.steps = self.step_rows.steps(self._row_count) + sizes.dropped
-        # Slots for rows that all have as many documents as the fullest row of the first epoch, and
-        # padding. Few batches need more.
-        fullest = int(np.diff(stream.epoch(0).offsets).max()) + 1 if stream.settings.packing else 2
-        self._slots = _next_power_of_two(fullest * sizes.micro_batch_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.stream, self.sizes)
@@ -85,26 +109,32 @@ class Plan:
         """Equal for two plans if each step that both have learns from the same documents, whatever the length of the
         run, the size of micro-batches and the padding."""
         sizes = self.sizes
-        ramp = f" {self.step_rows.starts}" if sizes.ramp else ""
-        return hashlib.sha256(f"{self.stream.fingerprint} {sizes.global_batch_size}{ramp}".encode()).hexdigest()[:32]
+        # Without lengths where rows have one, so that the fingerprints of earlier versions stay valid.
+        starts = tuple(tuple(one) if self.step_rows.has_lengths else one[:3] for one in self.step_rows.starts)
+        stages = f" {starts}" if len(sizes.stages) > 1 else ""
+        return hashlib.sha256(f"{self.stream.fingerprint} {sizes.global_batch_size}{stages}".encode()).hexdigest()[:32]
 
     def with_micro_batch_size(self, rows: int) -> Plan:
         """The same steps, in micro-batches of `rows` rows."""
-        return Plan(self.stream, replace(self.sizes, micro_batch_size=rows))
+        return self._changed(micro_batch_size=rows)
 
     def for_rank(self, rank: int, ranks: int) -> Plan:
         """The same steps, with the micro-batches of one of `ranks` ranks."""
-        return Plan(self.stream, replace(self.sizes, rank=rank, ranks=ranks))
+        return self._changed(rank=rank, ranks=ranks)
 
     def cut(self, piece: int, pieces: int) -> Plan:
         """The same steps and micro-batches, with one of `pieces` pieces of each row."""
-        return Plan(self.stream, replace(self.sizes, piece=piece, pieces=pieces))
+        return self._changed(piece=piece, pieces=pieces)
 
     def until(self, last: int, dropped: int = 0) -> Plan:
         """The plan up to step `last`, in which step s has the rows of this plan's step s - dropped."""
         if (last, dropped) == (self.steps, self.sizes.dropped):
             return self
-        return Plan(self.stream, replace(self.sizes, last=last, dropped=dropped))
+        return self._changed(last=last, dropped=dropped)
+
+    def _changed(self, **sizes: Any) -> Plan:
+        """The same rows in the same steps, with some other `sizes`."""
+        return Plan(self.stream, replace(self.sizes, **sizes), self._layout)
 
     def dealt_out(self, rank: int, ranks: int) -> Plan:
         """A plan of one micro-batch a step, as an evaluation has it, dealt out: one for each rank a step."""
@@ -117,6 +147,15 @@ class Plan:
         whatever the run's length."""
         epoch = self.stream.epoch(0)
         return len(epoch.segments) / len(epoch) * self.sizes.global_batch_size
+
+    def stage(self, step: int) -> int:
+        """The index of the stage of a step."""
+        return self.step_rows.stage(step - self.sizes.dropped)
+
+    @property
+    def last_stage(self) -> int:
+        """The first step of the last stage that the run reaches."""
+        return self.step_rows.starts[self.stage(self.steps - 1)].step + self.sizes.dropped
 
     def max_row_length(self, step: int) -> int:
         """Tokens of the longest row of a step, padding included."""
@@ -136,7 +175,12 @@ class Plan:
         return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
 
     def _all_micro_batches(self, step: int) -> int:
-        return -(-self.rows(step) // self.sizes.micro_batch_size)
+        return -(-self.rows(step) // self._micro_rows(step))
+
+    def _micro_rows(self, step: int) -> int:
+        """Rows of a micro-batch of the step: as many more as they are shorter than the longest ones."""
+        longest, length = self.stream.settings.sequence_length, self.step_rows.length(step - self.sizes.dropped)
+        return self.sizes.micro_batch_size * (longest // length)
 
     def rows(self, step: int) -> int:
         """Rows of the step, in all its micro-batches."""
@@ -145,7 +189,7 @@ class Plan:
 
     def supervised(self, step: int) -> int:
         """Targets of the step, in all its micro-batches."""
-        return int(self.stream.segments.supervised[self._rows(step)[0]].sum())
+        return int(self.rows_of.segments.supervised[self._rows(step)[0]].sum())
 
     def tokens(self, step: int) -> int:
         """Tokens of the step without padding."""
@@ -153,13 +197,13 @@ class Plan:
 
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each segment of a step, int64 [segments]."""
-        return self.stream.segments.length[self._rows(step)[0]]
+        return self.rows_of.segments.length[self._rows(step)[0]]
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""
         done = self.step_rows.first_row(steps - self.sizes.dropped)
-        epoch, row = self.stream.locate(min(done, self._row_count))
-        return epoch + row / len(self.stream.epoch(epoch)) if row else float(epoch)
+        epoch, row = self.rows_of.locate(min(done, self._row_count))
+        return epoch + self.rows_of.share(epoch, row) if row else float(epoch)
 
     def documents(self, step: int, micro: int) -> list[tuple[int, int]]:
         """(table, document) of each segment of a micro-batch, row by row."""
@@ -168,8 +212,8 @@ class Plan:
     def contents(self, step: int, micro: int) -> list[list[DocumentSlice]]:
         """The document slices in each row of a micro-batch."""
         segments, offsets = self._micro_batch(step, micro)
-        of = self.stream.segments
-        columns = [column[segments].tolist() for column in (self.stream.source, of.document, of.start, of.length)]
+        of = self.rows_of.segments
+        columns = [column[segments].tolist() for column in (self.rows_of.source, of.document, of.start, of.length)]
         slices = [
             DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), length)
             for source, document, start, length in zip(*columns, strict=True)
@@ -179,16 +223,21 @@ class Plan:
     def batch_spec(self, step: int, micro: int) -> BatchSpec:
         """What a micro-batch consists of, for build_batch() in any process."""
         segments, offsets = self._micro_batch(step, micro)
-        length = self.stream.segments.length[segments]
+        length, stage = self.rows_of.segments.length[segments], self.stage(step)
+        packing = self.stream.settings.packing
+        # Slots for rows that all have as many documents as the fullest one of the stage's first epoch, and padding.
+        # Few batches need more.
+        fullest = self._layout.fullest[stage] + 1
+        width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
         return BatchSpec(
-            self.stream.source[segments],
-            self.stream.segments.start[segments],
+            self.rows_of.source[segments],
+            self.rows_of.segments.start[segments],
             length,
             offsets,
-            int(self._padded_length(length.max())),
-            self.stream.settings.packing,
+            int(self._padded_length(width)),
+            packing,
             self.sizes.pad_id,
-            slots=max(self._slots, _next_power_of_two(len(segments) + len(offsets) - 1)),
+            slots=_next_power_of_two(max(fullest * self._micro_rows(step), len(segments) + len(offsets) - 1)),
             piece=self.sizes.piece,
             pieces=self.sizes.pieces,
         )
@@ -199,9 +248,9 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """Figures of the first epoch, printed and recorded. Shares are from 0 to 1."""
-        epoch, of = self.stream.epoch(0), self.stream.segments
+        epoch, of = self.rows_of.epoch(0), self.rows_of.segments
         source, length, supervised = (
-            column[epoch.segments] for column in (self.stream.source, of.length, of.supervised)
+            column[epoch.segments] for column in (self.rows_of.source, of.length, of.supervised)
         )
         tokens, targets = int(length.sum()), int(supervised.sum())
         sources = []
@@ -227,7 +276,11 @@ class Plan:
             supervised_tokens=targets,
             supervised_share=targets / tokens,
             padding_share=1 - tokens / self._padded_tokens(epoch),
-            steps_per_epoch=len(epoch) / self.sizes.global_batch_size,
+            steps_per_epoch=(
+                float(self.step_rows.steps(len(epoch)))
+                if self.step_rows.has_lengths
+                else len(epoch) / self.sizes.global_batch_size
+            ),
             steps=self.steps,
             epochs=self.epoch(self.steps),
             **totals,
@@ -285,6 +338,11 @@ class Plan:
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
         notes += copies(self.tables, self.stream.documents())
+        if isinstance(self.rows_of, GrowingRows) and (count := self.rows_of.cut_documents(0)):
+            notes.append(
+                f"data.length_schedule: in the first epoch {count:,} documents are cut into shorter rows, because "
+                "those that fit a row whole do not fill the steps. Each supervised token is learned once."
+            )
         notes += self._weight_notes()
         if mix := self._mix_summary(self.stream.epoch(0)):
             long, short = mix["long"], mix["short"]
@@ -307,26 +365,40 @@ class Plan:
             "it sees each row once."
         ]
 
-    def _lay_out(self) -> tuple[int, StepRows]:
+    def _lay_out(self) -> _Layout:
         """The rows of a run of max_steps and epochs, and how they are divided into steps."""
-        sizes, most = self.sizes, self.sizes.max_steps
-        if most is not None and sizes.epochs is None:
-            layout = StepRows.of(sizes.global_batch_size, sizes.ramp, most)
-            return layout.first_row(most), layout
-        largest = max([sizes.global_batch_size, *(size for _, size in sizes.ramp)])
-        rows = self._count_rows(math.inf if most is None else most * largest)
-        layout = StepRows.holding(rows, sizes.global_batch_size, sizes.ramp, most)
-        return rows if most is None else min(rows, layout.first_row(most)), layout
+        sizes, most, packing = self.sizes, self.sizes.max_steps, self.stream.settings.packing
+        longest = self.stream.settings.sequence_length
+        stages = sizes.stages or (Stage(0.0, sizes.global_batch_size, longest),)
+        shorter = sorted({stage.length for stage in stages} - {longest})
+        cut_segments = CutSegments.of(self.stream, shorter) if shorter else None
 
-    def _count_rows(self, limit: float) -> int:
-        """Rows of the epochs, or `limit` if they are more."""
-        epochs = 1.0 if self.sizes.epochs is None else self.sizes.epochs
-        rows = number = 0
-        while number < int(epochs) and rows < limit:  # one by one: a weighted epoch takes time to build
-            rows, number = self.stream.end(number), number + 1
-        if epochs > int(epochs) and rows < limit:
-            rows += round((epochs - int(epochs)) * len(self.stream.epoch(int(epochs))))
-        return int(min(max(rows, 1), limit))
+        def layout(step_rows: StepRows) -> _Layout:
+            """With the rows of so many steps, or of the epochs if they are less."""
+            rows = self.stream if cut_segments is None else GrowingRows(self.stream, step_rows, cut_segments)
+            count = math.inf if most is None else step_rows.first_row(most)
+            if most is None or sizes.epochs is not None:
+                count = _count_rows(rows, 1.0 if sizes.epochs is None else sizes.epochs, count)
+            return _Layout.of(rows, step_rows, int(count))
+
+        if most is not None:
+            found = layout(StepRows.of(stages, most))
+            if found.step_rows.first_row(most) <= found.count:
+                return found
+        # Rows of the longest length, as far as that is known: cutting rows shorter may make a few more.
+        equal = [stage._replace(rows=stage.rows * stage.length // longest) if packing else stage for stage in stages]
+        rows = int(_count_rows(self.stream, 1.0 if sizes.epochs is None else sizes.epochs, math.inf))
+        low, high = 0, most
+        steps = StepRows.holding(rows, equal, most).planned
+        while True:
+            found = layout(StepRows.of(stages, steps))
+            needed = found.step_rows.steps(found.count)
+            if needed == steps:
+                return found
+            low, high = (steps, high) if needed > steps else (low, steps)
+            if high is not None and high - low <= 1:
+                return layout(StepRows.of(stages, high))
+            steps = needed if high is None or low < needed < high else (low + high) // 2
 
     def _row_range(self, step: int) -> tuple[int, int]:
         if not self.sizes.dropped <= step < self.steps:
@@ -336,17 +408,17 @@ class Plan:
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a step: (their segments, the offsets [rows + 1] into those)."""
-        segments, offsets = self.stream.rows(*self._row_range(step))
+        segments, offsets = self.rows_of.rows(*self._row_range(step))
         if not self.stream.settings.packing:
             # Longest first: neighbours need little padding, and a step that needs too much memory fails at its start.
-            segments = segments[np.argsort(-self.stream.segments.length[segments], kind="stable")]
+            segments = segments[np.argsort(-self.rows_of.segments.length[segments], kind="stable")]
         return segments, offsets
 
     def _micro_batch(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
-        size = self.sizes.micro_batch_size
+        size = self._micro_rows(step)
         micro = min(micro * self.sizes.ranks + self.sizes.rank, self._all_micro_batches(step) - 1)
         own = offsets[micro * size : (micro + 1) * size + 1]
         return segments[own[0] : own[-1]], own - own[0]
@@ -360,12 +432,25 @@ class Plan:
     def _padded_tokens(self, epoch: Epoch) -> int:
         """Tokens of an epoch's rows with padding, if the epoch begins with a step."""
         if self.stream.settings.packing:
-            return len(epoch) * self.stream.settings.sequence_length
-        micro, step = self.sizes.micro_batch_size, self.sizes.global_batch_size
-        length = self.stream.segments.length[epoch.segments]
-        steps = np.pad(length, (0, -len(length) % step)).reshape(-1, step)
-        micros = -np.sort(-steps, axis=1).reshape(-1, micro)
-        return int((self._padded_length(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum())
+            return self.step_rows.tokens(len(epoch))
+        total, all_lengths = 0, self.rows_of.segments.length[epoch.segments]
+        for stage, start in enumerate(self.step_rows.starts):
+            step, micro = start.rows, self._micro_rows(start.step + self.sizes.dropped)
+            length = all_lengths[start.row : self.step_rows.end(stage)]
+            steps = np.pad(length, (0, -len(length) % step)).reshape(-1, step)
+            micros = -np.sort(-steps, axis=1).reshape(-1, micro)
+            total += int((self._padded_length(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum())
+        return total
+
+
+def _count_rows(rows: RowSequence, epochs: float, limit: float) -> float:
+    """Rows of so many epochs, or `limit` if they are more."""
+    count = number = 0
+    while number < int(epochs) and count < limit:  # one by one: a weighted epoch takes time to build
+        count, number = rows.end(number), number + 1
+    if epochs > int(epochs) and count < limit:
+        count += rows.row_at(int(epochs), epochs - int(epochs))
+    return min(max(count, 1), limit)
 
 
 def _next_power_of_two(count: int) -> int:

@@ -11,7 +11,8 @@ between versions: a run resumed years later must get the same batches.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Optional
 
@@ -51,6 +52,15 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def take(self, segments: np.ndarray) -> Segments:
+        """Those with these indices."""
+        return Segments(*(getattr(self, one.name)[segments] for one in fields(self)))
+
+    @staticmethod
+    def joined(parts: Sequence[Segments]) -> Segments:
+        """The segments of all parts, one part after the other."""
+        return Segments(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(Segments)))
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,23 @@ def make_segments(
     segments = Segments(document[kept], start[kept], size[kept], targets[kept])
     counts |= dict(without_targets=len(targets) - len(kept), overlapping=int(on_side.sum()) - len(chosen))
     return segments, SegmentCounts(len(chosen), len(on_side) - int(on_side.sum()), **counts)
+
+
+def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, np.ndarray]:
+    """`segments` of a table, which are longer than `length`, as pieces of at most `length` tokens.
+
+    A piece begins with the last token of the one before it, so that no target is lost. Pieces without a target are
+    left out. Returns the pieces, and how many each segment has: int64 [segments].
+    """
+    pieces = -(-(segments.length - 1) // (length - 1))
+    of = np.repeat(np.arange(len(segments)), pieces)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = segments.start[of] + nth * (length - 1)
+    size = np.minimum(segments.start[of] + segments.length[of] - start, length)
+    targets = _count_targets(table.supervised, start, size)
+    kept = np.flatnonzero(targets)
+    found = Segments(segments.document[of[kept]], start[kept], size[kept], targets[kept])
+    return found, np.bincount(of[kept], minlength=len(segments))
 
 
 def permutation(count: int, *key: int) -> np.ndarray:

@@ -30,6 +30,9 @@ class RowFormat(str, Enum):
     tokens = "tokens"
 
 
+SPLIT_AT_TURNS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
+"""Formats whose documents are not split anywhere."""
+
 COLUMNS = {
     RowFormat.messages: ("messages",),
     RowFormat.sharegpt: ("conversations",),

@@ -26,7 +26,7 @@ import numpy as np
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, LearnConfig, OnBadRow, OnLong, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.formats import SPLIT_AT_TURNS, RowFormat
 from fxtune.data.read.row import Row, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
@@ -43,8 +43,6 @@ LAST_VERSION = 3
 """Part of a table's fingerprint unless a row gets other tokens than from that version, so that earlier runs resume."""
 SPLIT_VERSION = 1
 """The same, of a table of split chats."""
-SPLIT_AT_TURNS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
-"""Formats whose documents are not split anywhere."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256

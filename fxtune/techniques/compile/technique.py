@@ -117,8 +117,8 @@ class Compile(OptionalTechnique):
             )
         if self.dynamic is Dynamic.never and len(facts.rows) > MAX_LENGTHS:
             yield (
-                f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MAX_LENGTHS}, or "
-                "dynamic=always."
+                f"enabled: {len(facts.rows)} lengths of a row compile a graph each. Give data.buckets and "
+                f"data.length_schedule at most {MAX_LENGTHS}, or set dynamic=always."
             )
         if self.fullgraph and self.max_graph_breaks:
             yield "max_graph_breaks: with fullgraph the first graph break fails. Set fullgraph=false, or this to 0."

@@ -1,0 +1,228 @@
+"""The endless sequence of rows of a run whose rows grow in stages (data.length_schedule, stages.py).
+
+An epoch takes each document once, as always. Where it lasts over several stages, each of them takes documents that no
+stage before it in this epoch took, chosen at random:
+
+- A stage that ends within the epoch fills exactly its steps, first with documents that fit a row whole. Longer ones
+  wait for the next stage.
+- If those that fit do not fill the stage's steps, so many of the longer ones as are missing are cut into rows.
+- If what is left of an epoch fits into the present stage, no longer rows follow in it, so nothing waits: long
+  documents are cut.
+
+A piece begins with the last token of the piece before it. That token is context only there, so each supervised token
+of an epoch is a target exactly once, however its document is cut. Chats are not cut, nor is anything with an on_long
+other than split: such a document needs a stage in its epoch that takes it whole, else the run is refused.
+
+All this is a function of (stream, stages, epoch). From the first epoch of the last stage on, rows are those of a run
+without stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
+from fxtune.data.batches.packing import assign_documents, packing_pattern
+from fxtune.data.batches.segments import Segments, cut, permutation
+from fxtune.data.batches.stages import StepRows
+from fxtune.data.config import OnLong
+from fxtune.data.read.formats import SPLIT_AT_TURNS
+from fxtune.errors import DataError
+
+_ORDER, _ROWS = 5, 6
+"""Keys of the permutations by purpose, none of them one of epochs.py."""
+
+
+@dataclass(frozen=True)
+class CutSegments:
+    """The segments of a stream, and behind them the pieces of those that are longer than some rows."""
+
+    segments: Segments
+    source: np.ndarray
+    """int64 [segments and pieces]: index of the table."""
+    is_cut: np.ndarray
+    """bool [segments]: whether a segment may be cut."""
+    first: dict[int, np.ndarray]
+    """For rows of each length, int64 [segments + 1]: segment i has the pieces first[i]..first[i + 1] - 1."""
+
+    @staticmethod
+    def of(stream: EpochStream, lengths: Sequence[int]) -> CutSegments:
+        """With the pieces for rows of each of `lengths`."""
+        base = stream.segments
+        splits = stream.settings.on_long is OnLong.split
+        by_table = np.array([splits and table.format not in SPLIT_AT_TURNS for table in stream.tables])
+        parts, sources, first, count = [base], [stream.source], {}, len(base)
+        is_cut = by_table[stream.source]
+        for length in lengths:
+            pieces = np.zeros(len(base), np.int64)
+            for at, table in enumerate(stream.tables):
+                long = np.flatnonzero(is_cut & (stream.source == at) & (base.length > length))
+                part, pieces[long] = cut(table, base.take(long), length)
+                parts.append(part)
+                sources.append(np.full(len(part), at))
+            # Pieces lie table by table, as segments do.
+            first[length] = count + np.concatenate([[0], np.cumsum(pieces)])
+            count += int(pieces.sum())
+        return CutSegments(Segments.joined(parts), np.concatenate(sources), is_cut, first)
+
+    def pieces(self, segments: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the pieces of `segments` for rows of `length`, how many each has), int64."""
+        first, end = self.first[length][segments], self.first[length][segments + 1]
+        count = end - first
+        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        return np.repeat(first, count) + within, count
+
+
+class _Block(NamedTuple):
+    """What a stage takes of an epoch, and the segments that it leaves."""
+
+    rows: Epoch
+    left: np.ndarray
+
+
+class GrowingRows(RowSequence):
+    """The rows of `stream` in the stages of `step_rows`.
+
+    Raises DataError, as late as the epoch is counted or built, if it has a document that is not to be cut and no stage
+    takes whole.
+    """
+
+    has_equal_epochs = False
+
+    def __init__(self, stream: EpochStream, step_rows: StepRows, cut_segments: CutSegments) -> None:
+        super().__init__()
+        self.stream, self.step_rows, self._cut = stream, step_rows, cut_segments
+        self._lengths = step_rows.by_length()
+        self.segments, self.source = cut_segments.segments, cut_segments.source
+        self._whole: dict[int, int] = {}
+        """By stage, the rows of an epoch that lies in it as a whole, where all of these have as many."""
+
+    def share(self, epoch: int, row: int) -> float:
+        begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
+        return (self.step_rows.tokens(self.end(epoch - 1) + row) - begin) / (end - begin)
+
+    def row_at(self, epoch: int, share: float) -> int:
+        begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
+        return self.step_rows.row(begin + share * (end - begin)) - self.end(epoch - 1)
+
+    def cut_documents(self, epoch: int) -> int:
+        """How many documents of an epoch are cut for shorter rows."""
+        used = self.epoch(epoch).segments
+        pieces = used[used >= len(self.stream.segments)]
+        return len(set(zip(self.source[pieces].tolist(), self.segments.document[pieces].tolist(), strict=True)))
+
+    def _count(self, number: int) -> int:
+        first = self.end(number - 1)
+        stage = self._lengths.stage_of_row(first)
+        end = self._lengths.end(stage)
+        if stage in self._whole and (end is None or first + self._whole[stage] <= end):
+            return self._whole[stage]
+        count = len(self.epoch(number))
+        if self.stream.has_equal_epochs and (end is None or first + count <= end):
+            self._whole[stage] = count
+        return count
+
+    def _build(self, number: int) -> Epoch:
+        row = self.end(number - 1)
+        stage = self._lengths.stage_of_row(row)
+        if self._lengths.end(stage) is None:
+            return self.stream.epoch(number)
+        left, blocks = self.stream.drawn(number), []
+        while len(left):
+            block, left = self._take(left, number, stage, row)
+            blocks.append(block)
+            row, stage = row + len(block), stage + 1
+        ends = np.cumsum([len(block.segments) for block in blocks])
+        offsets = [block.offsets[1:] + end - len(block.segments) for block, end in zip(blocks, ends, strict=True)]
+        return Epoch(np.concatenate([block.segments for block in blocks]), np.concatenate([[0], *offsets]))
+
+    def _take(self, left: np.ndarray, number: int, stage: int, row: int) -> _Block:
+        """What a stage takes of the segments `left` of epoch `number`, from the sequence's row `row` on."""
+        length, end = self._lengths.starts[stage].length, self._lengths.end(stage)
+        left = left[permutation(len(left), self.stream.settings.seed or 0, _ORDER, number, stage)]
+        key = (number, stage)
+        if end is None:
+            return self._rows(left, length, None, key)
+        room = end - row
+        fits = self.segments.length[left] <= length
+        whole, long = left[fits], left[~fits]
+        may_cut = self._cut.is_cut[long]
+        pieces, counts = self._cut.pieces(long[may_cut], length)
+        if may_cut.all() and self._fills(whole) + self._fills(pieces) <= self._capacity(room, length):
+            block = self._rows(np.concatenate([whole, pieces]), length, None, key)
+            if len(block.rows) <= room:
+                return block
+        chosen, spare = self._until_full(whole, self._capacity(room, length))
+        block = self._rows(chosen, length, room, key)
+        if len(block.rows) == room:
+            return _Block(block.rows, np.concatenate([block.left, spare, long]))
+        # All of each document that is cut, so that a document is whole or has all its pieces.
+        missing = self._capacity(room, length) - self._fills(whole)
+        of_segment = np.repeat(np.arange(len(counts)), counts)
+        taken, _ = self._until_full(pieces, missing)
+        segments = int(of_segment[len(taken) - 1]) + 1 if len(taken) else 0
+        block = self._rows(np.concatenate([whole, pieces[of_segment < segments]]), length, room, key)
+        if len(block.rows) < room:
+            self._refuse(long[~may_cut], stage, row + len(block.rows))
+        waiting = np.concatenate([long[may_cut][segments:], long[~may_cut]])
+        return _Block(block.rows, np.concatenate([block.left, waiting]))
+
+    def _rows(self, segments: np.ndarray, length: int, room: int | None, key: tuple[int, int]) -> _Block:
+        """`segments`, in random order, as rows of `length` in random order; of more than `room` rows the fullest."""
+        if self.stream.settings.packing:
+            size = self.segments.length[segments]
+            slots, offsets = packing_pattern(size, length)
+            segments = segments[assign_documents(size, slots)]
+        else:
+            offsets = np.arange(len(segments) + 1)
+        packed = Epoch(segments, offsets)
+        order = permutation(len(packed), self.stream.settings.seed or 0, _ROWS, *key)
+        if room is None or len(packed) <= room:
+            return _Block(packed.reordered(order) if len(order) else packed, segments[:0])
+        fill = np.add.reduceat(self.segments.length[segments], offsets[:-1])
+        is_kept = np.zeros(len(packed), bool)
+        is_kept[np.argsort(-fill, kind="stable")[:room] if self.stream.settings.packing else slice(room)] = True
+        left = packed.reordered(np.flatnonzero(~is_kept)).segments
+        return _Block(packed.reordered(order[is_kept[order]]), left)
+
+    def _until_full(self, segments: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """(as many of `segments`, from the first on, as fill `capacity` or more, the others); all if they do not."""
+        filled = (
+            np.cumsum(self.segments.length[segments]) if self.stream.settings.packing else np.arange(len(segments)) + 1
+        )
+        count = int(np.searchsorted(filled, capacity)) + 1 if capacity > 0 else 0
+        return segments[:count], segments[count:]
+
+    def _capacity(self, rows: int, length: int) -> int:
+        """What fills so many rows: tokens, or documents where a row has one."""
+        return rows * length if self.stream.settings.packing else rows
+
+    def _fills(self, segments: np.ndarray) -> int:
+        """How much of a capacity `segments` are."""
+        return int(self.segments.length[segments].sum()) if self.stream.settings.packing else len(segments)
+
+    def _refuse(self, waiting: np.ndarray, stage: int, row: int) -> NoReturn:
+        """Raise DataError: documents that are not cut wait for longer rows, and row number `row` would be empty."""
+        waiting = np.unique(waiting)
+        source, document = self.source[waiting], self.segments.document[waiting]
+        table = self.stream.tables[int(source[0])]
+        starts, step = self._lengths.starts, self.step_rows.steps(row + 1) - 1
+        share = math.floor(step / max(self.step_rows.planned, 1) * 100) / 100
+        why = (
+            "chats are not cut"
+            if self.stream.settings.on_long is OnLong.split
+            else (f"data.on_long={self.stream.settings.on_long.value} cuts none")
+        )
+        longest = int(self.segments.length[waiting].max())
+        raise DataError(
+            f"data.length_schedule: the documents that fit rows of {starts[stage].length:,} tokens are used up after "
+            f"step {step:,} of {self.step_rows.planned:,}, and this stage ends after step {starts[stage + 1].step:,}. "
+            f"{len(waiting):,} documents are longer (the first is document {int(document[0])} of "
+            f"{table.name}, the longest has {longest:,} tokens), and {why}. Begin longer rows at share {share:g} or "
+            f"earlier, make the rows of this stage longer, or set data.length_schedule=[]."
+        )

@@ -190,6 +190,11 @@ class DataConfig:
         common = 0.0 if self.eval_sources else self.eval_fraction
         return tuple(common if source.eval_fraction is None else source.eval_fraction for source in self.sources)
 
+    def mean_row_length(self) -> float:
+        """Tokens of a token's row, in the mean over the steps of the run."""
+        stages = [*(self.length_schedule or [[0.0, self.sequence_length]]), [1.0, self.sequence_length]]
+        return float(sum((end - begin) * length for (begin, length), (end, _) in pairwise(stages)))
+
     @property
     def holds_out(self) -> bool:
         """Whether there is held-out data to evaluate on."""

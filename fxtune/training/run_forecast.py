@@ -61,7 +61,7 @@ class Lengths:
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
         """An epoch of so many tokens: full rows of one document, every token supervised."""
-        return Lengths(tokens, tokens, 1.0, config.data.sequence_length)
+        return Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def count_tokens(config: Config) -> Lengths | str:
     for source in [*config.data.sources, *config.data.eval_sources]:
         if reason := missing_reason(source, cache):
             return reason
-    with _small(config.data) as (data, scale, sampled):
+    with _small(replace(config.data, length_schedule=[])) as (data, scale, sampled):
         prepared = prepare_data(
             data,
             load_tokenizer(config.model),

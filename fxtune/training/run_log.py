@@ -45,7 +45,8 @@ class RunLog:
             self.screen.note(self.startup.summary())
 
     def compiled(self, after: str) -> None:
-        """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`."""
+        """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`, rows of another
+        length."""
         if after in self.done or not self.compile.enabled:
             return
         self.done.add(after)

@@ -542,7 +542,7 @@ class Trainer:
                 **({} if end is None else {"train/end_time": end}),
             }
         )
-        self.log.compiled("training")
+        self.log.compiled(f"training, stage {self.plan.stage(self.state.step - 1)}")
 
     def _evaluate(self) -> bool:
         """Evaluate on the held-out data, or on the questions if they can stop the run, and log the figures. Returns

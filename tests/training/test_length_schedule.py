@@ -3,6 +3,7 @@ cannot be."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
 from support.harness import write_texts
 from support.ranks import Ranks
-from support.runs import history, losses
+from support.runs import losses
 from support.tuning import TINY
 
 from fxtune.config.compose import load
@@ -86,8 +87,9 @@ def test_two_ranks_learn_what_one_process_does(cwd, texts):
 
 
 @pytest.mark.slow
-def test_compiled_run_compiles_each_length_once(growing, said):
+def test_compiled_run_compiles_each_length_as_often_as_the_others(growing):
     growing.data.packing = growing.techniques.attention.enabled = growing.techniques.compile.enabled = True
+    growing.data.length_schedule, growing.model.architecture["num_hidden_layers"] = [[0.0, 64], [0.5, 128]], 1
     trainer.run(growing)
-    compiled = [line for line in history(Path("whole")) if "compile/graphs" in line]
-    assert compiled[-1]["compile/recompilations"] == 0, compiled
+    lengths = json.loads(Path("whole/compile.json").read_text())["lengths"]
+    assert lengths["2x64"] == lengths["1x128"], lengths

@@ -19,9 +19,9 @@ from fxtune.kernels.triton_matrix import matrix
 
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""
-FORWARD = dict(ROWS=64, COLUMNS=128, num_warps=8, num_stages=2)
-BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=2)
-"""Launches of the activation's kernels."""
+FORWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
+BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
+"""Launches of the activation's kernels: the fastest of 60 and 54 on an H200, for 131,072 rows of 768 columns."""
 
 
 def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:

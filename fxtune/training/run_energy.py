@@ -96,7 +96,7 @@ class RunEnergy:
         self.meter = EnergyMeter(world.device, hosts=place()[2] == 0)
         self._ranks: list[Used] = []
         """Of each rank in this process's time, when the ranks last exchanged their figures."""
-        self._written = time.monotonic()
+        self._written, self._ended = time.monotonic(), False
 
     def own(self) -> list[float]:
         """What this rank has used, for an exchange of numbers; NaN for what cannot be read."""
@@ -127,6 +127,7 @@ class RunEnergy:
             self.exchanged(self.world.exchange(self.own(), "adding up the energy"))
         used = self.used()
         self._write(used)
+        self._ended = True
         figures = used.figures(tokens, self.cost)
         for rank, one in enumerate(self._ranks if self.world.size > 1 else ()):
             mine = {**one.figures(0, CostConfig()), "energy/cpu_joules": None, "energy/kwh": None}
@@ -134,8 +135,9 @@ class RunEnergy:
         return figures
 
     def close(self) -> None:
-        """End the measurement, and write what one process has used up to now."""
-        if self.world.size == 1:
+        """End the measurement. Write what one process has used up to now, unless end() has: a run that is complete is
+        not opened again, so a kill would leave a half-written file in it."""
+        if self.world.size == 1 and not self._ended:
             self._write(self.used())
         self.meter.close()
 

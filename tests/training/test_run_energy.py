@@ -118,3 +118,14 @@ def test_ranks_exchange_what_they_used_and_rank_0_reports_all(tmp_path, counter)
     finally:
         report.energy.close()
         folder.release()
+
+
+def test_a_run_that_ended_is_not_written_to_again(tmp_path, counter):
+    """A kill there would leave a half-written file in a run that nothing opens again."""
+    folder = claim("run", str(tmp_path / "run"), "auto", {})
+    meter = RunEnergy(folder, World(torch.device("cpu")), CostConfig())
+    meter.end(100)
+    used = Used.read(folder.path)
+    meter.close()
+    folder.release()
+    assert Used.read(folder.path) == used

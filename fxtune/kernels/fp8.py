@@ -7,9 +7,13 @@ column (of the weight). A scale is a row's largest number over 448, so an outlie
 these products run at 1,000 to 1,300 TFLOP/s, and bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
 
 Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a
-matrix of its own: both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are
-powers of two, so that W^T has the same numbers as W. (Those some 2,000 times smaller than their column's largest are
-an exception: they lose bits.)
+matrix of its own. There are two ways to have it:
+
+- Both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are powers of two, so
+  that W^T has the same numbers as W. (Those some 2,000 times smaller than their column's largest are an exception:
+  they lose bits.)
+- Only W is kept, 1 byte a weight. W = diag(scales) codes, so dy W = (dy * scales) codes: the scales go into dy before
+  it is quantized, and the codes are transposed in each backward product, 2 bytes of traffic a weight.
 
 Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; plain
 torch on a CPU). Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred
@@ -42,27 +46,28 @@ class Weight(NamedTuple):
     """[out, in]: e4m3, or uint8 with the bits of e4m3, for libraries that look at a model's dtypes."""
     scales: Tensor
     """float32 [1, out], powers of two."""
-    back: Tensor
-    """[in, out], likewise: the transpose, with contiguous rows."""
-    back_scales: Tensor
-    """float32 [1, in], powers of two."""
+    back: Tensor | None = None
+    """[in, out], likewise: the transpose, with contiguous rows. None if it is made in each backward product."""
+    back_scales: Tensor | None = None
+    """float32 [1, in], powers of two; None like `back`."""
 
 
 @torch.no_grad()
-def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, powers: bool = False, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes *
     scales. `powers`: round scales up to a power of two. Rows of zeros get the scale SMALLEST; NaN and infinity stay.
+    `columns`: float32 with `width` numbers, by which the columns of x are multiplied first.
     """
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     if x.is_cuda:
         from fxtune.kernels import fp8_triton
 
-        fp8_triton.quantize_rows(x if x.stride(1) == 1 else x.contiguous(), codes, scales, SMALLEST, powers)
+        fp8_triton.quantize_rows(x if x.stride(1) == 1 else x.contiguous(), codes, scales, SMALLEST, powers, columns)
         return codes, scales
     size = max(PART // max(x.shape[1], 1), 1)
     for rows, into, scale in zip(x.split(size), codes.split(size), scales.split(size), strict=True):
-        wide = rows.float()
+        wide = rows.float() if columns is None else rows.float() * columns.view(1, -1)
         scale.copy_((wide.abs().amax(1, keepdim=True) * (1 / LARGEST)).clamp_(min=SMALLEST))
         if powers:  # the next power of two: add all but one of the mantissa's steps, then drop the mantissa
             scale.copy_(((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32))
@@ -87,16 +92,17 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     return dequantize_rows(codes, scales, dtype)
 
 
-def quantize_weight(weight: Tensor) -> Weight:
-    """Quantize a weight [out, in] of any floating dtype. This takes two temporary bfloat16 copies of it."""
-    return with_transpose(*quantize_rows(weight, powers=True))
+def quantize_weight(weight: Tensor, transpose: bool = True) -> Weight:
+    """Quantize a weight [out, in] of any floating dtype. `transpose`: keep its transpose, too, for which this takes
+    two temporary bfloat16 copies."""
+    return weight_of(*quantize_rows(weight, powers=True), transpose)
 
 
 @torch.no_grad()
-def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
+def weight_of(codes: Tensor, scales: Tensor, transpose: bool = True) -> Weight:
     """A weight from its forward half: `codes` [out, in] and `scales`, float32, one for each row."""
-    back, back_scales = transposed(codes, scales)
-    return Weight(codes.view(torch.uint8), scales.view(1, -1), back, back_scales)
+    half = Weight(codes.view(torch.uint8), scales.view(1, -1))
+    return Weight(half.codes, half.scales, *transposed(codes, scales)) if transpose else half
 
 
 @torch.no_grad()
@@ -136,19 +142,45 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tens
     return out
 
 
+def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """dy W [rows, in] for a weight without its transpose. `dy`: quantize_rows(dy, columns=scales), with the weight's
+    scales; `out`: see scaled_mm()."""
+    back = torch.empty(codes.shape[1], len(codes), dtype=torch.uint8, device=codes.device)
+    if codes.is_cuda:
+        from fxtune.kernels import fp8_triton
+
+        fp8_triton.transpose(codes.view(torch.uint8), back)
+    else:
+        back.copy_(codes.view(torch.uint8).t())
+    return scaled_mm(dy, back, torch.ones(1, len(back), device=codes.device), out)
+
+
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype; the result [..., out] has the same."""
-    made: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, weight.back.t(), weight.back_scales)
+    back = None if weight.back is None else weight.back.t()
+    made: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
     return made
 
 
 @torch.library.custom_op("fxtune::fp8_linear", mutates_args=())
-def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, back: Tensor, back_scales: Tensor) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, back: Tensor | None, back_scales: Tensor | None) -> Tensor:
     """x [..., in] times `weight` [in, out] with contiguous columns; the matrix is the second argument, as in aten.mm.
 
-    `back` [out, in] and `back_scales` are for the gradient.
+    `back` [out, in] and `back_scales` are for the gradient. Without them fp8_linear_backward() takes `weight`.
     """
     return _product(x, weight, scales)
+
+
+@torch.library.custom_op("fxtune::fp8_linear_backward", mutates_args=())
+def fp8_linear_backward(dy: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """dy [..., out] times the transpose of `weight` [in, out], whose columns have `scales`."""
+    rows = quantize_rows(dy.detach().flatten(0, -2), columns=scales)
+    return times_codes(rows, weight.t()).to(dy.dtype).view(*dy.shape[:-1], weight.shape[0])
+
+
+@fp8_linear_backward.register_fake
+def _(dy: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return dy.new_empty(*dy.shape[:-1], weight.shape[0])
 
 
 def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -156,16 +188,18 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return scaled_mm(rows, weight.t(), scales).to(x.dtype).view(*x.shape[:-1], weight.shape[1])
 
 
-def _shape(x: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+def _shape(x: Tensor, weight: Tensor, *_: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[1])
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     weight, scales, back, back_scales = ctx.saved_tensors
+    if back is None:
+        return torch.ops.fxtune.fp8_linear_backward(gradient, weight, scales), None, None, None, None
     return torch.ops.fxtune.fp8_linear(gradient, back, back_scales, weight, scales), None, None, None, None
 
 
@@ -178,6 +212,7 @@ def _flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
 
 
 register_flop_formula(torch.ops.fxtune.fp8_linear)(_flops)
+register_flop_formula(torch.ops.fxtune.fp8_linear_backward)(_flops)
 
 
 def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

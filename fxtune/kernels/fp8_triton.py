@@ -2,6 +2,7 @@
 
     quantize_rows             a program handles one row
     dequantize_rows           the inverse, which an fp8 head needs in each step
+    transpose                 a matrix of bytes, for the backward product of a weight that is kept once
 
 The scale depends on the row's largest number, so a row is needed twice. It stays in registers if it fits; otherwise it
 is read again from the cache. All arithmetic is float32. Offsets are int64. Import this module only on a GPU.
@@ -13,13 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+SIDE = 128
+"""Rows and columns that a program of transpose() moves."""
 HELD = 8192
 """The longest row that quantize_rows keeps in registers, in numbers. Reading longer ones twice is faster (H200)."""
 
 
-def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, smallest: float, powers: bool) -> None:
-    """Quantize `x` [rows, width] with contiguous rows into `codes`, e4m3 of that shape, and `scales`, float32
-    [rows]."""
+def quantize_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, smallest: float, powers: bool, columns: Tensor | None = None
+) -> None:
+    """Quantize `x` [rows, width] with contiguous rows into `codes`, e4m3 of that shape, and `scales`, float32 [rows].
+    `columns`: float32 with `width` numbers, by which the columns of x are multiplied first."""
     rows, width = x.shape
     assert x.stride(1) == codes.stride(1) == 1
     assert scales.is_contiguous()
@@ -33,11 +38,21 @@ def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, smallest: float, pow
             scales,
             width,
             smallest,
+            scales if columns is None else columns.contiguous(),
             POWERS=powers,
+            SCALED=columns is not None,
             BLOCK=block,
             ONCE=block >= width,
             num_warps=16 if width > HELD else 8 if block > 1024 else 4,
         )
+
+
+def transpose(x: Tensor, into: Tensor) -> None:
+    """Write the transpose of `x` [rows, columns] to `into`. Both are uint8, with contiguous rows."""
+    rows, columns = x.shape
+    assert x.stride(1) == into.stride(1) == 1
+    grid = triton.cdiv(rows, SIDE), triton.cdiv(columns, SIDE)
+    _transpose[grid](x, x.stride(0), into, into.stride(0), rows, columns, SIDE=SIDE, num_warps=8)
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, into: Tensor) -> Tensor:
@@ -59,7 +74,9 @@ def _quantize_rows(
     scales_ptr,
     width,
     smallest,
+    factors_ptr,
     POWERS: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     ONCE: tl.constexpr,
 ):
@@ -69,6 +86,8 @@ def _quantize_rows(
     columns = tl.arange(0, BLOCK)
     if ONCE:
         x = tl.load(x_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+        if SCALED:
+            x *= tl.load(factors_ptr + columns, mask=columns < width, other=0.0)
         scale = _scale(tl.max(tl.abs(x), 0), smallest, POWERS)
         tl.store(codes_ptr + columns, (x * (1.0 / scale)).to(codes_ptr.dtype.element_ty), mask=columns < width)
     else:
@@ -76,14 +95,27 @@ def _quantize_rows(
         for start in range(0, width, BLOCK):
             at = start + columns
             x = tl.load(x_ptr + at, mask=at < width, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            if SCALED:
+                x *= tl.load(factors_ptr + at, mask=at < width, other=0.0)
             largest = tl.maximum(largest, tl.abs(x))
         scale = _scale(tl.max(largest, 0), smallest, POWERS)
         factor = 1.0 / scale
         for start in range(0, width, BLOCK):
             at = start + columns
             x = tl.load(x_ptr + at, mask=at < width, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if SCALED:
+                x *= tl.load(factors_ptr + at, mask=at < width, other=0.0)
             tl.store(codes_ptr + at, (x * factor).to(codes_ptr.dtype.element_ty), mask=at < width)
     tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _transpose(x, x_stride, into, into_stride, rows, columns, SIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    tile = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0)
+    tl.store(into + column[:, None] * into_stride + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
 @triton.jit

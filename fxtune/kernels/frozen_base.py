@@ -8,7 +8,7 @@ with zeros to a multiple of ALIGN. A bias is one more column of B, opposite a co
 kind                tensors                                       product
 dense, dense/cute   [M]: W with space for A and B, augment()      one matmul, see below
 nf4/..., int8/...   quantized_modules.packed() of each sibling    W is dequantized, B is added to y afterwards
-fp8                 the four of a fp8.Weight of the group         two fp8 operands, B is added to y afterwards
+fp8                 the two or four of the group's fp8.Weight     two fp8 operands, B is added to y afterwards
 
 `Base` is the interface of a kind. To add one: subclass Base, define forward() and backward() (and operand(), if the
 product needs x in another form), and name it in fused_lora.base_of().
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxtune.kernels.fp8 import quantize_rows, scaled_mm
+from fxtune.kernels.fp8 import quantize_rows, scaled_mm, times_codes
 from fxtune.kernels.lora_adapters import ALIGN, Adapters, add, pack, padded_rank, project
 from fxtune.kernels.matmul import CUBLAS, CUTE, mm
 
@@ -225,28 +225,40 @@ class Dequantized(Base):
 
 
 class Fp8(Base):
-    """Weights in fp8; `tensors`: the four of a fp8.Weight of the whole group.
+    """Weights in fp8; `tensors`: those of a fp8.Weight of the whole group, four with its transpose, two without.
 
     Activations are quantized once for all siblings, forward and backward. The adapters' products take the unquantized
     activations, in a launch of their own (one launch for both is slower), so no trained weight sees fp8.
     """
 
+    def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
+        super().__init__(tensors, adapters)
+        self.codes, self.scales = tensors[:2]
+        self.transpose = tuple(tensors[2:])
+
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        return Operand(x, quantize_rows(x)), self.project(x, factor)
+        is_gradient = factor is self.b
+        columns = self.scales if is_gradient and not self.transpose else None
+        return Operand(x, quantize_rows(x, columns=columns)), self.project(x, factor)
 
     def forward(self, operand: Operand, xa: Tensor | None, out: Tensor | None = None) -> Tensor:
-        codes, scales, _, _ = self.tensors
-        return add_adapter(self.product(operand, codes, scales, out), xa, self.b.t())
+        return add_adapter(self.product(operand, (self.codes, self.scales), out), xa, self.b.t())
 
     def backward(self, operand: Operand, dyb: Tensor | None, out: Tensor | None = None) -> Tensor:
-        _, _, back, back_scales = self.tensors
-        return add_adapter(self.product(operand, back, back_scales, out), dyb, self.a)
+        return add_adapter(self.product(operand, self.transpose, out), dyb, self.a)
 
-    def product(self, operand: Operand, codes: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
-        if self.adapters.dtype is torch.bfloat16:
-            return scaled_mm(operand.prepared, codes, scales, out)
-        product = scaled_mm(operand.prepared, codes, scales).to(self.adapters.dtype)
-        return product if out is None else out.copy_(product)
+    def product(self, operand: Operand, matrix: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+        """The product with `matrix`, codes and scales; with the codes' transpose if it is empty."""
+        own = self.adapters.dtype is torch.bfloat16
+        into = out if own else None
+        if matrix:
+            codes, scales = matrix
+            product = scaled_mm(operand.prepared, codes, scales, into)
+        else:
+            product = times_codes(operand.prepared, self.codes, into)
+        if own:
+            return product
+        return product.to(self.adapters.dtype) if out is None else out.copy_(product)
 
 
 def add_adapter(

@@ -7,7 +7,8 @@ rows. Embeddings, norms and the output head keep model.dtype.
 
 In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
 bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
-Hopper or newer, and as much memory as bfloat16, since it keeps both W and W^T.
+Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
+needed (`transpose`).
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. Only the adapter
 is saved; it loads onto the plain base.
@@ -31,7 +32,7 @@ from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK
 from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.quantized_modules import (
     Fp8Embedding,
@@ -53,6 +54,8 @@ OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8"}
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
 """Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8."""
+TRANSPOSES = 1 / 8
+"""The largest share of the free memory that `transpose=auto` gives to transposes."""
 MULTIPLE = 16
 """Both sizes of a matrix in an fp8 product are multiples of this."""
 
@@ -82,7 +85,7 @@ class ComputeDtype(str, Enum):
 class Quantize(Technique):
     type: Type = Type.nf4
     """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error.
-    `fp8`: products in 8-bit floating point, the fastest; it keeps W and its transpose, as many bytes as 16 bits."""
+    `fp8`: products in 8-bit floating point, the fastest; `transpose` says how much memory it takes."""
     library: Library = Library.auto
     """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8
     needs none."""
@@ -96,6 +99,10 @@ class Quantize(Technique):
     """fp8: also compute the output head's product in fp8. Its rounding shows in the reported loss."""
     embeddings: bool = False
     """fp8: store token embeddings in fp8 and dequantize the rows that are read: half of their memory."""
+    transpose: Switch = Switch.auto
+    """fp8: keep the transpose of each weight, too, 2 bytes a weight in place of 1. Without it each backward product
+    transposes the codes first, which takes 1 or 2 % of a step. `auto`: on if the transposes take at most an eighth of
+    the card's free memory."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is Type.fp8
@@ -107,6 +114,8 @@ class Quantize(Technique):
         yield from self._check_fp8(facts) if fp8 else self._check_library(facts)
         if self.type is not Type.nf4 and not self.double:
             yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
+        if self.transpose is not Switch.auto and not fp8:
+            yield f"transpose: {kind} stores no transpose. Set it to auto, or type to fp8."
         if facts.device == "cuda":
             yield from self._check_card(facts)
         if self.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
@@ -238,8 +247,9 @@ class Quantize(Technique):
         """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
         quantization."""
         size = 4 if facts.dtype == "float32" else 2
+        least = bytes_per_weight(self.type.value, self.double, self.transpose is Switch.on)
         before = total * size / GIB
-        after = before - inside * (size - bytes_per_weight(self.type.value, self.double)) / GIB
+        after = before - inside * (size - least) / GIB
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
         if (parts := facts.degrees.shard) > 1:  # each rank reads and quantizes a matrix at a time
             after, before = after / parts, 0.0
@@ -260,6 +270,8 @@ class Quantize(Technique):
         chosen = []
         if self.type is Type.fp8:
             chosen.append("torch multiplies the fp8 weights")
+            if self.transpose is Switch.auto:
+                chosen.append(self._resolve_transpose(facts))
         elif self.library is Library.auto and (library := self._library(facts)):
             self.library = library
             chosen.append(f"{library.value} stores the {self.type.value} weights")
@@ -267,6 +279,20 @@ class Quantize(Technique):
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
         return "; ".join(chosen) or None
+
+    def _resolve_transpose(self, facts: Facts) -> str:
+        model = skeleton(facts.model)
+        weights = sum(linear.weight.numel() for *_, linear in self._targets(model)) if model is not None else 0
+        weights //= facts.degrees.shard
+        short = bool(facts.free_memory) and weights > TRANSPOSES * facts.free_memory
+        self.transpose = Switch.off if short else Switch.on
+        if short:
+            return f"the backward pass transposes them, because kept transposes would take {weights / GIB:.1f} GiB"
+        return "their transposes are kept"
+
+    def bytes_per_weight(self) -> float:
+        """Bytes of each weight of the quantized linears, scales included."""
+        return bytes_per_weight(self.type.value, self.double, self.transpose is not Switch.off)
 
     def packages(self, facts: Facts) -> Iterator[str]:
         if self.type is not Type.fp8 and (library := self._library(facts)):
@@ -299,7 +325,8 @@ class Quantize(Technique):
         before = after = 0
         error = math.nan
         for index, (_, parent, name, linear) in enumerate(targets):
-            made = quantized(linear, self.type.value, self.library.value, self.double, compute, world.device)
+            options = self.type.value, self.library.value, self.double, compute, world.device
+            made = quantized(linear, *options, self.transpose is not Switch.off)
             if index == 0 and not linear.weight.is_meta:
                 whole = linear.weight.detach().to(world.device).float()
                 error = ((dequantized(made).float() - whole).norm() / whole.norm()).item()

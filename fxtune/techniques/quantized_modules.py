@@ -8,9 +8,10 @@ int8: one scale for each output row. A library stores the weights, but the matmu
 rounds the activations to 8 bits too, and that of torchao keeps each weight in 16 bits from forward to backward.
 
 nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice
-as fast, and save no memory (kernels/fp8.py). The head and the token embeddings can be in fp8, too: matrices
-[vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is dequantized
-as it is read; the rounding of the head's logits, about 0.04 of their size, shows in the reported loss.
+as fast, and take 1 byte each, or 2 with their transpose (kernels/fp8.py). The head and the token embeddings can be in
+fp8, too: matrices [vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An
+embedding is dequantized as it is read; the rounding of the head's logits, about 0.04 of their size, shows in the
+reported loss.
 
 With parallel.shard each rank has rows of the codes and of their transpose, and all scales, 4 bytes a row. It quantizes
 the rows that it reads; then the transpose of each matrix is made of the codes of all ranks (complete_rows()).
@@ -33,34 +34,43 @@ from fxtune.kernels.fp8 import E4M3, quantize_rows
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
 from fxtune.models.shards import mark_joined
 
+FP8_TENSORS = ("weight", "scales", "back", "back_scales")
+"""Names of an fp8 linear's tensors: those of a fp8.Weight."""
 SAMPLE = 64
 """Rows of a divided weight on which its rounding is measured."""
 
 
-def bytes_per_weight(kind: str, double: bool = True) -> float:
-    """Bytes that a quantized linear takes for each weight, scales included. fp8 includes the transpose.
+def bytes_per_weight(kind: str, double: bool = True, transpose: bool = True) -> float:
+    """Bytes that a quantized linear takes for each weight, scales included.
 
-    `kind`: nf4, int8 or fp8. `double`: whether nf4's scales are quantized, too. The row scales of int8 and fp8, 4
-    bytes each, are counted for rows of 4,096.
+    `kind`: nf4, int8 or fp8. `double`: whether nf4's scales are quantized, too. `transpose`: whether fp8 keeps the
+    transpose, too. The row scales of int8 and fp8, 4 bytes each, are counted for rows of 4,096.
     """
     if kind in ("int8", "fp8"):
-        return (1 + 4 / 4096) * (2 if kind == "fp8" else 1)
+        return (1 + 4 / 4096) * (2 if kind == "fp8" and transpose else 1)
     scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if double else 4 / NF4_BLOCK
     return 0.5 + scales
 
 
 def quantized(
-    linear: nn.Linear, kind: str, library: str, double: bool, compute: torch.dtype, device: torch.device
+    linear: nn.Linear,
+    kind: str,
+    library: str,
+    double: bool,
+    compute: torch.dtype,
+    device: torch.device,
+    transpose: bool = True,
 ) -> nn.Linear:
     """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
 
     `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of
     the dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are
-    accumulated in float32 and rounded to bfloat16. `linear` does not change. Without a weight yet (on the meta device)
+    accumulated in float32 and rounded to bfloat16. `transpose`: keep the transpose of an fp8 weight. `linear` does not
+    change. Without a weight yet (on the meta device)
     it can become fp8: the result stores the rows that models/shards.py reads.
     """
     makers: dict[str, Any] = {
-        "fp8": _fp8,
+        "fp8": functools.partial(_fp8, transpose=transpose),
         "nf4/bitsandbytes": _nf4_bitsandbytes,
         "nf4/torchao": _nf4_torchao,
         "int8/bitsandbytes": _int8_bitsandbytes,
@@ -68,7 +78,7 @@ def quantized(
     }
     name = kind if kind == "fp8" else f"{kind}/{library}"
     if linear.weight.is_meta:
-        made: Any = _fp8_without_weight(linear, device)
+        made: Any = _fp8_without_weight(linear, device, transpose)
     else:
         made = makers[name](linear, linear.weight.detach().to(device), double)
     made.compute_dtype, made.fxtune_quantized = compute, name
@@ -111,7 +121,7 @@ def packed(module: Any) -> list[Tensor]:
     """The tensors that a quantized module stores. kernels.quantized.unpack() reads those of nf4 and int8."""
     weight = module.weight
     if isinstance(module, _Fp8):
-        return [tensor.detach() for tensor in module.held()]
+        return [getattr(module, name).detach() for name in module.names]
     if isinstance(module, Fp8Embedding | Fp8Head):
         return [weight, module.scales]
     if hasattr(module, "codes"):
@@ -133,9 +143,12 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
     if len(modules) == 1 or not isinstance(modules[0], _Fp8):
         return [tensor for module in modules for tensor in packed(module)]
     codes, scales = torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
+    transpose = "back" in modules[0].names
     if codes.is_meta:
-        return list(_empty_weight(len(codes), codes.shape[1], scales.device))
-    return list(fp8.with_transpose(codes, scales))
+        made = _empty_weight(len(codes), codes.shape[1], scales.device, transpose)
+    else:
+        made = fp8.weight_of(codes, scales, transpose)
+    return [tensor for tensor in made if tensor is not None]
 
 
 def stored_bytes(module: Any) -> int:
@@ -143,7 +156,8 @@ def stored_bytes(module: Any) -> int:
     owner = getattr(module, "frozen_weights", module)
     if isinstance(module, _Fp8) and (owner.weight.is_meta or is_divided(owner.weight)):
         # Each view of a divided tensor would be an exchange.
-        return 2 * module.out_features * module.in_features + 4 * (module.out_features + module.in_features)
+        copies, sizes = len(module.names) // 2, (module.out_features, module.in_features)
+        return copies * sizes[0] * sizes[1] + 4 * sum(sizes[:copies])
     return sum(tensor.nbytes for tensor in packed(module))
 
 
@@ -183,25 +197,25 @@ def _int8_torchao(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     return _with_codes(made, made.weight.qdata, made.weight.scale.flatten())
 
 
-def _fp8(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
+def _fp8(linear: nn.Linear, weight: Tensor, double: bool, transpose: bool) -> Any:
     made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.hold(fp8.quantize_weight(weight))
+    made.hold(fp8.quantize_weight(weight, transpose))
     return made
 
 
-def _fp8_without_weight(linear: nn.Linear, device: torch.device) -> Any:
+def _fp8_without_weight(linear: nn.Linear, device: torch.device, transpose: bool) -> Any:
     made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.hold(_empty_weight(linear.out_features, linear.in_features, device))
+    made.hold(_empty_weight(linear.out_features, linear.in_features, device, transpose))
     mark_joined(made.weight, [linear.weight])  # type: ignore[arg-type]  # hold() makes it a parameter
     made.source_dtype = linear.weight.dtype
     return made
 
 
-def _empty_weight(out: int, inner: int, device: torch.device) -> fp8.Weight:
+def _empty_weight(out: int, inner: int, device: torch.device, transpose: bool) -> fp8.Weight:
     """A weight whose matrices have no memory yet and whose scales are on `device`."""
     codes = torch.empty(out, inner, dtype=torch.uint8, device="meta")
     scales, back_scales = (torch.zeros(1, size, device=device) for size in (out, inner))
-    return fp8.Weight(codes, scales, codes.new_empty(inner, out), back_scales)
+    return fp8.Weight(codes, scales, *((codes.new_empty(inner, out), back_scales) if transpose else ()))
 
 
 class DividedCodes:
@@ -261,19 +275,19 @@ class _Fp8(DividedCodes, nn.Linear):
     compute_dtype: torch.dtype
     fxtune_quantized: str
     scales: Tensor
-    back: Tensor
-    back_scales: Tensor
+    names: tuple[str, ...]
+    """Of its tensors: FP8_TENSORS, or the first two without the transpose."""
 
     def hold(self, weight: fp8.Weight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
-        for name in ("scales", "back", "back_scales"):
-            register_frozen(self, name, getattr(weight, name))
-
-    def held(self) -> fp8.Weight:
-        return fp8.Weight(self.weight, self.scales, self.back, self.back_scales)
+        self.names = FP8_TENSORS if weight.back is not None else FP8_TENSORS[:2]
+        for name, tensor in zip(FP8_TENSORS[1:], weight[1:], strict=True):
+            if tensor is not None:
+                register_frozen(self, name, tensor)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _biased(self, fp8.linear(input.to(self.compute_dtype), self.held()), input.dtype)
+        weight = fp8.Weight(*(getattr(self, name) for name in self.names))
+        return _biased(self, fp8.linear(input.to(self.compute_dtype), weight), input.dtype)
 
 
 def register_frozen(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -36,6 +36,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], world: World) -> dict
     rank holds of the codes, beside those of all."""
     from fxtune.config.compose import load
     from fxtune.objectives.causal_lm import CausalLM
+    from fxtune.techniques.base import Switch
     from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
     from fxtune.training.builder import RunBuilder
 
@@ -49,6 +50,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], world: World) -> dict
     if world.size > 1:
         builder.world = world.divided(Degrees(shard=world.size))
         builder.facts = replace(builder.facts, degrees=builder.world.degrees)
+    options = {**options, "transpose": Switch(options.get("transpose", "on"))}
     builder.techniques.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32, **options)
     plan = builder.read()[1].training
     model = builder.build().train()
@@ -81,8 +83,14 @@ def learn(words: tuple[str, ...], options: dict[str, Any], world: World) -> dict
         ((*DRAWN, *FUSED, *COMPILED), {}),
         (DRAWN, {"skip": ["down_proj"]}),
         (FUSED, {"head": True, "embeddings": True}),
+        (FUSED, {"transpose": "off"}),
     ],
-    ids=("drawn, fused, recomputed, compiled", "drawn, by peft, some linears plain", "read, with head and embeddings"),
+    ids=(
+        "drawn, fused, recomputed, compiled",
+        "drawn, by peft, some linears plain",
+        "read, with head and embeddings",
+        "without transposes",
+    ),
 )
 def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words, options):
     (alone,) = run_ranks(1, learn, words, options)

@@ -18,6 +18,7 @@ from fxtune.errors import ConfigError
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
+from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -209,6 +210,7 @@ def refused(
         ),
         ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
         ({"kind": "int8", "here": {"double": False}}, "double: only nf4's scales can be quantized, and type is int8"),
+        ({"here": {"transpose": Switch.off}}, "transpose: nf4 stores no transpose. Set it to auto, or type to fp8."),
         (
             {"kind": "nf4_torchao"},
             "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "

@@ -371,4 +371,43 @@ def test_auto_is_resolved_by_the_compute_dtype():
     facts = facts_of(random_model("llama"), **{**H200, "dtype": "float32"})
     chosen, notes = given.resolved(facts)
     assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.auto, ComputeDtype.bfloat16)
-    assert "quantize: torch multiplies the fp8 weights; matmuls run in bfloat16 like the rest of the model" in notes
+    assert (
+        "quantize: torch multiplies the fp8 weights; their transposes are kept; matmuls run in bfloat16 like the rest "
+        "of the model"
+    ) in notes
+
+
+def test_auto_keeps_transposes_where_memory_is_ample():
+    model = random_model("llama", **WIDE)
+    weights = sum(base.weight.numel() for base in fp8_linears(made(fp8(), model)))
+    for free, kept in ((9 * weights, Switch.on), (7 * weights, Switch.off)):
+        chosen, notes = fp8(compute=ComputeDtype.bfloat16).decided(facts_of(model, **H200, free_memory=free))
+        assert chosen.quantize.transpose is kept
+        note = next(note for note in notes if note.startswith("quantize"))
+        assert ("the backward pass transposes them" in note) == (kept is Switch.off)
+        assert chosen.quantize.bytes_per_weight() == bytes_per_weight("fp8", transpose=kept is Switch.on)
+
+
+def fp8_linears(model: Any) -> list[Any]:
+    return [module for module in model.modules() if is_quantized(module)]
+
+
+@both
+def test_a_weight_without_its_transpose_takes_half_and_trains_the_same_model(fused):
+    model = random_model("llama", **WIDE)
+    gradients, outputs, stored = [], [], []
+    for kept in (Switch.on, Switch.off):
+        pipeline = fp8(fused)
+        pipeline.quantize.transpose = kept
+        mine = made(pipeline, model)
+        evidence = [one.acted for one in pipeline.verify(mine, make_probe(mine)) if one.technique == "quantize"]
+        assert evidence == [True, True, True, False], "on a CPU no product is in fp8"
+        stored.append(sum(stored_bytes(module) for module in fp8_linears(mine)))
+        outputs.append(logits(mine))
+        mine.train()
+        mine.zero_grad()
+        mine(**make_probe(mine)).logits.logsumexp(-1).sum().backward()
+        gradients.append(torch.cat([one.grad.flatten() for one in mine.parameters() if one.requires_grad]))
+    assert stored[1] < 0.52 * stored[0]
+    assert torch.equal(*outputs)
+    assert 0 < (gradients[0] - gradients[1]).norm() < 0.05 * gradients[0].norm()

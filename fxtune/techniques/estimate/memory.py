@@ -36,7 +36,6 @@ from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import pinned_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.lora.targets import gate_up_parts
-from fxtune.techniques.quantized_modules import bytes_per_weight
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -249,7 +248,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
-        linear = bytes_per_weight(quantize.type.value, quantize.double)
+        linear = quantize.bytes_per_weight()
         if not shape.tied:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
@@ -305,7 +304,7 @@ def _expert_widths(facts: Facts, shape: Shape) -> int:
 def linear_bytes(facts: Facts) -> float:
     """Bytes of each weight of the layers' linears as they are multiplied and sent."""
     quantize = facts.techniques.quantize
-    return bytes_per_weight(quantize.type.value, quantize.double) if quantize.enabled else number_bytes(facts)
+    return quantize.bytes_per_weight() if quantize.enabled else number_bytes(facts)
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:

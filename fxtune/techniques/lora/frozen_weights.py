@@ -7,9 +7,9 @@ and merging: their `weight` becomes a property that returns a view of the group'
 peft's names (`q_proj.base_layer.weight`). A view can be changed in place, and `weight.data = other` copies the values
 into it. Assigning a parameter (`linear.weight = ...`) raises an error.
 
-Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is four tensors, the
-codes and their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their
-linears; the group only refers to them.
+Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is the codes with
+a scale for each row, and their transpose likewise if it is kept. Other quantized weights (nf4, int8) stay parameters
+of their linears; the group only refers to them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from fxtune.distributed.chunks import is_divided
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
 from fxtune.models.shards import mark_joined
-from fxtune.techniques.quantized_modules import DividedCodes, grouped, register_frozen
+from fxtune.techniques.quantized_modules import FP8_TENSORS, DividedCodes, grouped, register_frozen
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
-FP8_TENSORS = ("weight", "scales", "back", "back_scales")
 
 
 def storage_kind(linear: Any) -> str:
@@ -56,7 +55,10 @@ class FrozenWeights(DividedCodes, nn.Module):
         else:
             tensors = grouped(bases)
         packed = tuple(f"packed{index}" for index in range(len(tensors)))
-        self.names: tuple[str, ...] = {DENSE: ("weight",), "fp8": FP8_TENSORS}.get(self.kind, packed)
+        self.names: tuple[str, ...] = {
+            DENSE: ("weight",),
+            "fp8": FP8_TENSORS[: len(tensors)],
+        }.get(self.kind, packed)
         for name, tensor in zip(self.names, tensors, strict=True):
             if name == "weight":
                 self.weight = nn.Parameter(tensor, requires_grad=False)

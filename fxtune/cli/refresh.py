@@ -167,6 +167,7 @@ class _Refresh:
                 "data.mix.long_share=null to mix by these alone."
             )
         config.model.adapter = str(parent / "adapter")
+        config.data.length_schedule = []  # the adapter knows the longest rows
         return before, config
 
     def _begin(self, key: dict[str, Any], data: RefreshData, parent: Path) -> dict[str, Any]:

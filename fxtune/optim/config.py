@@ -37,7 +37,7 @@ class OptimizerConfig:
     `muon` updates matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
     """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
-    rule for AdamW (docs/time_to_model.md); a line says how. `fxtune lr` tests rates."""
+    rule for AdamW (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
     weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""

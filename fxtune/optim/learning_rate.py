@@ -8,7 +8,7 @@ Llama's exponent, which is the safer one: it gives large models less. The rule i
 alpha = 32, where the best rate does not depend on r. An adapter's update grows with alpha and with the rate, so
 another alpha divides the rate; with alpha = 2 r it falls as 1 / r (arXiv 2602.06204 finds both). The last factor is
 the guide's for batches; 128 documents are the batch of its sweeps. Here it is between 1 and 2: small batches need no
-such reduction (arXiv 2507.07101, and the built-in model agrees: docs/time_to_model.md), and adapters tolerate large
+such reduction (arXiv 2507.07101, and the built-in model agrees: docs/learning_rate.md), and adapters tolerate large
 ones less than full fine-tuning does ("LoRA Without Regret").
 
 It is a first guess. `fxtune lr` looks at the loss.

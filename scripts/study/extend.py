@@ -3,6 +3,7 @@ both models.
 
     python scripts/study/extend.py --out build/extend            # one H200, about nine minutes
     python scripts/study/extend.py --out build/extend --again --extend-lr 1e-4     # extends the same base again
+    python scripts/study/extend.py --out build/extend --again --lengths   # also: rows that grow against equal rows
     python scripts/study/extend.py --out /tmp/extend --smoke     # a short test with a tiny model on a CPU
 
 1. gather.py collects text of this machine and joins the files of a package to long documents. A part of them is held
@@ -14,6 +15,11 @@ both models.
 4. Plain transformers evaluates three models on held-out text: the base, the base with YaRN but without tuning, and the
    extended model from the folder that fxtune saved. It measures the loss by position, the loss of short rows, and the
    share of pass keys that the model finds by length and depth (exact match, see retrieval.accuracy).
+
+With --lengths it extends the base twice more, on the same data without data.mix and for --extend-steps steps each:
+with rows of the long context, and with rows that grow to it (data.length_schedule). Both evaluate the held-out rows of
+the long context as they train, so the script can say how long each took to the loss at which the equal rows end. The
+table then has both models as well.
 
 The script writes extended.json, extended.png and the models to --out and prints the table. It downloads nothing. It
 writes the JSON file after each stage and each evaluated model, so the same command continues an interrupted call after
@@ -183,6 +189,72 @@ def extension(args: argparse.Namespace, corpus: Corpus, name: str) -> Any:
     config.train.micro_batch_size = micro_batch(args.extend_rows, length, args.micro_tokens)
     config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = args.extend_lr, 0.1, 0.0
     return config
+
+
+EQUAL, GROWING = "equal rows", "growing rows"
+
+
+def compare_lengths(args: argparse.Namespace, corpus: Corpus, name: str, arms: dict[str, Any]) -> None:
+    """Extend the base with equal rows and with growing ones, where `arms` has no result yet, and keep in `arms` the
+    held-out loss of long rows over the seconds of training."""
+    from fxtune.data.config import MixConfig, SourceConfig
+    from fxtune.training import trainer
+
+    length, held = args.context * args.factor, corpus.folder / "held-long.jsonl"
+    rows = [{"input_ids": ids[:length]} for ids in corpus.held[: args.evaluated]]
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for arm in (EQUAL, GROWING):
+        if arm in arms:
+            continue
+        config = extension(args, corpus, f"{name}-{arm.split()[0]}")
+        shutil.rmtree(config.run.dir, ignore_errors=True)
+        config.data.mix, config.data.eval_sources = MixConfig(), [SourceConfig(path=str(held))]
+        if arm == GROWING:
+            between = [[0.3, length // 2]] if args.factor > 2 else []
+            config.data.length_schedule = [[0.0, args.context], *between, [0.6, length]]
+        config.train.max_steps, config.train.log_every = args.extend_steps, 1
+        config.train.eval_every = max(args.extend_steps // 20, 1)
+        trainer.run(config)
+        arms[arm] = curve([json.loads(each) for each in (Path(config.run.dir) / "metrics.jsonl").open()], config)
+
+
+def curve(lines: list[dict[str, Any]], config: Any) -> dict[str, list[float]]:
+    """The held-out losses of a run, and the seconds of its steps up to each of them.
+
+    The first two steps of a stage, in which code is compiled, count as a median step of the stage.
+    """
+    seconds = {one["train/step"]: one["train/step_seconds"] for one in lines if "train/step_seconds" in one}
+    steps = config.train.max_steps
+    borders = [math.ceil(share * steps - 1e-9) for share, _ in config.data.length_schedule or [[0.0, 0]]]
+    for first, end in pairwise([*borders, steps]):
+        median = statistics.median(seconds[step + 1] for step in range(min(first + 2, end - 1), end))
+        seconds |= dict.fromkeys(range(first + 1, min(first + 2, end) + 1), median)
+    losses = {one["train/step"]: one["eval/loss"] for one in lines if "eval/loss" in one}
+    return {
+        "steps": list(losses),
+        "seconds": [sum(seconds[done + 1] for done in range(step)) for step in losses],
+        "losses": list(losses.values()),
+    }
+
+
+def seconds_to(loss: float, arm: dict[str, list[float]]) -> float | None:
+    """The seconds of training at which the held-out loss reaches `loss`, linear between two evaluations; None: never."""
+    points = list(zip(arm["seconds"], arm["losses"], strict=True))
+    for (before, high), (after, low) in pairwise([(0.0, math.inf), *points]):
+        if low <= loss:
+            return after if math.isinf(high) else before + (after - before) * (high - loss) / (high - low)
+    return None
+
+
+def verdict(arms: dict[str, Any]) -> str:
+    equal, growing = arms[EQUAL], arms[GROWING]
+    target = equal["losses"][-1]
+    needed = seconds_to(target, growing)
+    reached = "never" if needed is None else f"after {needed:.1f} s ({needed / equal['seconds'][-1]:.2f}x)"
+    return (
+        f"{EQUAL} end with a held-out loss of long rows of {target:.4f} after {equal['seconds'][-1]:.1f} s of training; "
+        f"{GROWING} reach it {reached}, and end with {growing['losses'][-1]:.4f} after {growing['seconds'][-1]:.1f} s."
+    )
 
 
 class Judge:
@@ -386,6 +458,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--again", action="store_true", help="keep the text and base of an earlier call, extend and evaluate again"
     )
+    parser.add_argument("--lengths", action="store_true", help="also compare rows that grow with equal rows")
     parser.add_argument("--plot", type=Path, help="only draw the figures of this JSON file")
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**SMOKE)
@@ -463,12 +536,13 @@ def main() -> None:
             extension(args, corpus, name), 60 * args.extend_minutes, args.extend_steps
         )
         finish_stage("extension")
+    models = [("base", base, False), ("base with YaRN, not tuned", base, True), ("extended", extended, False)]
+    if args.lengths:
+        compare_lengths(args, corpus, name, record.setdefault("lengths", {}))
+        models += [(arm, args.out / f"{name}-{arm.split()[0]}", False) for arm in (EQUAL, GROWING)]
+        finish_stage("rows of equal and of growing length")
     judge = Judge(args, corpus)
-    for title, folder, yarn in (
-        ("base", base, False),
-        ("base with YaRN, not tuned", base, True),
-        ("extended", extended, False),
-    ):
+    for title, folder, yarn in models:
         if title not in found:
             found[title] = judge.measure(folder / "model", yarn)
             write_record()
@@ -479,6 +553,8 @@ def main() -> None:
     print(
         f"The loss of rows of {args.context} tokens changed by {change:+.2%}. Total time: {sum(seconds.values()):.0f} s."
     )
+    if args.lengths:
+        print(verdict(record["lengths"]))
     plot(args.out / f"{name}.json")
 
 

@@ -6,10 +6,14 @@ scripts/faults/kill.py does this hundreds of times at random instants; these tes
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import random
+import shutil
 
 import pytest
-from support.killing import Aim, Reference, disturb, prepare
+from support.harness import command
+from support.killing import Aim, Reference, disturb, prepare, tail
 
 PHASES = ("tokenising", "building", "proving", "asking", "training", "evaluating", "saving", "exporting")
 TWICE = {"full": (8, 2), "packed": (6, 2), "bucketed": (10, 2)}
@@ -123,3 +127,38 @@ def test_run_killed_around_its_early_stop_goes_back_and_decays_all_the_same(kill
         Aim("saving", 1, 0.5),
         Aim("training", 2, 0.5),
     )
+
+
+@pytest.mark.slow
+def test_killed_refresh_goes_on_and_serves_the_same_adapter(forks, tmp_path):
+    """Killed while it reads the rows for the test of drift, twice while it trains, and when the trained run is done."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    first = forks.start(command(whole, "data.eval_fraction=0.3", "optimizer.lr=1e-2"), whole)
+    assert first.wait() == 0, tail(whole)
+    draw = random.Random(6)
+    with (whole / "new.jsonl").open("w", encoding="utf-8") as rows:
+        for _ in range(60):
+            texts = [" ".join(draw.choices(["σώμα", "πῦρ", "γῆ", "φῶς"], k=draw.randint(4, 9))) for _ in range(2)]
+            roles = zip(("user", "assistant"), texts, strict=True)
+            rows.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}) + "\n")
+    shutil.copytree(whole, broken)
+    words = ["refresh", "run", "data.sources=[{path: new.jsonl}]", "data.cache_dir=cache", "refresh.held_out=0.4"]
+    words += ["refresh.bound=2", "checkpoint.every=1"]
+    undisturbed = forks.start(words, whole)
+    assert undisturbed.wait() == 0, tail(whole)
+    for phase, occurrence in (("tokenising", 1), ("training", 4), ("training", 3), ("finishing", 1)):
+        attempt = forks.start(words, broken)
+        assert attempt.until(phase, occurrence), tail(broken)
+        attempt.kill()
+        assert attempt.wait() == -9
+        assert (broken / "run.refresh" / "current").resolve() == broken / "run"
+    last = forks.start(words, broken)
+    assert last.wait() == 0, tail(broken)
+
+    def served(folder):
+        (entry,) = json.loads((folder / "run.refresh" / "lineage.json").read_text())["refreshes"]
+        adapter = (folder / "run.refresh" / "current" / "adapter" / "adapter_model.safetensors").read_bytes()
+        return {name: value for name, value in entry.items() if name != "started"}, adapter
+
+    assert served(broken) == served(whole)

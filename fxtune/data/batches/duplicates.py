@@ -10,8 +10,8 @@ bands; documents that share a band are candidates, and the similarity of candida
 themselves, so no document is left out for chance. Runs that a tenth of the documents have, such as a chat template and
 a system prompt, say nothing about a document and are not compared.
 
-Everything is a function of the tokens and the settings, in the order of the sources. It takes about a second for a
-million tokens, and 1 KB a document. The result is kept beside the tokens.
+Everything is a function of the tokens and the settings, in the order of the sources. The minima and the bands take
+0.75 KB a document at the default similarity. The result is kept beside the tokens.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def run(config: Config, loss: bool = False, each: bool = False, json: Optional[Path] = None) -> None:
     """Print what was observed. Raises CheckError if something did not act, otherwise as training does."""
+    config = replace(config, data=replace(config.data, length_schedule=[]))  # steps of the longest rows
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = builder.read()

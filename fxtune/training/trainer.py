@@ -465,6 +465,8 @@ class Trainer:
 
     def _out_of_memory_error(self, part: str, rows: int, why: str) -> HardwareError:
         """Save the state and return the error that `part` ran out of memory at `rows` rows and cannot halve them."""
+        if part == "training":
+            rows = self.plan.micro_rows(self.state.step)  # more of them, where they are shorter
         message = out_of_memory_message(part, rows, why)
         with SIGNALS.deferred():
             if self.unlogged_lr is not None:

@@ -33,6 +33,7 @@ from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, RESULT, di
 from fxtune.config.compose import load
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, Resume
+from fxtune.distributed.parallel import AUTO, DEGREES
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact, redact_text
@@ -492,5 +493,9 @@ def refuse(config: Config) -> None:
         problems.append("train.pause_after: the sweep decides when its runs pause")
     if config.run.gpus not in ("auto", "1"):
         problems.append(f"run.gpus={config.run.gpus}: each run of a sweep has one card. --workers says how many run")
+    degrees = ((name, getattr(config.parallel, name)) for name in DEGREES)
+    several = [f"parallel.{name}={value}" for name, value in degrees if value not in (AUTO, "1")]
+    for asked in (*several, *config.parallel.summed_otherwise):
+        problems.append(f"{asked}: each run of a sweep has one card. Leave it out, and add it to the recipe that wins")
     if problems:
         raise ConfigError("This recipe cannot be swept as it is:\n" + "\n".join(f"  {line}" for line in problems))

@@ -179,3 +179,21 @@ def test_interrupted_call_continues_after_its_last_stage(scripts, tmp_path, monk
     with pytest.raises(SystemExit):  # the extension is finished
         main()
     assert main("--again") == ["train extended-1", "measure base", "measure base, scaled", "measure extended-1"]
+
+
+def test_time_to_the_same_loss_leaves_out_compiling(scripts):
+    """Ten steps of 1 s in the first stage and of 2 s in the second; the first two of each take a minute more."""
+    extend, _ = scripts
+    seconds = [61, 61, 1, 1, 1, 62, 62, 2, 2, 2]
+    lines = [{"train/step": at, "train/step_seconds": float(one)} for at, one in enumerate(seconds, 1)]
+    lines += [{"train/step": at, "eval/loss": loss} for at, loss in ((4, 4.0), (8, 2.0), (10, 1.0))]
+    settings = argparse.Namespace(length_schedule=[[0.0, 64], [0.5, 128]])
+    config = argparse.Namespace(train=argparse.Namespace(max_steps=10), data=settings)
+    growing = extend.curve(lines, config)
+    assert growing == {"steps": [4, 8, 10], "seconds": [4.0, 11.0, 15.0], "losses": [4.0, 2.0, 1.0]}
+    assert extend.seconds_to(3.0, growing) == 7.5
+    assert extend.seconds_to(5.0, growing) == 4.0
+    assert extend.seconds_to(0.5, growing) is None
+    equal = {"seconds": [30.0], "losses": [3.0]}
+    told = extend.verdict({extend.EQUAL: equal, extend.GROWING: growing})
+    assert "growing rows reach it after 7.5 s (0.25x), and end with 1.0000 after 15.0 s" in told

@@ -300,6 +300,8 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
         (["train.max_minutes=3"], "depends on the clock"),
         (["train.pause_after=3"], "decides when its runs pause"),
         (["run.gpus=2"], "each run of a sweep has one card"),
+        (["parallel.shard=2"], r"parallel\.shard=2: each run of a sweep has one card"),
+        (["parallel.average_every=4"], r"parallel\.average_every=4: each run of a sweep has one card"),
     ],
 )
 def test_recipe_that_cannot_be_swept(recipe, words, told):

@@ -175,9 +175,9 @@ class Plan:
         return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
 
     def _all_micro_batches(self, step: int) -> int:
-        return -(-self.rows(step) // self._micro_rows(step))
+        return -(-self.rows(step) // self.micro_rows(step))
 
-    def _micro_rows(self, step: int) -> int:
+    def micro_rows(self, step: int) -> int:
         """Rows of a micro-batch of the step: as many more as they are shorter than the longest ones."""
         longest, length = self.stream.settings.sequence_length, self.step_rows.length(step - self.sizes.dropped)
         return self.sizes.micro_batch_size * (longest // length)
@@ -237,7 +237,7 @@ class Plan:
             int(self._padded_length(width)),
             packing,
             self.sizes.pad_id,
-            slots=_next_power_of_two(max(fullest * self._micro_rows(step), len(segments) + len(offsets) - 1)),
+            slots=_next_power_of_two(max(fullest * self.micro_rows(step), len(segments) + len(offsets) - 1)),
             piece=self.sizes.piece,
             pieces=self.sizes.pieces,
         )
@@ -418,7 +418,7 @@ class Plan:
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
-        size = self._micro_rows(step)
+        size = self.micro_rows(step)
         micro = min(micro * self.sizes.ranks + self.sizes.rank, self._all_micro_batches(step) - 1)
         own = offsets[micro * size : (micro + 1) * size + 1]
         return segments[own[0] : own[-1]], own - own[0]
@@ -435,7 +435,7 @@ class Plan:
             return self.step_rows.tokens(len(epoch))
         total, all_lengths = 0, self.rows_of.segments.length[epoch.segments]
         for stage, start in enumerate(self.step_rows.starts):
-            step, micro = start.rows, self._micro_rows(start.step + self.sizes.dropped)
+            step, micro = start.rows, self.micro_rows(start.step + self.sizes.dropped)
             length = all_lengths[start.row : self.step_rows.end(stage)]
             steps = np.pad(length, (0, -len(length) % step)).reshape(-1, step)
             micros = -np.sort(-steps, axis=1).reshape(-1, micro)

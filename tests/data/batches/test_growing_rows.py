@@ -14,7 +14,7 @@ from support.tables import natural, table, training
 
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import MixConfig, OnLong
+from fxtune.data.config import DataConfig, MixConfig, OnLong
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import ConfigError, DataError
 
@@ -148,6 +148,7 @@ def test_run_of_fixed_steps_over_weighted_sources_grows_at_the_same_steps():
     plan = grown(tables, weights=[1.0, 2.0], length_schedule=[[0.0, 8], [0.5, 64]], max_steps=20)
     assert [plan.batch(step, 0).input_ids.shape for step in (0, 9, 10, 19)] == [(16, 8), (16, 8), (2, 64), (2, 64)]
     assert plan.fingerprint != grown(tables, weights=[1.0, 2.0], max_steps=20).fingerprint
+    assert (plan.micro_rows(0), plan.micro_rows(10), plan.last_stage) == (16, 2, 10)
     last = grown(tables, weights=[1.0, 2.0], length_schedule=[[0.0, 8], [0.5, 64]], max_steps=20).until(12, 2)
     assert [last.contents(step, 0) for step in (2, 11)] == [plan.contents(step, 0) for step in (0, 9)]
 
@@ -169,3 +170,14 @@ def test_rows_of_a_stage_are_dealt_out_to_ranks_and_cut_into_pieces():
 def test_share_of_long_documents_and_rows_that_grow_are_refused_together():
     with pytest.raises(ConfigError, match=r"data\.length_schedule lets them wait"):
         grown([natural(9, 20, 0)], length_schedule=[[0.0, 16], [0.5, 64]], mix=MixConfig(0.5, 32))
+
+
+def test_lengths_that_rows_can_have():
+    def lengths(**options) -> tuple[int, ...]:
+        return DataConfig(sequence_length=64, length_schedule=[[0.0, 16], [0.25, 64]], **options).row_lengths()
+
+    assert lengths(packing=True) == (16, 64)
+    assert lengths(packing=False, buckets=[8, 32, 96]) == (8, 16, 32, 64)
+    assert lengths(packing=False) == ()
+    assert DataConfig(sequence_length=64, length_schedule=[[0.0, 16], [0.25, 64]]).mean_row_length() == 52
+    assert DataConfig(sequence_length=64).mean_row_length() == 64

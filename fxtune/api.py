@@ -25,12 +25,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fxtune.checkpoint.run_folder import EVIDENCE, RESULT, metric_rows, read_config
+from fxtune.checkpoint.run_folder import EVIDENCE, RESULT
 from fxtune.cli.run_output import find_output, run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, RankError, StorageError
-from fxtune.system.atomic_files import read_json
+from fxtune.reports.run_files import RunFiles
 from fxtune.techniques.base import Evidence
 
 
@@ -93,8 +93,7 @@ class Run:
     def __init__(self, run: str | Path) -> None:
         """Raises ConfigError if there is no such run."""
         self.folder = run_folder(str(run))
-        if not (self.folder / "config.yaml").exists():
-            raise ConfigError(f"{self.folder} is no run of fxtune: it holds no config.yaml.")
+        _ = self._files
         self._speakers: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -111,35 +110,36 @@ class Run:
         return f"<b>{html.escape(repr(self))}</b><table>{cells}</table>"
 
     @property
+    def _files(self) -> RunFiles:
+        """Its files as they are now: a run that trains writes on."""
+        return RunFiles(self.folder)
+
+    @property
     def finished(self) -> bool:
-        return (self.folder / RESULT).exists()
+        return self._files.finished
 
     @property
     def config(self) -> dict[str, Any]:
         """The recipe as plain data, with every default."""
-        return read_config(self.folder) or {}
+        return self._files.config
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict a log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
-        return list(metric_rows(self.folder))
+        return self._files.rows
 
     @property
     def result(self) -> dict[str, Any]:
         """The last figures of a finished run; empty before."""
-        try:
-            return dict(read_json(self.folder / RESULT)) if self.finished else {}
-        except ValueError as error:
-            raise StorageError(f"{self.folder / RESULT} cannot be read: {error}. Bring it back.") from error
+        return self._files.result
 
     @property
     def evidence(self) -> list[Evidence]:
         """What each option was asked for and what was observed of it, before the first step."""
-        file = self.folder / EVIDENCE
         try:
-            return [Evidence(**one) for one in json.loads(file.read_text())] if file.exists() else []
-        except (OSError, ValueError, TypeError) as error:
-            raise StorageError(f"{file} cannot be read: {error}. Bring it back.") from error
+            return [Evidence(**one) for one in self._files.evidence]
+        except TypeError as error:
+            raise StorageError(f"{self.folder / EVIDENCE} cannot be read: {error}. Bring it back.") from error
 
     @property
     def output(self) -> Path:

@@ -119,6 +119,7 @@ def small(chats, tmp_path) -> Config:
         tracking=TrackingConfig(display=DisplayKind.none),
     )
     config.techniques.lora.enabled = True
+    config.run.report = False
     config.schedule.warmup_steps = 2
     config.optimizer.lr = 1e-3
     return config

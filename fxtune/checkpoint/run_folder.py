@@ -1,7 +1,7 @@
 """Finds, creates and locks the folder of a run: no run is overwritten, and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
-                compile.json, if anything is compiled        energy.json      result.json, written last
+                about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html
 
 folder_lock.py has the lock.
 """
@@ -31,6 +31,7 @@ FREE_ON_RESUME = (
     "run.device",
     "run.export",
     "run.gpus",
+    "run.report",
     "parallel.replicate",
     "parallel.shard",
     "parallel.context",
@@ -63,6 +64,10 @@ SETTING = "setting.json"
 """What the recipe left open and the run decided, its data and its machine (training/resume_check.py)."""
 EVIDENCE = "evidence.json"
 """What each option was asked for and what was observed of it."""
+ABOUT = "about.json"
+"""The command of the run, its versions, and its data in figures, for reports."""
+REPORT = "report.html"
+"""A page about the run (fxtune/reports/page.py)."""
 _FILES = (".json", ".jsonl", ".yaml")
 ALIVE = "is in use by a run that is alive"
 
@@ -129,7 +134,7 @@ class RunFolder:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
         if self.lock is not None and not self.resumed and not (self.path / METRICS).exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
-                for name in ("config.yaml", SETTING, EVIDENCE, "energy.json", HOLDER, LOCK):
+                for name in ("config.yaml", SETTING, EVIDENCE, ABOUT, "energy.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
@@ -325,6 +330,10 @@ def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
             "or set run.dir to a new folder."
         ) from error
     return config
+
+
+def holds_run(path: Path) -> bool:
+    return (path / "config.yaml").exists()
 
 
 def metric_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -256,6 +256,26 @@ COMMANDS = {
         positional_only=True,
         options=_JSON,
     ),
+    "report": Command(
+        "fxtune.cli.report",
+        "a page about a run, or several side by side: report RUN [RUN ...]",
+        positional="run",
+        positional_only=True,
+        options={
+            "--output": {
+                "metavar": "FILE.html",
+                "type": Path,
+                "help": "where it goes (report.html in the run's folder; of several, beside the first run's)",
+            }
+        },
+    ),
+    "why": Command(
+        "fxtune.cli.why",
+        "what the time of a run is made of, and what to change: why RUN",
+        positional="run",
+        positional_only=True,
+        options=_JSON,
+    ),
     "sync": Command(
         "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN_FOLDER", positional="run", positional_only=True
     ),

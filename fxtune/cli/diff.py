@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from fxtune.cli.options import write_json
 from fxtune.cli.run_output import run_folder
-from fxtune.diagnostics.run_difference import Change, Parting, compare_runs
+from fxtune.reports.run_difference import Change, Parting, compare_runs
 from fxtune.system.console import say, table
 
 

@@ -199,7 +199,12 @@ def _call_positional(name: str, function: str, words: list[str], own: dict[str, 
     except TypeError as error:
         parameters = [item for item in signature.parameters.values() if item.kind is not item.KEYWORD_ONLY]
         names = " ".join(
-            item.name.upper() if item.default is item.empty else f"[{item.name.upper()}]" for item in parameters
+            f"[{item.name.upper()} ...]"
+            if item.kind is item.VAR_POSITIONAL
+            else item.name.upper()
+            if item.default is item.empty
+            else f"[{item.name.upper()}]"
+            for item in parameters
         )
         raise ConfigError(f"usage: fxtune {name} {names}") from error
     from fxtune.system import progress

@@ -58,6 +58,8 @@ class RunConfig:
     export: Export = Export.best
     """Which weights are exported when the run ends. `best`: those with the lowest held-out loss; the last ones without
     held-out data or with checkpoint.keep_best=false. `last`: those after the last step."""
+    report: bool = True
+    """Write a page about the run, RUN/report.html, when it ends; `fxtune report RUN` writes it at any time."""
 
 
 class Spikes(str, Enum):

@@ -248,6 +248,10 @@ COLUMNS = {
 """Metrics in their order in a line. All others follow under their own names."""
 
 
+HIDDEN = ("train/step", "train/forward_backward_seconds", "train/update_seconds")
+"""Metrics for reports only, as those of `time/`."""
+
+
 def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
     """The metrics as texts without spaces, in the order of COLUMNS. `live`: only those for the live display."""
     shown = {}
@@ -257,7 +261,7 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
         number = math.nan if metrics[metric] is None else _number(metrics[metric])
         alone = metric == "train/ranks" and number == 1
         in_step = metric.startswith("train/slowest_") and not metrics["train/slowest_behind"] >= BEHIND
-        if metric == "train/step" or alone or in_step or (live and not shape.live):
+        if metric in HIDDEN or metric.startswith("time/") or alone or in_step or (live and not shape.live):
             continue
         if number is None:
             text = str(plain(metrics[metric]))

@@ -16,6 +16,8 @@ class RunClock:
         self._began = clock() - before
         self._loop: float | None = None
         """When the loop began; None before."""
+        self._ended: float | None = None
+        """When it ended; None before."""
         self._earlier = {"seconds": 0.0, "training": 0.0, "evaluating": 0.0}
         self.evaluating = 0.0
         """Seconds of evaluations in this process."""
@@ -35,6 +37,14 @@ class RunClock:
         total = {"seconds": self.seconds, "training": self.training, "evaluating": self._all_evaluating}
         return {name: round(value, 3) for name, value in {**total, **self.takes}.items()}
 
+    def figures(self) -> dict[str, float]:
+        """The run's time so far in seconds: in all, of the loop, and of evaluations, which are part of the loop."""
+        return {
+            "time/total": self.seconds,
+            "time/training": self.training,
+            "time/evaluations": self._all_evaluating,
+        }
+
     @property
     def seconds(self) -> float:
         """Of the run so far, start-up included."""
@@ -43,7 +53,8 @@ class RunClock:
     @property
     def training(self) -> float:
         """Of the loop so far, evaluations and saves included."""
-        return self._earlier["training"] + (0.0 if self._loop is None else self._clock() - self._loop)
+        now = self._clock() if self._ended is None else self._ended
+        return self._earlier["training"] + (0.0 if self._loop is None else now - self._loop)
 
     @property
     def evaluation_share(self) -> float:
@@ -58,6 +69,10 @@ class RunClock:
         """The loop begins, after `step` steps."""
         self._loop = self._clock()
         self._first = self._last = (step, 0.0)
+
+    def stop(self) -> None:
+        """The loop ends."""
+        self._ended = self._clock()
 
     def reached(self, step: int) -> None:
         """`step` steps are done, on the device, too."""

@@ -43,6 +43,8 @@ class RunLog:
             self.done.add("start-up")
             self.startup.done("first steps")
             self.screen.note(self.startup.summary())
+            stages = {f"startup/{stage.replace(' ', '_')}": seconds for stage, seconds in self.startup.seconds.items()}
+            self.tracker.log(self.state.step, stages)
 
     def compiled(self, after: str) -> None:
         """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`, rows of another

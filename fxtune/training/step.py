@@ -31,7 +31,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.compile.cuda_graphs import Recorder
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.training import noise_scale
-from fxtune.training.rank_report import RankReport
+from fxtune.training.rank_report import UPDATE, RankReport
 from fxtune.training.spikes import SpikeWindow
 
 Metrics = dict[str, torch.Tensor]
@@ -95,8 +95,9 @@ class TrainStep:
         normalizer = self.objective.normalizer(plan, step.index)
         backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.own)
         metrics = self.sum_over_ranks(self.rank_report.timed(backward))
-        self.clip(metrics)
-        self.update(metrics, lr)
+        with self.rank_report.timer.part(UPDATE):
+            self.clip(metrics)
+            self.update(metrics, lr)
         return metrics
 
     def backward(self, batches: Iterable[Batch], normalizer: float, index: int = 0, own: int | None = None) -> Metrics:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import CHECKPOINTS, EVIDENCE, RunFolder, claim, differences
+from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, EVIDENCE, REPORT, RunFolder, claim, differences
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
@@ -22,7 +22,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
+from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
 from fxtune.models.probe import Answer
 from fxtune.models.save import save_model
 from fxtune.objectives.base import Objective
@@ -37,12 +37,14 @@ from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.throughput import StartupTimer
 from fxtune.tracking.wandb_worker import GOES_ON
+from fxtune.training.about import describe_run
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
 from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.rank_report import UPDATE
 from fxtune.training.ranks import require_possible
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
@@ -171,6 +173,8 @@ class Trainer:
         self.questions = AnswerEvaluation.open(
             data.own_questions(), self.tokenizer, folder.path, data.chat_template, data.system
         )
+        if self.world.main:
+            folder.write(ABOUT, describe_run(self.data))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.startup.done("data")
@@ -286,6 +290,7 @@ class Trainer:
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, announce=False) as self.training:
                     self._loop()
+                self.clock.stop()
                 return self._pause() if self._pauses() else self._finish()
             except Stopped as stop:
                 self._stop(stop)
@@ -413,12 +418,17 @@ class Trainer:
             metrics = together(self.world, backward, take.start_sums, take.ranks_agree, agree)
         # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
         self.run_state.checkpoints.wait_for_copy()  # PowerSGD's sums change its state, and the update the weights
-        with nullcontext() if self.world.size == 1 else self.builder.oom_context(f"Clipping in step {step.index + 1}"):
+        clipping: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.world.size > 1:
+            clipping = partial(self.builder.oom_context, f"Clipping in step {step.index + 1}")
+        with clipping():
             metrics = take.sum_over_ranks(metrics)
-            take.clip(metrics)
-        # Not repeated when it runs out of memory: some weights may be updated already.
-        with self.builder.oom_context(f"The update of step {step.index + 1}"):
-            take.update(metrics, lr)
+        with self.rank_report.timer.part(UPDATE):
+            with clipping():
+                take.clip(metrics)
+            # Not repeated when it runs out of memory: some weights may be updated already.
+            with self.builder.oom_context(f"The update of step {step.index + 1}"):
+                take.update(metrics, lr)
         return metrics
 
     def _has_new_rows(self, index: int) -> bool:
@@ -542,6 +552,7 @@ class Trainer:
                 **timings,
                 **self.energy.log(self.state.tokens),
                 **({} if end is None else {"train/end_time": end}),
+                **self.clock.figures(),
             }
         )
         self.log.compiled(f"training, stage {self.plan.stage(self.state.step - 1)}")
@@ -625,10 +636,12 @@ class Trainer:
         if reason := state.ending.get("reason"):
             figures["train/ended_early"] = reason
         used = self.energy.end(state.tokens)
-        figures |= used
+        figures |= used | self.clock.figures()
         self.tracker.summary(figures)
         self.folder.finish(figures)
         self.end.done()
+        if self.world.main and self.config.run.report:
+            self._write_report()
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
         spent = [line] if (line := sentence(used)) else []
@@ -640,6 +653,15 @@ class Trainer:
         """The trained model's answer to the probe of the export, as in training."""
         with self.techniques.precision.context(self.world.device):
             return Answer.of(self.model)
+
+    def _write_report(self) -> None:
+        """Write report.html. If that fails only the page is lost."""
+        from fxtune.reports.page import write_report
+
+        try:
+            write_report([self.folder.path], self.folder.path / REPORT)
+        except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
+            self.screen.note(f"The page {self.folder.path / REPORT} could not be written: {first_line(error)}")
 
     def _gives_finite_loss(self, step: int) -> bool:
         batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)

@@ -19,13 +19,14 @@ ALLOWED = {
     "objectives": "errors system distributed kernels data models techniques",
     "optim": "errors system distributed techniques",
     "tracking": "errors system checkpoint techniques",
+    "reports": "errors system checkpoint",
     "config": "errors system distributed data models checkpoint techniques optim tracking",
-    "training": "errors system distributed data models checkpoint techniques objectives optim tracking config",
+    "training": "errors system distributed data models checkpoint techniques objectives optim tracking reports config",
     "tuning": "errors system distributed data models checkpoint techniques objectives optim config training",
     "diagnostics": "errors system distributed kernels data checkpoint techniques objectives tracking config training tuning",
-    "cli": "errors system distributed data models checkpoint techniques objectives optim tracking config training tuning "
+    "cli": "errors system distributed data models checkpoint techniques objectives optim tracking reports config training tuning "
     "diagnostics",
-    "api": "errors system distributed data models checkpoint techniques config training tuning diagnostics cli",
+    "api": "errors system distributed data models checkpoint techniques reports config training tuning diagnostics cli",
     "__main__": "cli",
 }
 """Package -> the packages it may import, lowest first.

@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from fxtune.diagnostics.run_difference import Change, Parting, compare_runs
 from fxtune.errors import ConfigError
+from fxtune.reports.run_difference import Change, Parting, compare_runs
 
 
 @pytest.fixture

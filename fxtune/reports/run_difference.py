@@ -12,11 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import SETTING, metric_rows, read_config
-from fxtune.errors import ConfigError, StorageError
-from fxtune.system.atomic_files import read_json
+from fxtune.reports.run_files import RunFiles
 
-STEP = "train/step"
 CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr", "questions/exact_match")
 """The metrics that are compared step by step."""
 FIGURES = (
@@ -82,15 +79,16 @@ def compare_runs(first: Path, second: Path) -> RunDifference:
     """What the runs in these two folders differ in. Raises ConfigError for a folder that is no run, StorageError for a
     file that cannot be read."""
     found = RunDifference()
-    configs = [_flat(_config(folder)) for folder in (first, second)]
+    runs = [RunFiles(folder) for folder in (first, second)]
+    configs = [flat(run.config) for run in runs]
     found.recipe = [one for one in _changes(*configs) if one.key not in NAMES]
-    settings = [_setting(folder) for folder in (first, second)]
+    settings = [run.setting for run in runs]
     for group in dict.fromkeys([*settings[0], *settings[1]]):
         heading = SECTIONS.get(group, "what was decided")
-        pair = [_flat({group: setting.get(group, {})}) for setting in settings]
+        pair = [flat({group: setting.get(group, {})}) for setting in settings]
         changes = [one for one in _changes(*pair) if not _in_recipe(one, found.recipe)]
         found.sections.setdefault(heading, []).extend(changes)
-    curves = [_curves(folder) for folder in (first, second)]
+    curves = [run.curves for run in runs]
     found.partings = [part for name in CURVES if (part := _parting(name, *curves))]
     last = [{name: curve[max(curve)] for name, curve in one.items() if curve} for one in curves]
     found.figures = [
@@ -110,42 +108,15 @@ def _changes(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
             yield Change(key, first.get(key), second.get(key))
 
 
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
+def flat(value: Any, key: str = "") -> dict[str, Any]:
     """Nested dicts and lists as one dict with the keys that a user types."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items or not value:
         return {key: value} if key else {}
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, inner in items:
-        flat |= _flat(inner, f"{key}.{name}" if key else str(name))
-    return flat
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    config = read_config(folder)
-    if config is None:
-        raise ConfigError(f"{folder} is no run of fxtune: it holds no config.yaml.")
-    return config
-
-
-def _setting(folder: Path) -> dict[str, Any]:
-    file = folder / SETTING
-    if not file.exists():  # the run has not begun to train
-        return {}
-    try:
-        return dict(read_json(file))
-    except ValueError as error:
-        raise StorageError(f"{file} cannot be read: {error}. Restore it, or remove it.") from error
-
-
-def _curves(folder: Path) -> dict[str, dict[int, float]]:
-    """Metric -> step -> value. A step that was repeated after a resume has its last value."""
-    curves: dict[str, dict[int, float]] = {}
-    for row in metric_rows(folder):
-        for name, value in row.items() if STEP in row else ():
-            if isinstance(value, (int, float)):
-                curves.setdefault(name, {})[row[STEP]] = value
-    return curves
+        found |= flat(inner, f"{key}.{name}" if key else str(name))
+    return found
 
 
 def _parting(metric: str, first: dict[str, dict[int, float]], second: dict[str, dict[int, float]]) -> Parting | None:

@@ -1,0 +1,36 @@
+"""`fxtune report RUN...`: a page about a run, or about several side by side. It needs no network.
+
+    fxtune report quickstart                          # runs/quickstart/report.html, as the end of a run writes it
+    fxtune report quickstart quickstart-2 quickstart-3                      # runs/report.html
+    fxtune report runs/quickstart/optimizer.lr* --output rates.html
+
+A run is named as for `fxtune diff`, also one that still trains. A folder that holds runs, as that of `fxtune -m`,
+stands for all of them. The page has the curves, where the time went and what would change it (as `fxtune why`), what
+was asked and what acted, the data, the answers, and the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional
+
+from fxtune.checkpoint.run_folder import REPORT, holds_run
+from fxtune.cli.run_output import run_folder
+from fxtune.reports.page import write_report
+from fxtune.system.console import say
+
+
+def run(run: str, *more: str, output: Optional[Path] = None) -> None:
+    """Write the page. Raises ConfigError for a name of no run, StorageError for what cannot be read or written."""
+    folders = [folder for name in (run, *more) for folder in runs_of(run_folder(name))]
+    folders = list(dict.fromkeys(folders))
+    file = output or (folders[0] if len(folders) == 1 else folders[0].parent) / REPORT
+    write_report(folders, file)
+    say(f"The report is in {file}")
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """The folder of a run, or those of the runs in it."""
+    if holds_run(folder):
+        return [folder]
+    return sorted(inner for inner in folder.iterdir() if holds_run(inner)) or [folder]

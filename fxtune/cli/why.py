@@ -1,0 +1,33 @@
+"""`fxtune why RUN`: what the time of a run is made of, and which keys would change it, the largest share first.
+
+    fxtune why quickstart                # the newest of runs/quickstart, runs/quickstart-2, ...; also while it trains
+    fxtune why runs/a --json why.json
+
+Each sentence has its share of the run's time, from times that the run measured; where nothing was measured, nothing is
+said. With several ranks a step is as long as that of the slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Optional
+
+from fxtune.cli.options import write_json
+from fxtune.cli.run_output import run_folder
+from fxtune.reports.bottlenecks import find_bottlenecks, sentences
+from fxtune.reports.run_files import RunFiles, as_written
+from fxtune.reports.time_shares import time_shares
+from fxtune.system.console import say
+
+
+def run(run: str, *, json: Optional[Path] = None) -> None:
+    """Print the sentences. Raises ConfigError for a name of no run, StorageError for what cannot be read."""
+    files = RunFiles(run_folder(run))
+    with as_written(files.folder):
+        lines, parts = list(sentences(files)), [asdict(part) for part in time_shares(files)]
+        findings = [asdict(finding) for finding in find_bottlenecks(files)]
+    for line in lines:
+        say(line)
+    if json is not None:
+        write_json(json, {"run": str(files.folder), "parts": parts, "findings": findings})

@@ -1,0 +1,212 @@
+"""What the time of a run is made of, and which keys would change it: RULES, one entry for each cause.
+
+A rule looks at figures that the run recorded, and at nothing else. Its share is of the run's whole time, so the list
+is in the order of what there is to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fxtune.reports.run_files import RunFiles
+from fxtune.reports.time_shares import Part, time_shares
+
+
+@dataclass(frozen=True)
+class Finding:
+    share: float
+    """Of the run's time, 0 to 1."""
+    sentence: str
+    keys: list[str]
+    """What to change, as it is typed."""
+
+
+class Times:
+    """What the rules read."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self.run = run
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        return {part.key: part for part in time_shares(self.run)}
+
+    @cached_property
+    def total(self) -> float:
+        return sum(part.seconds for part in self.parts.values())
+
+    def share(self, key: str) -> float:
+        """The share of the run's time that a part took; 0 for one that was not recorded."""
+        return self.parts[key].seconds / self.total if key in self.parts else 0.0
+
+    def option(self, key: str) -> Any:
+        """A value of the recipe; None for a key that it lacks."""
+        value: Any = self.run.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def last(self, metric: str) -> float:
+        value = self.run.last.get(metric)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
+    def ranks(self) -> int:
+        return int(self.last("train/ranks")) or 1
+
+    @property
+    def on_gpu(self) -> bool:
+        return "train/memory_reserved_gib" in self.run.last
+
+
+@dataclass(frozen=True)
+class Rule:
+    least: float
+    """From which share on it is worth a sentence."""
+    share: Callable[[Times], float]
+    sentence: Callable[[Times], str]
+    keys: Callable[[Times], list[str]]
+
+
+def _workers(times: Times) -> list[str]:
+    now = times.option("loader.num_workers")
+    now = (2 if times.on_gpu else 0) if now is None else now
+    return [f"loader.num_workers={2 * now or 2}"]
+
+
+def _slowest(times: Times) -> float:
+    """What the run would gain if the slowest rank were as fast as the others."""
+    behind = times.last("train/slowest_behind")
+    return times.share("passes") * behind / (1 + behind)
+
+
+def _evaluations(times: Times) -> list[str]:
+    every = times.option("train.eval_every")
+    rarer = [f"train.eval_every={2 * every}"] if every else []
+    return [*rarer, "train.eval_share=0.05", "data.eval_limit=N"]
+
+
+def _padding(times: Times) -> float:
+    """The share of the run's time that went to padding, if a padded token takes as long as another."""
+    training = times.run.about.get("training") or {}
+    rows = times.run.setting.get("rows") or {}
+    return 0.0 if rows.get("packing") else times.share("passes") * float(training.get("padding_share") or 0.0)
+
+
+def _checkpoints(times: Times) -> list[str]:
+    every = times.option("checkpoint.every")
+    return [f"checkpoint.every={2 * every}"] if every else ["checkpoint.keep_best=false"]
+
+
+def _log_lines(times: Times) -> float:
+    return times.share("rest") if times.ranks == 1 and times.option("train.log_every") == 1 else 0.0
+
+
+def _between_ranks(times: Times) -> float:
+    return times.share("rest") if times.ranks > 1 else 0.0
+
+
+def _idle_card(times: Times) -> float:
+    """How long the card had no kernel while the steps ran, beside what the other rules explain."""
+    used = times.run.last.get("energy/gpu_utilization")
+    known = sum(map(times.share, ("startup", "data", "evaluation", "other", "saving", "rest")))
+    return max(1.0 - used - known, 0.0) if isinstance(used, (int, float)) else 0.0
+
+
+RULES: dict[str, Rule] = {
+    "data": Rule(
+        0.03,
+        lambda times: times.share("data"),
+        lambda times: "The steps waited for data",
+        _workers,
+    ),
+    "padding": Rule(
+        0.05,
+        _padding,
+        lambda times: f"{times.run.about['training']['padding_share']:.0%} of the tokens in the rows are padding",
+        lambda times: ["data.packing=true"],
+    ),
+    "slowest rank": Rule(
+        0.03,
+        _slowest,
+        lambda times: (
+            f"Rank {times.last('train/slowest_rank'):.0f} takes {times.last('train/slowest_behind'):.0%} longer than "
+            "the others, and they wait for it: look at its card (clock, heat, other processes) with `fxtune doctor`"
+        ),
+        lambda times: [],
+    ),
+    "between ranks": Rule(
+        0.10,
+        _between_ranks,
+        lambda times: "Beside their own passes the ranks spent time on sums and on waiting for each other",
+        lambda times: ["train.global_batch_size larger", "parallel.reduce_dtype=bfloat16"],
+    ),
+    "evaluations": Rule(0.10, lambda times: times.share("evaluation"), lambda times: "Evaluations", _evaluations),
+    "checkpoints": Rule(
+        0.03, lambda times: times.share("saving"), lambda times: "The steps stopped for checkpoints", _checkpoints
+    ),
+    "optimizer": Rule(
+        0.15,
+        lambda times: times.share("update"),
+        lambda times: "Clipping and the optimizer",
+        lambda times: ["train.global_batch_size larger, with fewer updates for as many tokens"],
+    ),
+    "compiler": Rule(
+        0.15,
+        lambda times: times.last("compile/seconds") / times.total,
+        lambda times: "The compiler, in the first steps, which is much for a run as short as this",
+        lambda times: ["techniques.compile.enabled=false"],
+    ),
+    "log lines": Rule(
+        0.10,
+        _log_lines,
+        lambda times: "The loop logs each step, between the parts of a step that are timed",
+        lambda times: ["train.log_every=10"],
+    ),
+    "idle card": Rule(
+        0.10,
+        _idle_card,
+        lambda times: "The card had nothing to do, mostly between small kernels",
+        lambda times: ["train.micro_batch_size larger", "techniques.compile.cuda_graphs=true"],
+    ),
+}
+
+
+def find_bottlenecks(run: RunFiles) -> list[Finding]:
+    """What there is to change, the largest share first. Empty if nothing is worth it, or if nothing was recorded."""
+    times = Times(run)
+    found = []
+    for rule in RULES.values():
+        if times.total and (share := rule.share(times)) >= rule.least:
+            found.append(Finding(share, rule.sentence(times), rule.keys(times)))
+    return sorted(found, key=lambda finding: -finding.share)
+
+
+def sentences(run: RunFiles) -> Iterator[str]:
+    """The findings, and what the time is made of, in words."""
+    parts, found = time_shares(run), find_bottlenecks(run)
+    total = sum(part.seconds for part in parts)
+    if not parts:
+        yield "This run has recorded no times: an earlier version of fxtune trained it, or it has no log line yet."
+        return
+    largest = sorted(parts, key=lambda part: -part.seconds)
+    made_of = ", ".join(f"{part.seconds / total:.0%} {part.name}" for part in largest if part.seconds / total >= 0.005)
+    yield f"{duration(total)}: {made_of}."
+    if not found:
+        yield "Nothing to change: no other part takes long enough to matter."
+    for finding in found:
+        change = f": {' or '.join(finding.keys)}" if finding.keys else ""
+        yield f"{finding.sentence} ({finding.share:.0%} of the time){change}."
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

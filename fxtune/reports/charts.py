@@ -1,0 +1,153 @@
+"""Charts of a run's metrics, or of several runs', as SVG without style, script or address: the page has the style.
+
+Drawn by pygal. A line has at most POINTS points; of more, the lowest and the highest of each stretch are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from xml.etree import ElementTree
+
+WIDTH, HEIGHT = 460, 230
+POINTS = 400
+DOTS = 40
+"""A line with at most so many points has dots."""
+LOGARITHMIC = 30
+"""The scale is logarithmic if the largest value is so many times the smallest."""
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    points: Mapping[int, float]
+    """Step -> value."""
+    color: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    svg: str
+    logarithmic: bool
+    summary: str
+    """In words, for a screen reader."""
+    values: list[dict[str, object]] = field(default_factory=list)
+    """What the page shows under the pointer: name, color, steps and values of each line, as they are drawn."""
+
+
+def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False) -> Chart | None:
+    """The chart; None if no line has a point. `logarithmic`: with such a scale if the values are wide apart."""
+    import pygal
+    from pygal.style import Style
+
+    drawn = [(line, thin(line.points)) for line in lines if line.points]
+    if not drawn:
+        return None
+    values = [value for _, points in drawn for _, value in points]
+    low, high = min(values), max(values)
+    logarithmic = logarithmic and low > 0 and high / low >= LOGARITHMIC
+    steps = [step for _, points in drawn for step, _ in points]
+    across, up = ticks(min(steps), max(steps), 5), log_ticks(low, high) if logarithmic else ticks(low, high, 4)
+    height = math.log10 if logarithmic else float  # pygal's own logarithmic scale would be one of steps, too
+    # The classes of pygal's elements are styled by the page.
+    chart = pygal.XY(
+        width=WIDTH, height=HEIGHT, margin=4, margin_right=18, css=[], js=[], no_prefix=True, show_legend=False,
+        style=Style(label_font_size=11), dots_size=2.5, truncate_label=-1,
+        xrange=(min(steps), max(steps)), range=(height(up[0]), height(up[-1])),
+        x_labels=[{"value": step, "label": number(step)} for step in across if min(steps) <= step <= max(steps)],
+        y_labels=[{"value": height(value), "label": number(value)} for value in up],
+    )  # fmt: skip
+    for line, points in drawn:
+        rows = [(step, height(value)) for step, value in points]
+        chart.add(line.name, rows, show_dots=len(points) <= DOTS)
+    root = chart.render_tree()
+    summary = "; ".join(in_words(line.name, points) for line, points in drawn)
+    _finish(root, [line for line, _ in drawn], f"{title}{f' ({unit})' * bool(unit)}. {summary}")
+    shown = [
+        {
+            "name": line.name,
+            "color": line.color,
+            "steps": [step for step, _ in points],
+            "values": [float(f"{value:.6g}") for _, value in points],
+        }
+        for line, points in drawn
+    ]
+    svg = ElementTree.tostring(root, encoding="unicode")
+    return Chart(title, unit, [line for line, _ in drawn], svg, logarithmic, summary, shown)
+
+
+def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
+    """At most POINTS of the finite points, in order: the first, the last, the lowest and highest of each stretch."""
+    rows = sorted((step, value) for step, value in points.items() if math.isfinite(value))
+    if len(rows) <= POINTS:
+        return rows
+    size = math.ceil(len(rows) / (POINTS // 2 - 1))
+    kept = {rows[0], rows[-1]}
+    for start in range(0, len(rows), size):
+        stretch = rows[start : start + size]
+        kept |= {min(stretch, key=lambda row: row[1]), max(stretch, key=lambda row: row[1])}
+    return sorted(kept)
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most about `most` round numbers that span `low` to `high`."""
+    if high <= low:  # one value: a little room around it
+        room = abs(low) / 10 or 1
+        return [low] if isinstance(low, int) else [low - room, low, low + room]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    if isinstance(low, int):
+        size = max(1, round(size))
+    return [index * size for index in range(math.floor(low / size), math.ceil(high / size) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten around `low` to `high`, every second or third if there are many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    size = max(1, math.ceil((last - first) / 5))
+    return [10.0**power for power in range(first, last + size, size)]
+
+
+def number(value: float) -> str:
+    """A label of an axis."""
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:g}k"
+    return f"{value:.3g}" if size and (size < 1e-3) else f"{value:,.6g}"
+
+
+def in_words(name: str, points: Sequence[tuple[int, float]]) -> str:
+    values = [value for _, value in points]
+    return (
+        f"{name}: {values[0]:.4g} at step {points[0][0]}, {values[-1]:.4g} at step {points[-1][0]}, "
+        f"lowest {min(values):.4g}, highest {max(values):.4g}"
+    )
+
+
+def _finish(root: ElementTree.Element, lines: Sequence[Line], label: str) -> None:
+    """Leave what is drawn: no style, no script, no comment; colours by class."""
+    space = "{http://www.w3.org/2000/svg}"
+    for child in list(root):
+        if not isinstance(child.tag, str) or child.tag.removeprefix(space) in ("defs", "title"):
+            root.remove(child)
+    for parent in root.iter():  # a title would be a tooltip in a font that nobody chose
+        for child in list(parent):
+            if isinstance(child.tag, str) and child.tag.removeprefix(space) in ("title", "desc"):
+                parent.remove(child)
+    root.attrib.pop("id", None)
+    root.set("role", "img")
+    root.set("aria-label", label)
+    for node in root.iter():
+        words = node.get("class", "").split()
+        for word in [word for word in words if word.startswith("serie-")]:
+            line = lines[int(word.removeprefix("serie-"))]
+            others = [one for one in words if not one.startswith("color-")]
+            node.set("class", " ".join([*others, f"color-{line.color}", *["dashed"] * line.dashed]))

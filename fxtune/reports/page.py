@@ -1,0 +1,353 @@
+"""A page about a run, or about several side by side: one HTML file that needs no network.
+
+It shows what the runs recorded, and says what they did not record. Every value is escaped by the template
+(fxtune/assets/report.html), and the page's own policy lets a browser load nothing and run only the script that was
+written into it: a sample may hold `</script>`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from fxtune import __version__
+from fxtune.errors import StorageError
+from fxtune.reports.bottlenecks import Finding, duration, find_bottlenecks
+from fxtune.reports.charts import Chart, Line, draw
+from fxtune.reports.run_difference import NAMES, flat
+from fxtune.reports.run_files import RunFiles, as_written
+from fxtune.reports.time_shares import Part, time_shares
+from fxtune.system.atomic_files import replace_text
+
+WIDE = ("Loss", "Gradient norm")
+"""Charts that may have a logarithmic scale."""
+CHARTS = (
+    ("Loss", "a supervised token", {"train/loss": "training", "eval/loss": "held out"}),
+    ("Learning rate", "", {"train/lr": "learning rate"}),
+    ("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}),
+    ("Speed", "tokens/s", {"train/tokens_per_second": "tokens/s"}),
+    ("Memory", "GiB, peak so far", {"train/memory_gib": "in use", "train/memory_reserved_gib": "reserved"}),
+    ("GPU power", "W a card, mean so far", {"energy/gpu_watts": "GPU power"}),
+    ("Model FLOPs utilization", "share of the dense peak", {"train/mfu": "utilization"}),
+    ("Exact match", "share of the questions", {"questions/exact_match": "exact match"}),
+)
+"""Title, unit, and metric -> its name, of each chart."""
+ANSWERS = 6
+"""Questions that are shown."""
+
+
+@dataclass
+class Table:
+    """`rows`: a label and a cell for each column; None is a value that was not recorded."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+@dataclass
+class RunView:
+    """What the page shows of one run apart from the others."""
+
+    name: str
+    color: int
+    parts: list[Part]
+    total: float
+    findings: list[Finding]
+    evidence: list[dict[str, Any]]
+    recipe: str
+    lengths: list[tuple[str, list[tuple[str, int, float]]]] = field(default_factory=list)
+    """Of each training source: its name, and rows of a range of tokens, how many documents have so many, and their
+    share of the largest count."""
+
+
+@dataclass
+class Page:
+    title: str
+    runs: list[RunView]
+    results: Table
+    charts: list[Chart]
+    missing: list[str]
+    differences: Table
+    sources: Table
+    answers: Table
+    environment: Table
+    written: str
+    version: str = __version__
+
+
+def write_report(folders: Sequence[Path], file: Path) -> None:
+    """Write the page about the runs in `folders` to `file`. Raises ConfigError for a folder that is no run, and
+    StorageError for a file that cannot be read or written."""
+    with as_written(*folders):
+        text = render([RunFiles(folder) for folder in folders])
+    try:
+        replace_text(file, text)
+    except OSError as error:
+        raise StorageError(
+            f"{file} cannot be written: {error.strerror or error}. Name another with --output."
+        ) from error
+
+
+def render(runs: Sequence[RunFiles]) -> str:
+    """The page about `runs`, as HTML."""
+    from jinja2 import Environment
+
+    assets = files("fxtune").joinpath("assets")
+    script = assets.joinpath("report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "cell": cell, "share": lambda value: f"{value:.1%}"}
+    template = environment.from_string(assets.joinpath("report.html").read_text(encoding="utf-8"))
+    return template.render(
+        page=collect(runs),
+        style=assets.joinpath("report.css").read_text(encoding="utf-8"),
+        script=script,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:",
+    )
+
+
+def collect(runs: Sequence[RunFiles]) -> Page:
+    names = _names(runs)
+    charts, missing = _charts(runs, names)
+    return Page(
+        title=names[0] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}",
+        runs=[_view(run, name, index) for index, (run, name) in enumerate(zip(runs, names, strict=True))],
+        results=_results(runs, names),
+        charts=charts,
+        missing=missing,
+        differences=_differences(runs, names),
+        sources=_sources(runs, names),
+        answers=_answers(runs, names),
+        environment=_environment(runs, names),
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _names(runs: Sequence[RunFiles]) -> list[str]:
+    """The folders' own names; where two are equal, with their parents."""
+    paths = [run.folder.resolve() for run in runs]
+    last = [path.name for path in paths]
+    return last if len(set(last)) == len(last) else [f"{path.parent.name}/{path.name}" for path in paths]
+
+
+def _view(run: RunFiles, name: str, color: int) -> RunView:
+    parts = time_shares(run)
+    return RunView(
+        name,
+        color,
+        parts,
+        sum(part.seconds for part in parts),
+        find_bottlenecks(run),
+        run.evidence,
+        yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
+        [(one["name"], _lengths(one)) for one in (run.about.get("training") or {}).get("lengths", [])],
+    )
+
+
+def _lengths(table: dict[str, Any]) -> list[tuple[str, int, float]]:
+    edges, counts = table["edges"], table["counts"]
+    ranges = [f"{low:,}" if high == low + 1 else f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
+    return [(span, count, count / max(*counts, 1)) for span, count in zip(ranges, counts, strict=False)]
+
+
+def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
+    """The figures that people look for first. A row that no run has is left out."""
+    rows: list[tuple[str, Callable[[RunFiles], Any]]] = [
+        ("State", _state),
+        ("Loss", lambda run: run.last.get("train/loss")),
+        ("Held-out loss", _held_out),
+        ("Exact match", _exact_match),
+        ("Tokens trained on", lambda run: _whole(run.last.get("train/tokens"))),
+        ("of them supervised", lambda run: _whole(run.last.get("train/supervised_tokens"))),
+        ("Tokens/s", lambda run: _whole(_middle(run, "train/tokens_per_second"))),
+        ("Step", lambda run: _seconds(_middle(run, "train/step_seconds"))),
+        ("Model FLOPs utilization", lambda run: _percent(_middle(run, "train/mfu"))),
+        ("Peak memory", lambda run: _with("GiB", run.last.get("train/memory_gib"))),
+        ("Whole time", lambda run: _seconds(run.last.get("time/total"))),
+        ("Energy", lambda run: _with("kWh", run.last.get("energy/kwh"))),
+        ("GPU power, mean", lambda run: _with("W a card", run.last.get("energy/gpu_watts"))),
+        ("GPU in use", lambda run: _percent(run.last.get("energy/gpu_utilization"))),
+        ("Cost", lambda run: run.last.get("cost/total")),
+        ("Skipped steps", lambda run: _whole(run.last.get("train/skipped_steps") or None)),
+    ]
+    found = [[label, *(figure(run) for run in runs)] for label, figure in rows]
+    return Table(["", *names], [row for row in found if any(value is not None for value in row[1:])])
+
+
+def _state(run: RunFiles) -> str:
+    steps = f"{run.last.get('train/step', 0):,} steps"
+    early = run.result.get("train/ended_early")
+    if run.finished:
+        return f"finished, {steps}" + f", ended early ({early})" * bool(early)
+    return f"not finished, {steps} so far"
+
+
+def _held_out(run: RunFiles) -> str | None:
+    curve = run.curves.get("eval/loss")
+    if not curve:
+        return None
+    best = min(curve, key=lambda step: curve[step])
+    return f"{curve[max(curve)]:.4g}" + ("" if best == max(curve) else f" (best {curve[best]:.4g}, step {best:,})")
+
+
+def _exact_match(run: RunFiles) -> str | None:
+    curve = run.curves.get("questions/exact_match")
+    if not curve:
+        return None
+    return " → ".join(f"{curve[step]:.0%}" for step in sorted({min(curve), max(curve)}))
+
+
+def _middle(run: RunFiles, metric: str) -> float | None:
+    """The median over the log lines."""
+    curve = run.curves.get(metric)
+    return median(curve.values()) if curve else None
+
+
+def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], list[str]]:
+    """The charts, and a sentence for each metric that a run did not record. Several runs share a chart."""
+    charts, missing = [], []
+    for title, unit, metrics in CHARTS:
+        lines = [
+            [Line(label, run.curves.get(metric, {}), index) for index, (metric, label) in enumerate(metrics.items())]
+            for run in runs
+        ]
+        if title == "Exact match" and all(len(line.points) <= 2 for own in lines for line in own):
+            continue  # asked before and after training at most, which the results show
+        without = [name for name, own in zip(names, lines, strict=True) if not any(line.points for line in own)]
+        if without:
+            whose = "" if len(without) == len(runs) else f" in {', '.join(without)}"
+            missing.append(f"{title}: not recorded{whose}{_why_missing(title, runs)}.")
+        if len(runs) == 1:
+            drawn = [draw(title, unit, lines[0], title in WIDE)]
+        else:
+            drawn = []
+            for index, label in enumerate(metrics.values()):
+                own = [
+                    Line(name, line[index].points, number, number >= 8)
+                    for number, (name, line) in enumerate(zip(names, lines, strict=True))
+                ]
+                drawn.append(draw(f"{title}, {label}" if len(metrics) > 1 else title, unit, own, title in WIDE))
+        charts += [chart for chart in drawn if chart is not None]
+    return charts, missing
+
+
+def _why_missing(title: str, runs: Sequence[RunFiles]) -> str:
+    if title in ("GPU power", "Model FLOPs utilization"):
+        devices = {(run.setting.get("machine") or {}).get("device") for run in runs}
+        return " on a CPU" if "cpu" in devices else ""
+    return ""
+
+
+def _differences(runs: Sequence[RunFiles], names: list[str]) -> Table:
+    """The keys in which several runs differ."""
+    if len(runs) == 1:
+        return Table([], [])
+    values = [flat(run.config) | flat(run.setting) for run in runs]
+    keys = [key for key in dict.fromkeys(key for one in values for key in one) if key not in NAMES]
+    unlike = [key for key in keys if any(one.get(key) != values[0].get(key) for one in values)]
+    return Table(["", *names], [[key, *(_setting(one.get(key)) for one in values)] for key in unlike])
+
+
+def _setting(value: Any) -> str | None:
+    return None if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _sources(runs: Sequence[RunFiles], names: list[str]) -> Table:
+    """A row for each source of each run."""
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        for side in ("training", "held_out"):
+            plan = run.about.get(side) or {}
+            for source, lengths in zip(plan.get("sources", []), plan.get("lengths", []), strict=False):
+                tokens = lengths["tokens"] or 1
+                rows.append(
+                    [
+                        *([name] if len(runs) > 1 else []),
+                        source["name"],
+                        "training" if side == "training" else "held out",
+                        _whole(lengths["documents"]),
+                        _whole(source["tokens"]),
+                        f"{lengths['supervised_tokens'] / tokens:.1%}",
+                        f"{source['share']:.1%}",
+                        _whole(lengths["median"]),
+                        _whole(lengths["percentile_95"]),
+                        _whole(lengths["longest"]),
+                        _whole(lengths["bad_rows"]),
+                    ]
+                )
+    columns = ["source", "for", "documents in it", "tokens used", "supervised", "share", "median length"]
+    return Table(["run"] * (len(runs) > 1) + [*columns, "95 %", "longest", "bad rows"], rows)
+
+
+def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:
+    """The first questions: the right answer, that of the first run before training, and each run's after it."""
+    before = {row.get("question"): row.get("answer") for run in runs for row in run.answers("before")}
+    after = [{row.get("question"): row for row in run.answers("after")} for run in runs]
+    questions = {row.get("question"): row.get("right") for own in after for row in own.values()}
+    questions = questions or {row.get("question"): row.get("right") for run in runs for row in run.answers("before")}
+    rows = []
+    for question, right in list(questions.items())[:ANSWERS]:
+        answers = [before.get(question), *((own.get(question) or {}).get("answer") for own in after)]
+        rows.append([question, right, *(_judged(answer, right) for answer in answers)])
+    columns = ["before training", *(["after"] if len(runs) == 1 else [f"after, {name}" for name in names])]
+    return Table(["question", "right answer", *columns], rows)
+
+
+def _judged(answer: str | None, right: str | None) -> tuple[bool, str] | None:
+    return None if answer is None else (str(answer).strip() == str(right).strip(), str(answer).strip())
+
+
+def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
+    rows: list[tuple[str, Callable[[RunFiles], Any]]] = [
+        ("command", lambda run: run.about.get("command")),
+        ("folder", lambda run: str(run.folder)),
+        ("first and last log line", _dates),
+        ("ranks", lambda run: _whole(run.last.get("train/ranks"))),
+        ("fxtune", lambda run: run.about.get("fxtune")),
+        ("Python", lambda run: run.about.get("python")),
+        ("system", lambda run: run.about.get("system")),
+    ]
+    found = [[label, *(value(run) for run in runs)] for label, value in rows]
+    machines = [run.setting.get("machine") or {} for run in runs]
+    for key in dict.fromkeys(key for machine in machines for key in machine):
+        found.append([key, *(machine.get(key) for machine in machines)])
+    return Table(["", *names], found)
+
+
+def _dates(run: RunFiles) -> str | None:
+    times = [row["time"] for row in run.rows if isinstance(row.get("time"), (int, float))]
+    if not times:
+        return None
+    return " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(one)) for one in (min(times), max(times)))
+
+
+def _whole(value: Any) -> str | None:
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else None
+
+
+def _percent(value: Any) -> str | None:
+    return f"{value:.1%}" if isinstance(value, (int, float)) else None
+
+
+def _with(unit: str, value: Any) -> str | None:
+    return f"{value:,.3g} {unit}" if isinstance(value, (int, float)) else None
+
+
+def _seconds(value: Any) -> str | None:
+    return None if not isinstance(value, (int, float)) else f"{value:.3g} s" if value < 10 else duration(value)
+
+
+def cell(value: Any) -> str:
+    """A cell's text; the template escapes it."""
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)

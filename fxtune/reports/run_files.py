@@ -1,0 +1,112 @@
+"""Reads what a run has left in its folder so far, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, RESULT, SETTING, metric_rows, read_config
+from fxtune.errors import ConfigError, StorageError, UserError
+from fxtune.system.atomic_files import read_json
+
+STEP = "train/step"
+
+
+@contextmanager
+def as_written(*folders: Path) -> Iterator[None]:
+    """In the body values of files that fxtune would not have written raise StorageError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise StorageError(
+            f"The files in {', '.join(map(str, folders))} hold something that fxtune does not write there: "
+            f"{type(error).__name__}: {error}. Bring them back as they were."
+        ) from error
+
+
+class RunFiles:
+    """The files of the run in `folder`, each read when it is first asked for. One that is not there is empty. Raises
+    ConfigError for a folder that is no run, StorageError for a file that cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        config = read_config(folder)
+        if config is None:
+            raise ConfigError(f"{folder} is no run of fxtune: it holds no config.yaml.")
+        self.config: dict[str, Any] = config
+        """The recipe with every default."""
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / RESULT).exists()
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a log line, in order."""
+        return list(metric_rows(self.folder))
+
+    @cached_property
+    def curves(self) -> dict[str, dict[int, float]]:
+        """Metric -> step -> value. A step that was repeated after a resume has its last value."""
+        curves: dict[str, dict[int, float]] = {}
+        for row in self.rows:
+            for name, value in row.items() if isinstance(row.get(STEP), int) else ():
+                if isinstance(value, (int, float)):
+                    curves.setdefault(name, {})[row[STEP]] = value
+        return curves
+
+    @cached_property
+    def last(self) -> dict[str, Any]:
+        """The last value of each metric: of the whole run if it is finished."""
+        return {name: value for row in self.rows for name, value in row.items() if name != "time"} | self.result
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """The figures of a finished run; empty before."""
+        return self._object(RESULT)
+
+    @cached_property
+    def setting(self) -> dict[str, Any]:
+        """What the recipe left open and the run decided, its data and its machine."""
+        return self._object(SETTING)
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """Its command, its versions, and its data in figures."""
+        return self._object(ABOUT)
+
+    @cached_property
+    def evidence(self) -> list[dict[str, Any]]:
+        """What each option was asked for and what was observed of it, before the first step."""
+        file = self.folder / EVIDENCE
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+            if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+                raise ValueError("it is no list of observations")
+        except (OSError, ValueError, RecursionError) as error:
+            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
+        return found
+
+    def answers(self, when: str) -> list[dict[str, Any]]:
+        """The answers `before` or `after` training: question, right answer, answer."""
+        file = self.folder / f"answers_{when}.jsonl"
+        if not file.is_file():
+            return []
+        try:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
+        return [row for row in rows if isinstance(row, dict)]
+
+    def _object(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        try:
+            return read_json(file) if file.exists() else {}
+        except ValueError as error:
+            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error

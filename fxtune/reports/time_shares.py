@@ -1,0 +1,102 @@
+"""Where the time of a run went, from the times that it recorded: start-up, parts of the steps, evaluations, saves.
+
+A part of the steps is its mean over the log lines, each weighted with the steps since the line before it, times the
+steps. A line that a resumed run has repeated counts once, so the time of steps that a kill lost is in the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxtune.reports.run_files import RunFiles
+
+STEP_SECONDS = "train/step_seconds"
+PASSES = "train/forward_backward_seconds"
+UPDATE = "train/update_seconds"
+WAIT = "train/data_wait"
+
+
+@dataclass(frozen=True)
+class Part:
+    key: str
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a mean step. None: not recorded."""
+
+    steps: int
+    """How many steps the figures are of."""
+    seconds: float
+    waiting: float
+    """For data, with nothing else to do."""
+    passes: float | None
+    update: float | None
+    saving: float
+    """How long checkpoints stopped the loop."""
+
+
+def step_times(run: RunFiles) -> StepTimes | None:
+    """The mean step of a run; None before its first log line."""
+    curves, weights = run.curves, _steps_of_lines(run.curves.get(STEP_SECONDS, {}))
+    if not weights:
+        return None
+
+    def mean(metric: str) -> float | None:
+        curve = curves.get(metric, {})
+        counts = {step: count for step, count in weights.items() if step in curve}
+        return sum(curve[step] * count for step, count in counts.items()) / sum(counts.values()) if counts else None
+
+    steps, seconds = sum(weights.values()), mean(STEP_SECONDS)
+    assert seconds is not None
+    waits, lengths = curves.get(WAIT, {}), curves[STEP_SECONDS]
+    waiting = sum(waits.get(step, 0.0) * lengths[step] * count for step, count in weights.items()) / steps
+    passes, update = mean(PASSES), mean(UPDATE)
+    stalls = curves.get("checkpoint/stall_seconds", {})
+    saving = sum(seconds for step, seconds in stalls.items() if step in weights) / steps
+    if passes is not None:
+        # A GPU that is still busy with the steps before does not wait while the host waits for data.
+        waiting = min(waiting, max(seconds - passes - (update or 0.0), 0.0))
+    return StepTimes(steps, seconds, waiting, passes, update, saving)
+
+
+def time_shares(run: RunFiles) -> list[Part]:
+    """The parts of a run's time in the order in which they happen. Empty for a run that recorded none."""
+    last, startup = run.last, _startup(run)
+    if (total := last.get("time/total")) is None:
+        return []
+    loop, evaluations = last.get("time/training", 0.0), last.get("time/evaluations", 0.0)
+    found = [Part("startup", "start-up", sum(startup.values()))]
+    left = loop - evaluations
+    if (step := step_times(run)) is not None:
+        steps = step.steps
+        pieces = [("data", "waiting for data", step.waiting), ("passes", "forward and backward", step.passes)]
+        pieces += [("update", "optimizer", step.update), ("saving", "checkpoints", step.saving)]
+        for key, name, seconds in pieces:
+            if seconds is not None:
+                found.append(Part(key, name, seconds * steps))
+                left -= seconds * steps
+    if left > 0:
+        found.append(Part("rest", "rest of the steps", left))
+    found.append(Part("evaluation", "evaluations", evaluations))
+    found.append(Part("other", "questions, export and the rest", total - loop - found[0].seconds))
+    return [part for part in found if part.seconds > 0]
+
+
+def _startup(run: RunFiles) -> Mapping[str, float]:
+    """Stage -> seconds, over all processes of the run, without the first steps, which are steps."""
+    stages: dict[str, float] = {}
+    for name, curve in run.curves.items():
+        stage = name.removeprefix("startup/")
+        if stage != name and stage != "first_steps":
+            stages[stage.replace("_", " ")] = sum(curve.values())
+    return stages
+
+
+def _steps_of_lines(curve: Mapping[int, float]) -> dict[int, int]:
+    """How many steps each log line is of."""
+    steps = sorted(curve)
+    return {step: step - before for step, before in zip(steps, [0, *steps], strict=False) if step > before}

@@ -1,0 +1,65 @@
+"""about.json of a run folder: its command, its versions, and its data in figures, for reports."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fxtune import __version__
+from fxtune.data.batches.build import PreparedData
+from fxtune.data.batches.plan import Plan
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.system.redact import redact_arguments
+
+BINS = 12
+"""Ranges of lengths that documents are counted in."""
+
+
+def describe_run(data: PreparedData) -> dict[str, Any]:
+    """The file's values. Lengths are tokens."""
+    return {
+        "command": _command(),
+        "fxtune": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "training": _describe(data.training),
+        "held_out": data.evaluation and _describe(data.evaluation),
+    }
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    figures = plan.summary()
+    return {**figures, "lengths": [_lengths(table) for table in plan.tables]}
+
+
+def _lengths(table: TokenTable) -> dict[str, Any]:
+    """How long the documents of a source are. `counts`: of those from one of the `edges` to below the next; the last
+    edge is past the longest."""
+    lengths = np.diff(table.offsets)
+    middle, high = np.percentile(lengths, (50, 95)) if len(lengths) else (0, 0)
+    shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (1, 1)
+    edges = np.unique(np.geomspace(max(shortest, 1), longest + 1, BINS + 1).round().astype(np.int64))
+    return {
+        "name": table.name,
+        "documents": len(table),
+        "tokens": int(lengths.sum()),
+        "supervised_tokens": table.supervised_tokens,
+        "bad_rows": table.bad_rows,
+        "median": int(middle),
+        "percentile_95": int(high),
+        "longest": longest,
+        "edges": edges.tolist(),
+        "counts": np.histogram(lengths, edges)[0].tolist(),
+    }
+
+
+def _command() -> str | None:
+    """The command line of this process, without secrets; None if a program of the user runs fxtune."""
+    if Path(sys.argv[0]).name not in ("fxtune", "__main__.py"):
+        return None
+    return shlex.join(["fxtune", *redact_arguments(sys.argv[1:])])

@@ -1,0 +1,142 @@
+"""What takes time in a run, and what to change, from its recorded times."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.recorded import record
+
+from fxtune.cli.main import main
+from fxtune.reports.bottlenecks import find_bottlenecks, sentences
+from fxtune.reports.run_files import RunFiles
+from fxtune.reports.time_shares import time_shares
+
+
+def found(folder, changes=None, **values):
+    return find_bottlenecks(RunFiles(record(folder / "run", changes, **values)))
+
+
+def test_a_run_with_nothing_to_change_says_so(tmp_path):
+    run = RunFiles(record(tmp_path / "run"))
+    first, *rest = sentences(run)
+    assert first == (
+        "1 min 40 s: 76% forward and backward, 10% start-up, 8% evaluations, 2% optimizer, "
+        "2% questions, export and the rest, 1% rest of the steps, 1% waiting for data."
+    )
+    assert rest == ["Nothing to change: no other part takes long enough to matter."]
+
+
+def test_the_parts_add_up_to_the_whole_time(tmp_path):
+    parts = time_shares(
+        RunFiles(record(tmp_path / "run", lines=[{"train/step": 40, "checkpoint/stall_seconds": 0.3}]))
+    )
+    assert sum(part.seconds for part in parts) == pytest.approx(100.0)
+    assert {part.key: round(part.seconds, 6) for part in parts} == {
+        "startup": 10.0,
+        "data": 0.8,
+        "passes": 76.0,
+        "update": 2.0,
+        "saving": 0.3,
+        "rest": 0.9,
+        "evaluation": 8.0,
+        "other": 2.0,
+    }
+
+
+def test_waiting_for_data_names_the_workers(tmp_path):
+    changes = {"train/data_wait": 0.2, "train/forward_backward_seconds": 1.5}
+    (finding,) = found(tmp_path, changes)
+    assert finding.share == pytest.approx(0.16)
+    assert finding.keys == ["loader.num_workers=2"]
+    (finding,) = found(tmp_path / "more", changes, config={"loader": {"num_workers": 4}})
+    assert finding.keys == ["loader.num_workers=8"]
+
+
+def test_a_wait_of_the_host_while_the_gpu_is_busy_does_not_count(tmp_path):
+    """The loop runs ahead of the GPU, whose own times of the parts fill the step."""
+    assert not found(tmp_path, {"train/data_wait": 0.5, "train/forward_backward_seconds": 1.95})
+
+
+def test_the_largest_share_comes_first(tmp_path):
+    changes = {"train/data_wait": 0.1, "train/forward_backward_seconds": 1.2, "train/update_seconds": 0.5}
+    slow = found(tmp_path, changes, result={"time/evaluations": 15.0, "time/total": 107.0, "time/training": 95.0})
+    assert [finding.sentence for finding in slow] == [
+        "Clipping and the optimizer",
+        "Evaluations",
+        "The steps waited for data",
+    ]
+    assert slow[1].keys == ["train.eval_every=40", "train.eval_share=0.05", "data.eval_limit=N"]
+
+
+def test_padding_counts_only_where_rows_are_not_packed(tmp_path):
+    assert not found(tmp_path)
+    (finding,) = found(tmp_path / "padded", setting={"rows": {"packing": False}})
+    assert finding.share == pytest.approx(0.76 * 0.2)
+    assert finding.sentence == "20% of the tokens in the rows are padding"
+    assert finding.keys == ["data.packing=true"]
+
+
+def test_of_several_ranks_the_slowest_is_named(tmp_path):
+    ranks = {"train/ranks": 4.0, "train/slowest_rank": 3, "train/slowest_behind": 0.25}
+    (finding,) = found(tmp_path, ranks)
+    assert finding.sentence.startswith("Rank 3 takes 25% longer than the others")
+    assert finding.share == pytest.approx(0.76 * 0.2)
+    waiting = {**ranks, "train/slowest_behind": 0.0, "train/forward_backward_seconds": 1.4}
+    (finding,) = found(tmp_path / "sums", waiting)
+    assert finding.sentence.startswith("Beside their own passes the ranks spent time on sums")
+
+
+def test_checkpoints_that_stop_the_loop(tmp_path):
+    stalls = [{"train/step": step, "checkpoint/stall_seconds": 2.5} for step in (20, 40)]
+    (finding,) = found(tmp_path, {"train/forward_backward_seconds": 1.8}, lines=stalls)
+    assert finding.share == pytest.approx(0.05)
+    assert finding.keys == ["checkpoint.every=40"]
+
+
+def test_a_short_run_that_is_mostly_compiled(tmp_path):
+    (finding,) = found(tmp_path, lines=[{"train/step": 40, "compile/seconds": 20.0, "compile/graphs": 1}])
+    assert finding.share == pytest.approx(0.2)
+    assert finding.keys == ["techniques.compile.enabled=false"]
+
+
+def test_an_idle_card_is_what_no_other_part_explains(tmp_path):
+    (finding,) = found(tmp_path, result={"energy/gpu_utilization": 0.5})
+    assert finding.sentence == "The card had nothing to do, mostly between small kernels"
+    assert finding.share == pytest.approx(1 - 0.5 - 0.10 - 0.008 - 0.08 - 0.02 - 0.012)
+
+
+def test_a_run_of_an_earlier_version_has_no_times(tmp_path, capsys):
+    times = [
+        "train/forward_backward_seconds",
+        "train/update_seconds",
+        "time/total",
+        "time/training",
+        "time/evaluations",
+    ]
+    folder = record(tmp_path / "run", dict.fromkeys(times))
+    (folder / "result.json").unlink()
+    assert main(["why", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("This run has recorded no times")
+
+
+def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
+    folder = record(tmp_path / "run", {"train/data_wait": 0.2, "train/forward_backward_seconds": 1.5})
+    assert main(["why", str(folder), "--json", str(tmp_path / "why.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The steps waited for data (16% of the time): loader.num_workers=2." in shown
+    written = json.loads((tmp_path / "why.json").read_text())
+    assert written["findings"][0]["keys"] == ["loader.num_workers=2"]
+    assert sum(part["seconds"] for part in written["parts"]) == pytest.approx(100)
+
+
+def test_every_key_that_is_named_exists():
+    """The sentences are for people to type from."""
+    from fxtune.config.root import Config
+    from fxtune.reports import bottlenecks
+
+    text = Path(bottlenecks.__file__).read_text()
+    for key in set(re.findall(r"\b((?:train|data|loader|checkpoint|parallel|techniques)\.[a-z_.]+)=", text)):
+        value = Config()
+        for name in key.split("."):
+            value = getattr(value, name)

@@ -1,0 +1,186 @@
+"""The page about a run, and about several."""
+
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+from support.recorded import evidence, record
+
+from fxtune.cli.main import main
+from fxtune.errors import ConfigError, StorageError
+from fxtune.reports.page import write_report
+
+EVIL = "</script><script>alert(1)</script><img src=http://evil.test/x onerror=alert(2)>\"'&"
+
+
+class Elements(HTMLParser):
+    """The elements of a page, its addresses, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.addresses, self.handlers, self.words = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def page(*folders, at=None):
+    file = at or folders[0] / "report.html"
+    write_report(folders, file)
+    return Elements(file.read_text())
+
+
+def test_a_run_is_shown_with_what_it_recorded(tmp_path):
+    shown = page(record(tmp_path / "mine", evidence=[evidence("lora", "rank 16", "21 modules", acted=True)]))
+    for words in (
+        "finished, 40 steps",
+        "Held-out loss 0.125",
+        "Tokens/s 500",
+        "Peak memory 0.5 GiB",
+        "Whole time 1 min 40 s",
+        "forward and backward 76.0% 1 min 16 s",
+        "lora rank 16 21 modules ✓ yes",
+        "What? right ✗ wrong: dunno ✓ right: right",
+        "chats.jsonl training 8 4,000 40.0% 100.0% 480 700 800 1",
+        "100 to 299 3",
+        "command fxtune +recipe=mine",
+        "torch 2.13",
+        "GPU power: not recorded on a CPU.",
+        "Nothing to change",
+    ):
+        assert words in shown.text
+    assert shown.tags.count("svg") == 5  # loss, learning rate, gradient norm, speed, memory
+    assert shown.tags.count("path") > 10
+
+
+def test_the_page_loads_nothing(tmp_path):
+    shown = page(record(tmp_path / "mine"))
+    assert shown.addresses == ["data:,"]
+    text = unescape((tmp_path / "mine" / "report.html").read_text())
+    assert set(re.findall(r"https?://[^\s\"'<]*", text)) <= {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in text
+
+
+def test_text_of_a_run_cannot_become_markup(tmp_path):
+    folder = record(
+        tmp_path / "mine",
+        evidence=[evidence(EVIL, EVIL, EVIL)],
+        about={"command": EVIL, "system": EVIL},
+        config={"data": {"system": EVIL, EVIL: EVIL}},
+        setting={"machine": {EVIL: EVIL}},
+        result={"train/ended_early": EVIL},
+    )
+    for when in ("before", "after"):
+        row = {"question": EVIL, "right": EVIL, "answer": EVIL}
+        (folder / f"answers_{when}.jsonl").write_text(json.dumps(row) + "\n")
+    about = json.loads((folder / "about.json").read_text())
+    about["training"]["sources"][0]["name"] = about["training"]["lengths"][0]["name"] = EVIL
+    (folder / "about.json").write_text(json.dumps(about))
+    other = record(tmp_path / "x<b onclick=alert(3)>&'", config={"data": {"system": "harmless"}})
+    for shown in (page(folder), page(folder, other, at=tmp_path / "both.html")):
+        assert shown.tags.count("script") == 1
+        assert "img" not in shown.tags
+        assert not shown.handlers
+        assert shown.addresses == ["data:,"]
+        assert "alert(1)" in shown.text  # it is there, as text
+
+
+def test_several_runs_stand_side_by_side(tmp_path):
+    first = record(tmp_path / "a")
+    second = record(tmp_path / "b", {"train/loss": 2.0}, config={"optimizer": {"lr": 5e-3}})
+    shown = page(first, second, at=tmp_path / "both.html")
+    assert "2 runs side by side" in shown.text
+    assert "optimizer.lr 0.001 0.005" in shown.text
+    assert "run.name" not in shown.text.partition("In what the runs differ")[2].partition("Answers")[0]
+    values = re.findall(r'data-values="([^"]*)"', (tmp_path / "both.html").read_text())
+    loss = json.loads(values[0].replace("&#34;", '"'))
+    assert [(line["name"], line["steps"], line["values"][-1]) for line in loss] == [
+        ("a", [10, 20, 30, 40], 0.1),
+        ("b", [10, 20, 30, 40], 2.0),
+    ]
+
+
+def test_what_is_missing_is_said(tmp_path):
+    folder = record(tmp_path / "begun", {"energy/gpu_watts": None})
+    for name in (
+        "result.json",
+        "about.json",
+        "setting.json",
+        "evidence.json",
+        "answers_before.jsonl",
+        "metrics.jsonl",
+    ):
+        (folder / name).unlink()
+    (folder / "answers_after.jsonl").unlink()
+    shown = page(folder)
+    for words in (
+        "not finished, 0 steps so far",
+        "No step was logged.",
+        "Loss: not recorded.",
+        "No times were recorded",
+        "Nothing was recorded.",
+        "Its figures were not recorded",
+    ):
+        assert words in shown.text
+    with_power = record(tmp_path / "gpu", {"energy/gpu_watts": 300.0}, setting={"machine": {"device": "H200"}})
+    both = page(with_power, folder, at=tmp_path / "both.html")
+    assert "GPU power: not recorded in begun." in both.text
+
+
+def test_values_that_are_not_finite_and_single_points_are_drawn(tmp_path):
+    folder = record(tmp_path / "run", {"train/grad_norm": None, "train/lr": 0.0})
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text(f"{lines[0]}\n" + '{"train/step": 11, "train/loss": NaN}\n{"train/st')
+    shown = page(folder)
+    assert "Gradient norm: not recorded." in shown.text
+    assert "Learning rate" in shown.text
+
+
+def test_a_long_run_has_a_small_page(tmp_path):
+    rows = [{"train/step": step, "train/loss": 1 / step + step % 7} for step in range(1, 20_001)]
+    folder = record(tmp_path / "long", lines=[])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page(folder)
+    assert (folder / "report.html").stat().st_size < 100_000
+
+
+def test_the_command_writes_beside_the_first_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mine-2"):
+        record(tmp_path / "runs" / name)
+    assert main(["report", "mine-2"]) == 0
+    assert (tmp_path / "runs" / "mine-2" / "report.html").exists()
+    assert main(["report", "runs/mine", "mine-2"]) == 0
+    assert "runs/report.html" in capsys.readouterr().out
+    assert main(["report", "runs", "--output", "all.html"]) == 0  # a folder of runs
+    assert "2 runs side by side" in (tmp_path / "all.html").read_text()
+
+
+def test_mistakes_are_one_message(tmp_path, capsys):
+    assert main(["report", "no-run"]) == 2
+    assert "there is no run `no-run`" in capsys.readouterr().err
+    assert main(["report"]) == 2
+    assert "usage: fxtune report RUN [MORE ...]" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is no run of fxtune"):
+        write_report([tmp_path / "empty"], tmp_path / "x.html")
+    folder = record(tmp_path / "run", about={"training": {"lengths": [{"name": "a"}], "sources": [{}]}})
+    with pytest.raises(StorageError, match="hold something that fxtune does not write there"):
+        write_report([folder], tmp_path / "x.html")
+    (folder / "about.json").write_text("{")
+    with pytest.raises(StorageError, match=r"about\.json cannot be read"):
+        write_report([folder], tmp_path / "x.html")
+    with pytest.raises(StorageError, match="Name another with --output"):
+        write_report([record(tmp_path / "good")], tmp_path / "no" / "folder" / "x.html")

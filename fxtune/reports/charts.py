@@ -45,7 +45,7 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
     import pygal
     from pygal.style import Style
 
-    drawn = [(line, thin(line.points)) for line in lines if line.points]
+    drawn = [(line, points) for line in lines if (points := thin(line.points))]
     if not drawn:
         return None
     values = [value for _, points in drawn for _, value in points]

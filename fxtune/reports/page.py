@@ -174,7 +174,7 @@ def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
         ("Step", lambda run: _seconds(_middle(run, "train/step_seconds"))),
         ("Model FLOPs utilization", lambda run: _percent(_middle(run, "train/mfu"))),
         ("Peak memory", lambda run: _with("GiB", run.last.get("train/memory_gib"))),
-        ("Whole time", lambda run: _seconds(run.last.get("time/total"))),
+        ("Whole time", lambda run: _seconds(run.last.get("time/total_seconds"))),
         ("Energy", lambda run: _with("kWh", run.last.get("energy/kwh"))),
         ("GPU power, mean", lambda run: _with("W a card", run.last.get("energy/gpu_watts"))),
         ("GPU in use", lambda run: _percent(run.last.get("energy/gpu_utilization"))),

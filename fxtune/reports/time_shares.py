@@ -15,6 +15,7 @@ STEP_SECONDS = "train/step_seconds"
 PASSES = "train/forward_backward_seconds"
 UPDATE = "train/update_seconds"
 WAIT = "train/data_wait"
+FIRST_STEPS = "startup/first_steps_seconds"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def step_times(run: RunFiles) -> StepTimes | None:
 
 def time_shares(run: RunFiles) -> list[Part]:
     """The parts of a run's time in the order in which they happen. Empty for a run that recorded none."""
-    last, startup = run.last, _startup(run)
-    if (total := last.get("time/total")) is None:
+    last = run.last
+    if (total := last.get("time/total_seconds")) is None:
         return []
-    loop, evaluations = last.get("time/training", 0.0), last.get("time/evaluations", 0.0)
-    found = [Part("startup", "start-up", sum(startup.values()))]
+    loop, evaluations = last.get("time/training_seconds", 0.0), last.get("time/evaluation_seconds", 0.0)
+    found = [Part("startup", "start-up", _startup(run))]
     left = loop - evaluations
     if (step := step_times(run)) is not None:
         steps = step.steps
@@ -86,14 +87,10 @@ def time_shares(run: RunFiles) -> list[Part]:
     return [part for part in found if part.seconds > 0]
 
 
-def _startup(run: RunFiles) -> Mapping[str, float]:
-    """Stage -> seconds, over all processes of the run, without the first steps, which are steps."""
-    stages: dict[str, float] = {}
-    for name, curve in run.curves.items():
-        stage = name.removeprefix("startup/")
-        if stage != name and stage != "first_steps":
-            stages[stage.replace("_", " ")] = sum(curve.values())
-    return stages
+def _startup(run: RunFiles) -> float:
+    """Seconds of all processes of the run before their first steps."""
+    stages = (curve for name, curve in run.curves.items() if name.startswith("startup/") and name != FIRST_STEPS)
+    return sum(sum(curve.values()) for curve in stages)
 
 
 def _steps_of_lines(curve: Mapping[int, float]) -> dict[int, int]:

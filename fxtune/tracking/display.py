@@ -248,8 +248,8 @@ COLUMNS = {
 """Metrics in their order in a line. All others follow under their own names."""
 
 
-HIDDEN = ("train/step", "train/forward_backward_seconds", "train/update_seconds")
-"""Metrics for reports only, as those of `time/`."""
+HIDDEN = ("time/", "startup/", "train/forward_backward_seconds", "train/update_seconds")
+"""Metrics for reports only, by how they begin."""
 
 
 def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
@@ -261,7 +261,8 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
         number = math.nan if metrics[metric] is None else _number(metrics[metric])
         alone = metric == "train/ranks" and number == 1
         in_step = metric.startswith("train/slowest_") and not metrics["train/slowest_behind"] >= BEHIND
-        if metric in HIDDEN or metric.startswith("time/") or alone or in_step or (live and not shape.live):
+        hidden = metric == "train/step" or metric.startswith(HIDDEN)
+        if hidden or alone or in_step or (live and not shape.live):
             continue
         if number is None:
             text = str(plain(metrics[metric]))

@@ -40,9 +40,9 @@ class RunClock:
     def figures(self) -> dict[str, float]:
         """The run's time so far in seconds: in all, of the loop, and of evaluations, which are part of the loop."""
         return {
-            "time/total": self.seconds,
-            "time/training": self.training,
-            "time/evaluations": self._all_evaluating,
+            "time/total_seconds": self.seconds,
+            "time/training_seconds": self.training,
+            "time/evaluation_seconds": self._all_evaluating,
         }
 
     @property

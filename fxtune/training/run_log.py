@@ -37,14 +37,15 @@ class RunLog:
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
 
-    def started(self) -> None:
-        """Print once, after the first steps, where the start-up time went."""
-        if "start-up" not in self.done:
-            self.done.add("start-up")
-            self.startup.done("first steps")
-            self.screen.note(self.startup.summary())
-            stages = {f"startup/{stage.replace(' ', '_')}": seconds for stage, seconds in self.startup.seconds.items()}
-            self.tracker.log(self.state.step, stages)
+    def started(self) -> dict[str, float]:
+        """Print once, after the first steps, where the start-up time went. Returns it as figures, once."""
+        if "start-up" in self.done:
+            return {}
+        self.done.add("start-up")
+        self.startup.done("first steps")
+        self.screen.note(self.startup.summary())
+        stages = self.startup.seconds.items()
+        return {f"startup/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in stages}
 
     def compiled(self, after: str) -> None:
         """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`, rows of another

@@ -537,7 +537,7 @@ class Trainer:
         """Log the steps up to state.step. Waits for the device to finish them."""
         self.unlogged_lr = None
         figures = self.monitor.read()
-        self.log.started()
+        startup = self.log.started()
         self.clock.reached(self.state.step)
         timings = self.run_state.checkpoints.save_timings()
         self.clock.takes["saving"] = timings.get("checkpoint/seconds", self.clock.takes["saving"])
@@ -553,6 +553,7 @@ class Trainer:
                 **self.energy.log(self.state.tokens),
                 **({} if end is None else {"train/end_time": end}),
                 **self.clock.figures(),
+                **startup,
             }
         )
         self.log.compiled(f"training, stage {self.plan.stage(self.state.step - 1)}")

@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from support.recorded import evidence, record
 
-from fxtune.cli.main import main
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import StorageError
 from fxtune.reports.page import write_report
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.test/x onerror=alert(2)>\"'&"
@@ -156,31 +155,10 @@ def test_a_long_run_has_a_small_page(tmp_path):
     assert (folder / "report.html").stat().st_size < 100_000
 
 
-def test_the_command_writes_beside_the_first_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine", "mine-2"):
-        record(tmp_path / "runs" / name)
-    assert main(["report", "mine-2"]) == 0
-    assert (tmp_path / "runs" / "mine-2" / "report.html").exists()
-    assert main(["report", "runs/mine", "mine-2"]) == 0
-    assert "runs/report.html" in capsys.readouterr().out
-    assert main(["report", "runs", "--output", "all.html"]) == 0  # a folder of runs
-    assert "2 runs side by side" in (tmp_path / "all.html").read_text()
-
-
-def test_mistakes_are_one_message(tmp_path, capsys):
-    assert main(["report", "no-run"]) == 2
-    assert "there is no run `no-run`" in capsys.readouterr().err
-    assert main(["report"]) == 2
-    assert "usage: fxtune report RUN [MORE ...]" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="is no run of fxtune"):
-        write_report([tmp_path / "empty"], tmp_path / "x.html")
+def test_files_that_are_not_as_fxtune_writes_them_are_named(tmp_path):
     folder = record(tmp_path / "run", about={"training": {"lengths": [{"name": "a"}], "sources": [{}]}})
     with pytest.raises(StorageError, match="hold something that fxtune does not write there"):
         write_report([folder], tmp_path / "x.html")
     (folder / "about.json").write_text("{")
     with pytest.raises(StorageError, match=r"about\.json cannot be read"):
         write_report([folder], tmp_path / "x.html")
-    with pytest.raises(StorageError, match="Name another with --output"):
-        write_report([record(tmp_path / "good")], tmp_path / "no" / "folder" / "x.html")

@@ -42,14 +42,16 @@ def record(folder: Path, changes: dict[str, Any] | None = None, **values: Any) -
             "train/forward_backward_seconds": 1.9,
             "train/update_seconds": 0.05,
             "train/memory_gib": 0.5,
-            "time/total": 10 + 2.2 * step,
-            "time/training": 2.2 * step,
-            "time/evaluations": 4.0 * (step // 20),
+            "time/total_seconds": 10 + 2.2 * step,
+            "time/training_seconds": 2.2 * step,
+            "time/evaluation_seconds": 4.0 * (step // 20),
             **(changes or {}),
         }
         rows.append({name: value for name, value in row.items() if value is not None})
         if step == 10:
-            rows.append({"time": 1.7e9 + 10, "train/step": 10, "startup/imports": 4.0, "startup/model": 6.0})
+            rows.append(
+                {"time": 1.7e9 + 10, "train/step": 10, "startup/imports_seconds": 4.0, "startup/model_seconds": 6.0}
+            )
         if step % 20 == 0:
             rows.append({"time": 1.7e9 + 11 + 2 * step, "train/step": step, "eval/loss": 5.0 / step})
     rows += values.get("lines", [])
@@ -64,7 +66,12 @@ def record(folder: Path, changes: dict[str, Any] | None = None, **values: Any) -
         "setting.json": {"machine": machine, "rows": {"packing": True}} | values.get("setting", {}),
         "about.json": about | values.get("about", {}),
         "evidence.json": values.get("evidence", [evidence("lora", "rank 16")]),
-        "result.json": {"train/step": STEPS, "train/loss": 0.1, "time/total": 100.0, "time/training": 88.0}
+        "result.json": {
+            "train/step": STEPS,
+            "train/loss": 0.1,
+            "time/total_seconds": 100.0,
+            "time/training_seconds": 88.0,
+        }
         | values.get("result", {}),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config | values.get("config", {})))

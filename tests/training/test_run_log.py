@@ -32,6 +32,8 @@ class Recorder:
     def summary(self) -> str:
         return "start-up: 3 s"
 
+    seconds = {"imports": 1.0, "first steps": 2.0}
+
 
 @pytest.fixture
 def recorder() -> Recorder:
@@ -55,8 +57,8 @@ def test_last_value_of_each_figure_is_kept(recorder):
 
 def test_start_up_is_told_once(recorder):
     log = made(recorder)
-    for _ in range(2):
-        log.started()
+    assert log.started() == {"startup/imports_seconds": 1.0, "startup/first_steps_seconds": 2.0}
+    assert log.started() == {}
     assert recorder.notes == ["timed first steps", "start-up: 3 s"]
 
 

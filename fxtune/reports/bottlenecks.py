@@ -68,6 +68,7 @@ class Rule:
     """From which share on it is worth a sentence."""
     share: Callable[[Times], float]
     sentence: Callable[[Times], str]
+    """With {share} where the share belongs."""
     keys: Callable[[Times], list[str]]
 
 
@@ -120,13 +121,16 @@ RULES: dict[str, Rule] = {
     "data": Rule(
         0.03,
         lambda times: times.share("data"),
-        lambda times: "The steps waited for data",
+        lambda times: "The steps waited for data for {share} of the time",
         _workers,
     ),
     "padding": Rule(
         0.05,
         _padding,
-        lambda times: f"{times.run.about['training']['padding_share']:.0%} of the tokens in the rows are padding",
+        lambda times: (
+            f"{times.run.about['training']['padding_share']:.0%} of the tokens in the rows are padding, which took "
+            "{share} of the time"
+        ),
         lambda times: ["data.packing=true"],
     ),
     "slowest rank": Rule(
@@ -134,43 +138,51 @@ RULES: dict[str, Rule] = {
         _slowest,
         lambda times: (
             f"Rank {times.last('train/slowest_rank'):.0f} takes {times.last('train/slowest_behind'):.0%} longer than "
-            "the others, and they wait for it: look at its card (clock, heat, other processes) with `fxtune doctor`"
+            "the others, which wait for it for {share} of the time (is its card hot, slow, or shared?)"
         ),
-        lambda times: [],
+        lambda times: ["`fxtune doctor` on its machine"],
     ),
     "between ranks": Rule(
         0.10,
         _between_ranks,
-        lambda times: "Beside their own passes the ranks spent time on sums and on waiting for each other",
-        lambda times: ["train.global_batch_size larger", "parallel.reduce_dtype=bfloat16"],
+        lambda times: "Sums over the ranks, and waiting for each other, took {share} of the time",
+        lambda times: ["a larger train.global_batch_size", "parallel.reduce_dtype=bfloat16"],
     ),
-    "evaluations": Rule(0.10, lambda times: times.share("evaluation"), lambda times: "Evaluations", _evaluations),
+    "evaluations": Rule(
+        0.10,
+        lambda times: times.share("evaluation"),
+        lambda times: "Evaluations took {share} of the time",
+        _evaluations,
+    ),
     "checkpoints": Rule(
-        0.03, lambda times: times.share("saving"), lambda times: "The steps stopped for checkpoints", _checkpoints
+        0.03,
+        lambda times: times.share("saving"),
+        lambda times: "The steps stopped for checkpoints for {share} of the time",
+        _checkpoints,
     ),
     "optimizer": Rule(
         0.15,
         lambda times: times.share("update"),
-        lambda times: "Clipping and the optimizer",
-        lambda times: ["train.global_batch_size larger, with fewer updates for as many tokens"],
+        lambda times: "Clipping and the optimizer took {share} of the time",
+        lambda times: ["a larger train.global_batch_size, which updates less often"],
     ),
     "compiler": Rule(
         0.15,
         lambda times: times.last("compile/seconds") / times.total,
-        lambda times: "The compiler, in the first steps, which is much for a run as short as this",
+        lambda times: "The compiler took {share} of the time of this short run",
         lambda times: ["techniques.compile.enabled=false"],
     ),
     "log lines": Rule(
         0.10,
         _log_lines,
-        lambda times: "The loop logs each step, between the parts of a step that are timed",
+        lambda times: "The loop logs each step, and took {share} of the time between the parts of the steps",
         lambda times: ["train.log_every=10"],
     ),
     "idle card": Rule(
         0.10,
         _idle_card,
-        lambda times: "The card had nothing to do, mostly between small kernels",
-        lambda times: ["train.micro_batch_size larger", "techniques.compile.cuda_graphs=true"],
+        lambda times: "The card had nothing to do for {share} of the time, mostly between small kernels",
+        lambda times: ["a larger train.micro_batch_size", "techniques.compile.cuda_graphs=true"],
     ),
 }
 
@@ -181,7 +193,7 @@ def find_bottlenecks(run: RunFiles) -> list[Finding]:
     found = []
     for rule in RULES.values():
         if times.total and (share := rule.share(times)) >= rule.least:
-            found.append(Finding(share, rule.sentence(times), rule.keys(times)))
+            found.append(Finding(share, rule.sentence(times).replace("{share}", f"{share:.0%}"), rule.keys(times)))
     return sorted(found, key=lambda finding: -finding.share)
 
 
@@ -199,7 +211,7 @@ def sentences(run: RunFiles) -> Iterator[str]:
         yield "Nothing to change: no other part takes long enough to matter."
     for finding in found:
         change = f": {' or '.join(finding.keys)}" if finding.keys else ""
-        yield f"{finding.sentence} ({finding.share:.0%} of the time){change}."
+        yield f"{finding.sentence}{change}."
 
 
 def duration(seconds: float) -> str:

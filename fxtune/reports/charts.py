@@ -83,7 +83,7 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
 
 def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
     """At most POINTS of the finite points, in order: the first, the last, the lowest and highest of each stretch."""
-    rows = sorted((step, value) for step, value in points.items() if math.isfinite(value))
+    rows = sorted(item for item in points.items() if math.isfinite(item[1]))
     if len(rows) <= POINTS:
         return rows
     size = math.ceil(len(rows) / (POINTS // 2 - 1))

@@ -326,10 +326,7 @@ def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
 
 
 def _dates(run: RunFiles) -> str | None:
-    times = [row["time"] for row in run.rows if isinstance(row.get("time"), (int, float))]
-    if not times:
-        return None
-    return " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(one)) for one in (min(times), max(times)))
+    return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(one)) for one in run.times)
 
 
 def _whole(value: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,31 @@ from fxtune.errors import ConfigError, StorageError, UserError
 from fxtune.system.atomic_files import read_json
 
 STEP = "train/step"
+
+
+@dataclass
+class _Metrics:
+    """metrics.jsonl, read once: a long run has a hundred thousand lines."""
+
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    first_time: float | None = None
+    last_time: float | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        moment, step = row.pop("time", None), row.get(STEP)
+        if isinstance(moment, (float, int)):
+            self.first_time = moment if self.first_time is None else self.first_time
+            self.last_time = moment
+        self.last |= row
+        if not isinstance(step, int):
+            return
+        for name, value in row.items():
+            if isinstance(value, (float, int)):
+                curve = self.curves.get(name)
+                if curve is None:
+                    curve = self.curves[name] = {}
+                curve[step] = value
 
 
 @contextmanager
@@ -46,25 +72,33 @@ class RunFiles:
     def finished(self) -> bool:
         return (self.folder / RESULT).exists()
 
-    @cached_property
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """One dict a log line, in order."""
         return list(metric_rows(self.folder))
 
-    @cached_property
+    @property
     def curves(self) -> dict[str, dict[int, float]]:
         """Metric -> step -> value. A step that was repeated after a resume has its last value."""
-        curves: dict[str, dict[int, float]] = {}
-        for row in self.rows:
-            for name, value in row.items() if isinstance(row.get(STEP), int) else ():
-                if isinstance(value, (int, float)):
-                    curves.setdefault(name, {})[row[STEP]] = value
-        return curves
+        return self._metrics.curves
+
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """Of the first and the last log line, in seconds since 1970."""
+        first, last = self._metrics.first_time, self._metrics.last_time
+        return None if first is None or last is None else (first, last)
 
     @cached_property
     def last(self) -> dict[str, Any]:
         """The last value of each metric: of the whole run if it is finished."""
-        return {name: value for row in self.rows for name, value in row.items() if name != "time"} | self.result
+        return self._metrics.last | self.result
+
+    @cached_property
+    def _metrics(self) -> _Metrics:
+        found = _Metrics()
+        for row in metric_rows(self.folder):
+            found.add(row)
+        return found
 
     @cached_property
     def result(self) -> dict[str, Any]:

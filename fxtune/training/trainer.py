@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, EVIDENCE, REPORT, RunFolder, claim, differences
+from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, EVIDENCE, METRICS, REPORT, RunFolder, claim, differences
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
@@ -53,6 +53,9 @@ from fxtune.training.run_log import RunLog, introduction
 from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
+
+LARGE_METRICS = 200 * 2**20
+"""Bytes of metrics.jsonl, of some 300,000 log lines, beyond which a run writes no page when it ends."""
 
 
 def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
@@ -659,10 +662,14 @@ class Trainer:
         """Write report.html. If that fails only the page is lost."""
         from fxtune.reports.page import write_report
 
+        folder = self.folder.path
         try:
-            write_report([self.folder.path], self.folder.path / REPORT)
+            if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
+                self.screen.note(f"{folder / METRICS} is large: `fxtune report {folder}` writes {REPORT}")
+            else:
+                write_report([folder], folder / REPORT)
         except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
-            self.screen.note(f"The page {self.folder.path / REPORT} could not be written: {first_line(error)}")
+            self.screen.note(f"The page {folder / REPORT} could not be written: {first_line(error)}")
 
     def _gives_finite_loss(self, step: int) -> bool:
         batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)

@@ -25,7 +25,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fxtune.checkpoint.run_folder import EVIDENCE, RESULT
+from fxtune.checkpoint.run_folder import EVIDENCE, REPORT, RESULT
 from fxtune.cli.run_output import find_output, run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config
@@ -146,6 +146,14 @@ class Run:
         """The folder of the adapter, or of the whole model, as plain peft and transformers load it. Raises ConfigError
         before the run is finished."""
         return find_output(str(self.folder)).folder
+
+    def report(self, file: str | Path | None = None) -> Path:
+        """Write the page about the run (docs/report.md) and return its path; None: report.html in the run's folder."""
+        from fxtune.reports.page import write_report
+
+        path = Path(file) if file else self.folder / REPORT
+        write_report([self.folder], path)
+        return path
 
     def generate(
         self, prompt: str, *, show: str = "tuned", max_new_tokens: int = 256, temperature: float = 0.0

@@ -58,6 +58,7 @@ def test_a_run_gives_its_figures_and_answers(trained):
 def test_the_end_of_a_run_writes_its_page_and_its_times(trained, capsys):
     page = (trained.folder / "report.html").read_text()
     assert page.count("<svg") == 5
+    assert trained.report(trained.folder / "again.html").read_text().count("<svg") == 5
     assert "builtin:quickstart_train" in page
     parts = {name for row in trained.metrics for name in row}
     assert {

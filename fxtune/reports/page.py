@@ -94,9 +94,7 @@ def write_report(folders: Sequence[Path], file: Path) -> None:
     try:
         replace_text(file, text)
     except OSError as error:
-        raise StorageError(
-            f"{file} cannot be written: {error.strerror or error}. Name another with --output."
-        ) from error
+        raise StorageError(f"{file} cannot be written: {error.strerror or error}. Name another file.") from error
 
 
 def render(runs: Sequence[RunFiles]) -> str:

@@ -644,13 +644,12 @@ class Trainer:
         self.tracker.summary(figures)
         self.folder.finish(figures)
         self.end.done()
-        if self.world.main and self.config.run.report:
-            self._write_report()
+        page = [self._write_report()] if self.world.main and self.config.run.report else []
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
         spent = [line] if (line := sentence(used)) else []
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
-        self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, exported, *spent])
+        self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, *page, exported, *spent])
         return figures
 
     def _answer(self) -> Answer:
@@ -658,18 +657,18 @@ class Trainer:
         with self.techniques.precision.context(self.world.device):
             return Answer.of(self.model)
 
-    def _write_report(self) -> None:
-        """Write report.html. If that fails only the page is lost."""
+    def _write_report(self) -> str:
+        """Write report.html, and say where. If that fails only the page is lost."""
         from fxtune.reports.page import write_report
 
         folder = self.folder.path
         try:
             if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
-                self.screen.note(f"{folder / METRICS} is large: `fxtune report {folder}` writes {REPORT}")
-            else:
-                write_report([folder], folder / REPORT)
+                return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
+            write_report([folder], folder / REPORT)
         except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
-            self.screen.note(f"The page {folder / REPORT} could not be written: {first_line(error)}")
+            return f"The page {folder / REPORT} could not be written: {first_line(error)}"
+        return f"A page about the run is in {folder / REPORT}"
 
     def _gives_finite_loss(self, step: int) -> bool:
         batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)

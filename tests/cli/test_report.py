@@ -27,4 +27,4 @@ def test_a_mistake_is_one_message(cwd, capsys):
     assert "is no run of fxtune" in capsys.readouterr().err
     record(cwd / "run")
     assert main(["report", "run", "--output", "no/folder/x.html"]) == 6
-    assert "Name another with --output" in capsys.readouterr().err
+    assert "Name another file." in capsys.readouterr().err

@@ -170,13 +170,15 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: bool = False) -> Any:
+def build(
+    model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: bool = False, by_rows: bool = False
+) -> Any:
     """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
 
     Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB
-    there and nothing elsewhere. With parallel.shard above 1 they have no memory yet: see fill(). `shrinks`: the caller
-    quantizes the weights and moves them one by one, so they may start in host memory, which has room for a model
-    larger than the GPU.
+    there and nothing elsewhere. With parallel.shard above 1, and with `by_rows`, they have no memory yet: see fill().
+    `shrinks`: the caller quantizes the weights and moves them one by one, so they may start in host memory, which has
+    room for a model larger than the GPU.
 
     The result's `name_or_path` and `base_revision` say where it came from, `config_edited` whether its config
     differs from the one found there.
@@ -185,10 +187,10 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
     random = model.init is Init.random
     origin = None if random else _locate(model)
-    divided = world.degrees.shard > 1
-    if not divided and shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
+    empty = by_rows or world.degrees.shard > 1
+    if not empty and shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
         world = dataclasses.replace(world, device=torch.device("cpu"))
-    if divided:
+    if empty:
         built = shards.empty(hf_config, dtype, world, code)
     elif origin is None:
         built = weights.draw(hf_config, dtype, world, seed, code)
@@ -202,9 +204,9 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
 def fill(
     model: ModelConfig, hf_config: Any, built: Any, pieces: Mapping[str, list[shards.Piece]], world: World, seed: int
 ) -> None:
-    """Read or draw the weights of a model that build() made for several shards: of each the rows that this rank holds.
+    """Read or draw the weights of a model that build() made without them: of each the rows that this rank holds.
 
-    `pieces`: shards.pieces_of() the model before it was divided. The other arguments are those of build().
+    `pieces`: shards.pieces_of() the model before its parameters got memory. The other arguments are those of build().
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world), model.trust_remote_code

@@ -22,15 +22,19 @@ def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool
     Random weights do if they fit: a GPU draws them a hundred times faster. Weights that are read pass through host
     memory anyway, so they do only if they do not fit there: all at once would fragment the GPU's memory.
     """
-    from transformers import AutoModelForCausalLM
-
     if world.device.type == "cpu":
         return True
+    needed, facts = bytes_of(hf_config, dtype, code), world.facts()
+    return needed < 0.9 * facts.free_memory if random else needed > 0.9 * facts.host_memory
+
+
+def bytes_of(hf_config: Any, dtype: torch.dtype, code: bool) -> int:
+    """Bytes of a model's weights in `dtype`."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=code)
-    needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
-    facts = world.facts()
-    return needed < 0.9 * facts.free_memory if random else needed > 0.9 * facts.host_memory
+    return sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
 
 
 def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fxtune.distributed.sharding import materialize
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
@@ -21,6 +22,7 @@ from fxtune.models.dims import position_limit
 from fxtune.models.load import ModelConfig
 from fxtune.models.shards import pieces_of
 from fxtune.models.structure import beside_text, skeleton
+from fxtune.models.weights import bytes_of
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
@@ -258,7 +260,8 @@ class Pipeline:
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)
-        built: nn.Module = models.build(model, hf_config, world, seed, shrinks=self.quantize.enabled)
+        by_rows = world.degrees.shard == 1 and self._quantizes_rows(model, hf_config, world)
+        built: nn.Module = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
         observe_routers(built, world.device)
         if not self.lora.enabled:  # adapters freeze the whole base
             for parameter in beside_text(built):
@@ -271,11 +274,24 @@ class Pipeline:
                     built = technique.apply(built, world)
                 if technique is self.lora and model.adapter:
                     self.lora.start_from(built, model.adapter)
-        if world.degrees.shard > 1:
+        if by_rows or world.degrees.shard > 1:
             pieces = pieces_of(built)
-            divided_weights.divide(built, world, self.precision)
+            if by_rows:
+                materialize(built, world.device)
+            else:
+                divided_weights.divide(built, world, self.precision)
             models.fill(model, hf_config, built, pieces, world, seed)
         return built
+
+    def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
+        """Whether weights are quantized row by row as they are read: those of a model that, in 16 bits, would take
+        more than half of the device's memory or of the host's."""
+        if not self.quantize.enabled:
+            return False
+        dtype = models.resolve_dtype(model, world)
+        needed, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
+        large = needed > min(facts.free_memory, facts.host_memory) / 2
+        return large and self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict()))
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""

@@ -10,7 +10,8 @@ bfloat16's speed, over activations that each call quantizes row by row (kernels/
 Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
 needed (`transpose`).
 
-A model need not fit on the card before quantization: each linear goes to the card as it is replaced. Only the adapter
+A model need not fit on the card before quantization: each linear goes to the card as it is replaced. In fp8 a large
+model need not fit in host memory either: its rows are quantized as they are read (models/shards.py). Only the adapter
 is saved; it loads onto the plain base.
 """
 
@@ -33,6 +34,7 @@ from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Switch, Technique
+from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.quantized_modules import (
     Fp8Embedding,
@@ -259,7 +261,7 @@ class Quantize(Technique):
                 f"enabled: {which} takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
                 "smaller model" + ("." if self.type is Type.nf4 else ", or type=nf4.")
             )
-        elif before > max(free, host):
+        elif before > max(free, host) and not self.takes_rows(facts.techniques.lora, skeleton(facts.model)):
             yield (
                 f"enabled: before quantization the model takes {before:.1f} GiB in {facts.dtype}, and neither the "
                 f"card ({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
@@ -293,6 +295,15 @@ class Quantize(Technique):
     def bytes_per_weight(self) -> float:
         """Bytes of each weight of the quantized linears, scales included."""
         return bytes_per_weight(self.type.value, self.double, self.transpose is not Switch.off)
+
+    def takes_rows(self, lora: Any, model: nn.Module | None) -> bool:
+        """Whether the weights of `model`, a skeleton, can be quantized row by row as they are read, so that they need
+        not fit anywhere in 16 bits."""
+        needs_whole = lora.dora or lora.factored or lora.modules_to_save
+        if self.type is not Type.fp8 or needs_whole or model is None:
+            return False
+        # transformers converts the files of mixtures as it reads them.
+        return not any(map(follows_interface, model.modules()))
 
     def packages(self, facts: Facts) -> Iterator[str]:
         if self.type is not Type.fp8 and (library := self._library(facts)):
@@ -377,7 +388,7 @@ class Quantize(Technique):
         worst = WORST_ERROR[self.type.value]
         error, which = done.error, "in the first linear"
         if divided := [one.rounding for one in model.modules() if getattr(one, "rounding", 0.0)]:
-            error, which = max(divided), f"at most in {len(divided)} matrices, of which each rank has rows"
+            error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",

@@ -238,7 +238,12 @@ class DividedCodes:
 
     def complete_rows(self: Any, world: World) -> None:
         """Collect the scales of all ranks; if there is a transpose, make this rank's rows of it."""
-        if "scales" not in self._buffers or not is_divided(self.weight):
+        if "scales" not in self._buffers:
+            return
+        if not is_divided(self.weight):
+            if "back" in self._parameters:
+                back, self.back_scales[:] = fp8.transposed(self.weight.detach(), self.scales)
+                self.back.copy_(back)
             return
         world.sum(self.scales, "collecting scales", world.weights_group)
         if "back" not in self._parameters:

@@ -48,6 +48,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_attention_heads=32,
         num_key_value_heads=8,
     ),
+    "70b": dict(
+        _LLAMA,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
     "1b": dict(
         _LLAMA,
         hidden_size=2048,

@@ -99,6 +99,7 @@ CASES = {
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
     "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
+    "70b_1x4096_fp8": Case("70b", 4096, 1, FP8),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "8b_full_2x8192": Case("8b", 8192, 2, FULLY, full=True, least_gpus=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),

@@ -377,6 +377,26 @@ def test_auto_is_resolved_by_the_compute_dtype():
     ) in notes
 
 
+@both
+@pytest.mark.parametrize("transpose", [Switch.on, Switch.off])
+def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, tmp_path, monkeypatch):
+    """The same codes, adapters and logits as from a whole model in 16 bits."""
+    base = on_disk(tmp_path / "base", model=random_model("llama", **WIDE))
+    models, weights = [], {"drawn": random_model("llama", **WIDE), "read": ModelConfig(path=str(base))}
+    for config in weights.values():
+        for size in (1, 10**15):
+            monkeypatch.setattr("fxtune.techniques.pipeline.bytes_of", lambda *_, size=size: size)
+            pipeline = fp8(fused)
+            pipeline.quantize.transpose, pipeline.quantize.head = transpose, True
+            models.append(made(pipeline, config))
+            evidence = [one for one in pipeline.verify(models[-1], make_probe(models[-1])) if not one.acted]
+            assert [one.asked for one in evidence] == ["products in fp8"], "on a CPU no product is in fp8"
+        whole, rows = (dict([*one.named_parameters(), *one.named_buffers()]) for one in models[-2:])
+        assert whole.keys() == rows.keys()
+        assert all(torch.equal(tensor, rows[name]) for name, tensor in whole.items())
+        assert torch.equal(logits(models[-2]), logits(models[-1]))
+
+
 def test_auto_keeps_transposes_where_memory_is_ample():
     model = random_model("llama", **WIDE)
     weights = sum(base.weight.numel() for base in fp8_linears(made(fp8(), model)))

@@ -170,9 +170,10 @@ def length_conflicts(schedule: Sequence[Sequence[Any]], sequence_length: int) ->
     elif lengths[0] < 2 or lengths != sorted(set(lengths)):
         found.append(f"{name}: rows grow, from 2 tokens on")
     elif odd := [length for length in lengths if sequence_length % length]:
+        fits = next(length for length in range(odd[0], 0, -1) if sequence_length % length == 0)
         found.append(
             f"{name}: {odd[0]} does not divide data.sequence_length={sequence_length}, and each step has room for the "
-            f"same tokens. Use {sequence_length // -(-sequence_length // odd[0])}, or another divisor"
+            f"same tokens. Use {fits}, or another divisor"
         )
     return found
 

@@ -108,7 +108,10 @@ def test_a_ramp_that_is_none_is_refused(ramp, message):
         ([[0.0, 16], [0.5, 128]], "set data.sequence_length=128"),
         ([[0.0, 32], [0.3, 16], [0.5, 64]], "rows grow"),
         ([[0.0, 1], [0.5, 64]], "rows grow, from 2 tokens on"),
-        ([[0.0, 24], [0.5, 64]], "24 does not divide data.sequence_length=64"),
+        (
+            [[0.0, 24], [0.5, 64]],
+            "24 does not divide data.sequence_length=64, and each step has room for the same tokens. Use 16",
+        ),
     ],
 )
 def test_a_length_schedule_that_is_none_is_refused(schedule, message):

@@ -92,7 +92,7 @@ class Plan:
         self.stream = stream
         self.sizes = sizes
         self._layout = layout or self._lay_out()
-        self.rows_of, self.step_rows, planned = self._layout.rows, self._layout.step_rows, self._layout.count
+        self.row_sequence, self.step_rows, planned = self._layout.rows, self._layout.step_rows, self._layout.count
         last = None if sizes.last is None else self.step_rows.first_row(sizes.last - sizes.dropped)
         self._row_count = planned if last is None else min(planned, last)
         self.steps = self.step_rows.steps(self._row_count) + sizes.dropped
@@ -189,7 +189,7 @@ class Plan:
 
     def supervised(self, step: int) -> int:
         """Targets of the step, in all its micro-batches."""
-        return int(self.rows_of.segments.supervised[self._rows(step)[0]].sum())
+        return int(self.row_sequence.segments.supervised[self._rows(step)[0]].sum())
 
     def tokens(self, step: int) -> int:
         """Tokens of the step without padding."""
@@ -197,13 +197,13 @@ class Plan:
 
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each segment of a step, int64 [segments]."""
-        return self.rows_of.segments.length[self._rows(step)[0]]
+        return self.row_sequence.segments.length[self._rows(step)[0]]
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""
         done = self.step_rows.first_row(steps - self.sizes.dropped)
-        epoch, row = self.rows_of.locate(min(done, self._row_count))
-        return epoch + self.rows_of.share(epoch, row) if row else float(epoch)
+        epoch, row = self.row_sequence.locate(min(done, self._row_count))
+        return epoch + self.row_sequence.share(epoch, row) if row else float(epoch)
 
     def documents(self, step: int, micro: int) -> list[tuple[int, int]]:
         """(table, document) of each segment of a micro-batch, row by row."""
@@ -212,8 +212,10 @@ class Plan:
     def contents(self, step: int, micro: int) -> list[list[DocumentSlice]]:
         """The document slices in each row of a micro-batch."""
         segments, offsets = self._micro_batch(step, micro)
-        of = self.rows_of.segments
-        columns = [column[segments].tolist() for column in (self.rows_of.source, of.document, of.start, of.length)]
+        of = self.row_sequence.segments
+        columns = [
+            column[segments].tolist() for column in (self.row_sequence.source, of.document, of.start, of.length)
+        ]
         slices = [
             DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), length)
             for source, document, start, length in zip(*columns, strict=True)
@@ -223,15 +225,15 @@ class Plan:
     def batch_spec(self, step: int, micro: int) -> BatchSpec:
         """What a micro-batch consists of, for build_batch() in any process."""
         segments, offsets = self._micro_batch(step, micro)
-        length, stage = self.rows_of.segments.length[segments], self.stage(step)
+        length, stage = self.row_sequence.segments.length[segments], self.stage(step)
         packing = self.stream.settings.packing
         # Slots for rows that all have as many documents as the fullest one of the stage's first epoch, and padding.
         # Few batches need more.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
         return BatchSpec(
-            self.rows_of.source[segments],
-            self.rows_of.segments.start[segments],
+            self.row_sequence.source[segments],
+            self.row_sequence.segments.start[segments],
             length,
             offsets,
             int(self._padded_length(width)),
@@ -248,9 +250,9 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """Figures of the first epoch, printed and recorded. Shares are from 0 to 1."""
-        epoch, of = self.rows_of.epoch(0), self.rows_of.segments
+        epoch, of = self.row_sequence.epoch(0), self.row_sequence.segments
         source, length, supervised = (
-            column[epoch.segments] for column in (self.rows_of.source, of.length, of.supervised)
+            column[epoch.segments] for column in (self.row_sequence.source, of.length, of.supervised)
         )
         tokens, targets = int(length.sum()), int(supervised.sum())
         sources = []
@@ -338,7 +340,7 @@ class Plan:
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
         notes += copies(self.tables, self.stream.documents())
-        if isinstance(self.rows_of, GrowingRows) and (count := self.rows_of.cut_documents(0)):
+        if isinstance(self.row_sequence, GrowingRows) and (count := self.row_sequence.cut_documents(0)):
             notes.append(
                 f"data.length_schedule: in the first epoch {count:,} documents are cut into shorter rows, because "
                 "those that fit a row whole do not fill the steps. Each supervised token is learned once."
@@ -408,10 +410,10 @@ class Plan:
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a step: (their segments, the offsets [rows + 1] into those)."""
-        segments, offsets = self.rows_of.rows(*self._row_range(step))
+        segments, offsets = self.row_sequence.rows(*self._row_range(step))
         if not self.stream.settings.packing:
             # Longest first: neighbours need little padding, and a step that needs too much memory fails at its start.
-            segments = segments[np.argsort(-self.rows_of.segments.length[segments], kind="stable")]
+            segments = segments[np.argsort(-self.row_sequence.segments.length[segments], kind="stable")]
         return segments, offsets
 
     def _micro_batch(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
@@ -433,7 +435,7 @@ class Plan:
         """Tokens of an epoch's rows with padding, if the epoch begins with a step."""
         if self.stream.settings.packing:
             return self.step_rows.tokens(len(epoch))
-        total, all_lengths = 0, self.rows_of.segments.length[epoch.segments]
+        total, all_lengths = 0, self.row_sequence.segments.length[epoch.segments]
         for stage, start in enumerate(self.step_rows.starts):
             step, micro = start.rows, self.micro_rows(start.step + self.sizes.dropped)
             length = all_lengths[start.row : self.step_rows.end(stage)]

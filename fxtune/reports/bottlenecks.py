@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from fxtune.reports.run_files import RunFiles
-from fxtune.reports.time_shares import Part, time_shares
+from fxtune.reports.time_shares import Part, startup_stages, time_shares
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,20 @@ def _idle_card(times: Times) -> float:
     return max(1.0 - used - known, 0.0) if isinstance(used, (int, float)) else 0.0
 
 
+def _longest_stage(times: Times) -> str:
+    stages = startup_stages(times.run)
+    return max(stages, key=lambda stage: stages[stage])
+
+
 RULES: dict[str, Rule] = {
+    "start": Rule(
+        0.25,
+        lambda times: times.share("startup"),
+        lambda times: (
+            f"The start of this short run took {{share}} of the time, most of it for: {_longest_stage(times)}"
+        ),
+        lambda times: ["data.questions.limit=N"] if "questions" in _longest_stage(times) else [],
+    ),
     "data": Rule(
         0.03,
         lambda times: times.share("data"),

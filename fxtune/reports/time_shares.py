@@ -70,7 +70,7 @@ def time_shares(run: RunFiles) -> list[Part]:
     if (total := last.get("time/total_seconds")) is None:
         return []
     loop, evaluations = last.get("time/training_seconds", 0.0), last.get("time/evaluation_seconds", 0.0)
-    found = [Part("startup", "start-up", _startup(run))]
+    found = [Part("startup", "start-up", sum(startup_stages(run).values()))]
     left = loop - evaluations
     if (step := step_times(run)) is not None:
         steps = step.steps
@@ -87,10 +87,13 @@ def time_shares(run: RunFiles) -> list[Part]:
     return [part for part in found if part.seconds > 0]
 
 
-def _startup(run: RunFiles) -> float:
-    """Seconds of all processes of the run before their first steps."""
-    stages = (curve for name, curve in run.curves.items() if name.startswith("startup/") and name != FIRST_STEPS)
-    return sum(sum(curve.values()) for curve in stages)
+def startup_stages(run: RunFiles) -> dict[str, float]:
+    """Stage -> seconds, of all processes of the run, before their first steps."""
+    return {
+        name.removeprefix("startup/").removesuffix("_seconds").replace("_", " "): sum(curve.values())
+        for name, curve in run.curves.items()
+        if name.startswith("startup/") and name != FIRST_STEPS
+    }
 
 
 def _steps_of_lines(curve: Mapping[int, float]) -> dict[int, int]:

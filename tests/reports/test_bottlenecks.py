@@ -80,6 +80,16 @@ def test_checkpoints_that_stop_the_loop(tmp_path):
     assert finding.keys == ["checkpoint.every=40"]
 
 
+@pytest.mark.parametrize(("stage", "keys"), [("model", []), ("optimizer_and_questions", ["data.questions.limit=N"])])
+def test_a_long_start_names_its_longest_stage(tmp_path, stage, keys):
+    start = {"train/step": 40, f"startup/{stage}_seconds": 30.0}
+    (finding,) = found(tmp_path, lines=[start], result={"time/total_seconds": 130.0})
+    assert finding.sentence == (
+        f"The start of this short run took 31% of the time, most of it for: {stage.replace('_', ' ')}"
+    )
+    assert finding.keys == keys
+
+
 def test_a_short_run_that_is_mostly_compiled(tmp_path):
     (finding,) = found(tmp_path, lines=[{"train/step": 40, "compile/seconds": 20.0, "compile/graphs": 1}])
     assert finding.share == pytest.approx(0.2)

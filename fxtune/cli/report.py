@@ -2,7 +2,7 @@
 
     fxtune report quickstart                          # runs/quickstart/report.html, as the end of a run writes it
     fxtune report quickstart quickstart-2 quickstart-3                      # runs/report.html
-    fxtune report runs/quickstart/optimizer.lr* --output rates.html
+    fxtune report runs/* --output all.html
 
 A run is named as for `fxtune diff`, also one that still trains. A folder that holds runs, as that of `fxtune -m`,
 stands for all of them. The page has the curves, where the time went and what would change it (as `fxtune why`), what
@@ -22,8 +22,8 @@ from fxtune.system.console import say
 
 def run(run: str, *more: str, output: Optional[Path] = None) -> None:
     """Write the page. Raises ConfigError for a name of no run, StorageError for what cannot be read or written."""
-    folders = [folder for name in (run, *more) for folder in runs_of(run_folder(name))]
-    folders = list(dict.fromkeys(folders))
+    names = [name for name in (run, *more) if not Path(name).is_file()]  # `runs/*` matches an earlier page, too
+    folders = list(dict.fromkeys(folder for name in names or [run] for folder in runs_of(run_folder(name))))
     file = output or (folders[0] if len(folders) == 1 else folders[0].parent) / REPORT
     write_report(folders, file)
     say(f"The report is in {file}")

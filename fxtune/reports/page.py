@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -64,11 +64,7 @@ class RunView:
     parts: list[Part]
     total: float
     findings: list[Finding]
-    evidence: list[dict[str, Any]]
     recipe: str
-    lengths: list[tuple[str, list[tuple[str, int, float]]]] = field(default_factory=list)
-    """Of each training source: its name, and rows of a range of tokens, how many documents have so many, and their
-    share of the largest count."""
 
 
 @dataclass
@@ -80,6 +76,11 @@ class Page:
     missing: list[str]
     differences: Table
     sources: Table
+    evidence: list[tuple[str, list[dict[str, Any]]]]
+    """Whose it is, and each option; runs with the same stand together."""
+    lengths: list[tuple[str, list[tuple[str, int, float]]]]
+    """Whose and of which training source, and rows of a range of tokens, how many documents have so many, and their
+    share of the largest count."""
     answers: Table
     environment: Table
     written: str
@@ -126,6 +127,8 @@ def collect(runs: Sequence[RunFiles]) -> Page:
         missing=missing,
         differences=_differences(runs, names),
         sources=_sources(runs, names),
+        evidence=_grouped(names, [run.evidence for run in runs]),
+        lengths=_lengths(runs, names),
         answers=_answers(runs, names),
         environment=_environment(runs, names),
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -147,13 +150,30 @@ def _view(run: RunFiles, name: str, color: int) -> RunView:
         parts,
         sum(part.seconds for part in parts),
         find_bottlenecks(run),
-        run.evidence,
         yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
-        [(one["name"], _lengths(one)) for one in (run.about.get("training") or {}).get("lengths", [])],
     )
 
 
-def _lengths(table: dict[str, Any]) -> list[tuple[str, int, float]]:
+def _grouped(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each value once, after the names of the runs that have it; an empty name if all have the same."""
+    if all(value == values[0] for value in values):
+        return [("", values[0])]
+    distinct = [value for index, value in enumerate(values) if value not in values[:index]]
+    return [
+        (", ".join(name for name, value in zip(names, values, strict=True) if value == one), one) for one in distinct
+    ]
+
+
+def _lengths(runs: Sequence[RunFiles], names: list[str]) -> list[tuple[str, list[tuple[str, int, float]]]]:
+    tables = [(run.about.get("training") or {}).get("lengths", []) for run in runs]
+    return [
+        (f"{table['name']}{f', {whose}' * bool(whose)}", _counts(table))
+        for whose, own in _grouped(names, tables)
+        for table in own
+    ]
+
+
+def _counts(table: dict[str, Any]) -> list[tuple[str, int, float]]:
     edges, counts = table["edges"], table["counts"]
     ranges = [f"{low:,}" if high == low + 1 else f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
     return [(span, count, count / max(*counts, 1)) for span, count in zip(ranges, counts, strict=False)]
@@ -262,30 +282,36 @@ def _setting(value: Any) -> str | None:
 
 
 def _sources(runs: Sequence[RunFiles], names: list[str]) -> Table:
-    """A row for each source of each run."""
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        for side in ("training", "held_out"):
-            plan = run.about.get(side) or {}
-            for source, lengths in zip(plan.get("sources", []), plan.get("lengths", []), strict=False):
-                tokens = lengths["tokens"] or 1
-                rows.append(
-                    [
-                        *([name] if len(runs) > 1 else []),
-                        source["name"],
-                        "training" if side == "training" else "held out",
-                        _whole(lengths["documents"]),
-                        _whole(source["tokens"]),
-                        f"{lengths['supervised_tokens'] / tokens:.1%}",
-                        f"{source['share']:.1%}",
-                        _whole(lengths["median"]),
-                        _whole(lengths["percentile_95"]),
-                        _whole(lengths["longest"]),
-                        _whole(lengths["bad_rows"]),
-                    ]
-                )
+    """A row for each source, of each run unless all have the same."""
+    found = _grouped(names, [_sources_of(run) for run in runs])
+    whose = len(found) > 1
     columns = ["source", "for", "documents in it", "tokens used", "supervised", "share", "median length"]
-    return Table(["run"] * (len(runs) > 1) + [*columns, "95 %", "longest", "bad rows"], rows)
+    return Table(
+        ["run"] * whose + [*columns, "95 %", "longest", "bad rows"],
+        [[*[name] * whose, *row] for name, rows in found for row in rows],
+    )
+
+
+def _sources_of(run: RunFiles) -> list[list[Any]]:
+    rows = []
+    for side in ("training", "held_out"):
+        plan = run.about.get(side) or {}
+        for source, lengths in zip(plan.get("sources", []), plan.get("lengths", []), strict=False):
+            rows.append(
+                [
+                    source["name"],
+                    side.replace("_", " "),
+                    _whole(lengths["documents"]),
+                    _whole(source["tokens"]),
+                    f"{lengths['supervised_tokens'] / (lengths['tokens'] or 1):.1%}",
+                    f"{source['share']:.1%}",
+                    _whole(lengths["median"]),
+                    _whole(lengths["percentile_95"]),
+                    _whole(lengths["longest"]),
+                    _whole(lengths["bad_rows"]),
+                ]
+            )
+    return rows
 
 
 def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:

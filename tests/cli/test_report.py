@@ -15,6 +15,8 @@ def test_the_command_writes_beside_the_first_run(tmp_path, capsys, monkeypatch):
     assert "runs/report.html" in capsys.readouterr().out
     assert main(["report", "runs", "--output", "all.html"]) == 0  # a folder of runs
     assert "2 runs side by side" in (tmp_path / "all.html").read_text()
+    assert main(["report", *map(str, sorted((tmp_path / "runs").glob("*")))]) == 0  # and the page of before among them
+    assert "2 runs side by side" in (tmp_path / "runs" / "report.html").read_text()
 
 
 def test_a_mistake_is_one_message(cwd, capsys):

@@ -111,6 +111,16 @@ def test_several_runs_stand_side_by_side(tmp_path):
     ]
 
 
+def test_what_runs_have_in_common_stands_once(tmp_path):
+    runs = [record(tmp_path / name) for name in ("a", "b")]
+    other = record(tmp_path / "c", evidence=[evidence("lora", "rank 32")])
+    assert page(*runs, at=tmp_path / "2.html").text.count("rank 16") == 1
+    shown = page(*runs, other, at=tmp_path / "3.html").text
+    assert "a, b: 1 options technique" in shown
+    assert "c: 1 options technique" in shown
+    assert shown.count("chats.jsonl training 8") == 1
+
+
 def test_what_is_missing_is_said(tmp_path):
     folder = record(tmp_path / "begun", {"energy/gpu_watts": None})
     for name in (

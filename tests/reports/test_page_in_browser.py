@@ -39,6 +39,7 @@ def test_a_page_is_whole_in_a_browser(pages, tmp_path, width, dark, runs):
         browser.open(pages[runs])
         requested = {sent["request"]["url"].partition(",")[0] for sent in browser.of("Network.requestWillBeSent")}
         assert requested <= {pages[runs].resolve().as_uri(), "data:"}
+        browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.evaluate("document.querySelectorAll('figure svg').length") >= 5
         drawn = "[...document.querySelectorAll('figure svg')].every(svg => svg.querySelector('.series path').getTotalLength() > 50)"

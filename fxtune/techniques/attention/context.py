@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.kernels.all_to_all import all_to_all
+from fxtune.kernels.autocast import compute_dtype
 from fxtune.models.dims import position_limit
 from fxtune.models.structure import observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.attention.backends import SINKS, offers
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.attention.packed import OURS, compute_dtype, one_document_a_row
+from fxtune.techniques.attention.packed import OURS, one_document_a_row
 from fxtune.techniques.base import Evidence
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
+from fxtune.kernels.autocast import compute_dtype
 
 FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
 OURS = (FLASH4, SDPA, CUDNN)
@@ -55,13 +56,6 @@ def no_mask(input_ids: Tensor) -> Tensor:
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
     """Whether each row is one document: one begins with each row."""
     return len(cu_seqlens) == rows + 1
-
-
-def compute_dtype(value: Tensor) -> torch.dtype:
-    """The dtype that attention computes in. Under autocast, norms and products with float32 cosines are float32, and
-    autocast casts for no custom operator."""
-    device = value.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
 from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
@@ -210,13 +211,13 @@ def _mlp_class(kind: Any) -> Any:
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
     """lora_mlp() in tiles, which a checkpoint around it does not repeat. `rest`: the operator's arguments after b."""
-    device, operators = x.device.type, torch.ops.fxtune
+    operators = torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:
         needs = [wanted[0], any(wanted[1 : len(a) + 1]), any(wanted[len(a) + 1 :])]
         dx, da, db = operators.lora_mlp_backward(gradient, flat, *[flat.new_empty(0)] * 3, a, b, *rest, needs)
         return [dx if needs[0] else None, *(da or [None] * len(a)), *(db or [None] * len(b))]
 
-    flat = x.flatten(0, -2).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
+    flat = x.flatten(0, -2).to(compute_dtype(x))
     y = save_input_first(lambda flat: operators.lora_mlp(flat, a, b, *rest, None)[0], backward, flat, [*a, *b])
     return y.view(x.shape)

@@ -12,6 +12,7 @@ import torch
 
 from fxtune.errors import HardwareError
 from fxtune.kernels import grouped_matmul
+from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.system.host import cache_home
@@ -61,13 +62,11 @@ def obstacle(facts: Facts) -> str | None:
     return None
 
 
-def enable(model: Any, optional: bool) -> str | None:
-    """Compile quack's kernel for the dtype that autocast has here, and use it for the fused groups of `model` and its
-    head. If it does not compile: return the reason if it is `optional`, else raise HardwareError.
+def enable(model: Any, device: torch.device, optional: bool) -> str | None:
+    """Compile quack's kernel for the dtype that autocast has on `device`, and use it for the fused groups of `model`
+    and its head. If it does not compile: return the reason if it is `optional`, else raise HardwareError.
     """
-    weight = next(model.parameters())
-    device = weight.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    dtype = compute_dtype(next(model.parameters()).new_empty(0, device=device))  # weights may have no memory yet
     # Broad on purpose: it is a compiler of another package, with errors of its own.
     try:
         prepare(device, dtype, cache_home() / "quack")

@@ -219,7 +219,7 @@ class Lora(Technique):
             for note in adapted.fusion.notes:
                 say(f"techniques.lora.fused: {note}.")
             if self.matmul is Matmul.cute:
-                self._not_compiled = gemm_backend.enable(adapted, self._cute_by_auto) or ""
+                self._not_compiled = gemm_backend.enable(adapted, world.device, self._cute_by_auto) or ""
                 self.matmul = Matmul.cublas if self._not_compiled else self.matmul
         return adapted
 

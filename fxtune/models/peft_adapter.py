@@ -218,7 +218,12 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
         ("weights have another shape", shapes),
     )
     if troubles:
-        raise StorageError(f"{place} does not fit this model: {troubles}. Is this the base that it was trained on?")
+        first = min(shapes, default="")
+        sizes = f" ({tuple(stored[first].shape)} in the file, {tuple(wanted[first].shape)} here)" if shapes else ""
+        experts = ", with as many experts" if ".experts." in first else ""
+        raise StorageError(
+            f"{place} does not fit this model: {troubles}{sizes}. Is this the base that it was trained on{experts}?"
+        )
     _require_finite(stored, wanted, file, place)
     with warnings.catch_warnings(action="ignore"):
         set_peft_model_state_dict(model, stored)

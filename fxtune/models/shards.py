@@ -56,7 +56,7 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
-    except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
+    except (ImportError, ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(f"A {hf_config.model_type} of this config cannot be built: {first_line(error)}") from error
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError, first_line
+from fxtune.system.oom import out_of_memory_reason
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -66,8 +67,11 @@ def _skeleton(architecture: str) -> nn.Module:
 
     values = json.loads(architecture)
     kind = values.pop("model_type")
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
+    except ImportError as error:
+        raise ConfigError(f"model.path: {kind} in transformers needs a package: {first_line(error)}") from error
     return model
 
 
@@ -111,10 +115,13 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def running_on_text(model: nn.Module) -> Iterator[None]:
-    """Raise ConfigError if the model's code fails in this context: some take more than tokens (a language, images)."""
+    """Raise ConfigError if the model's code fails in this context: some take more than tokens (a language, images), or
+    no autocast."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if out_of_memory_reason(error):
+            raise
         kind = model.config.model_type  # type: ignore[union-attr]
         raise ConfigError(
             f"model.path: the code of {kind} in transformers does not run on a row of tokens alone: "

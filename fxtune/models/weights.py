@@ -46,7 +46,7 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
         torch.manual_seed(seed)
         try:
             return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
-        except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
+        except (ImportError, ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
             if out_of_memory_reason(error):
                 raise
             raise ConfigError(

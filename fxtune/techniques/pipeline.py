@@ -26,7 +26,7 @@ from fxtune.models.weights import bytes_of
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
-from fxtune.techniques.attention import context
+from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, Attention
 from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch, Technique
@@ -199,6 +199,8 @@ class Pipeline:
         """Why packed rows cannot be used under `facts` and padded ones can, None if packed ones can."""
         if not self.attention.enabled:
             return "techniques.attention.enabled=false leaves out the proof that packed documents are kept apart"
+        if recurrent.has_mixers(facts.model):
+            return "recurrent layers would run packed documents one by one, uncompiled; data.packing=true asks for it"
         facts = replace(facts, techniques=self)
         padded = set(self.attention.check(replace(facts, packing=False)))
         packed = (one for one in self.attention.check(replace(facts, packing=True)) if one not in padded)

@@ -178,8 +178,8 @@ def _observe(router: Any, args: Any, output: Any) -> Any:
 
 def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
     """float32 [experts]: the tokens of each expert. `numbers` [tokens, k], `mask` [tokens]."""
-    counts = torch.zeros(experts, device=mask.device)
-    return counts.index_add(0, numbers.flatten(), mask.repeat_interleave(numbers.shape[-1]))
+    is_chosen = numbers.flatten()[:, None] == torch.arange(experts, device=numbers.device)
+    return (is_chosen * mask.repeat_interleave(numbers.shape[-1])[:, None]).sum(0)  # not added up atomically
 
 
 class _Balance(torch.autograd.Function):

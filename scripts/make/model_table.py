@@ -5,7 +5,8 @@ Each architecture gets a tiny model with random weights: the sizes of its config
 names (`tiny`). Then fxtune trains it for two steps with adapters and the fast settings, as for a user, but without the
 compiler's last stage: the layers are traced, and the graphs run as they are.
 
-    python scripts/make/model_table.py --write               # all, an hour or more on two cores: docs/models.md
+    python scripts/make/model_table.py --write               # all that docs/models.md lacks; all take 20 minutes
+    python scripts/make/model_table.py --write llama         # this row of docs/models.md again
     python scripts/make/model_table.py llama qwen3_moe       # prints these rows, and changes no file
 """
 
@@ -30,9 +31,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from fxtune.config.compose import load
-from fxtune.errors import UserError
+from fxtune.errors import ConfigError, UserError, first_line
 from fxtune.models.load import Init
 from fxtune.techniques.liger.technique import FAMILIES
 from fxtune.tracking import display
@@ -73,6 +75,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -89,8 +92,8 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba2": {"n_mamba_heads": 8, "attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Keys that are not sizes, or that depend on several."""
@@ -122,8 +125,11 @@ def kinds() -> list[str]:
 
 
 def tiny(kind: str) -> dict[str, Any]:
-    """A tiny `model.architecture` of this model type. Raises what its config class raises for its own defaults."""
-    defaults = transformers.CONFIG_MAPPING[kind]().to_dict()
+    """A tiny `model.architecture` of this model type. Raises ConfigError if its config class refuses its own defaults."""
+    try:
+        defaults = transformers.CONFIG_MAPPING[kind]().to_dict()
+    except (ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"its config class refuses its own defaults: {first_line(error)}") from error
     return {"model_type": kind, **_small(defaults, kind)}
 
 
@@ -188,8 +194,9 @@ def attempt(kind: str, chats: Path, folder: Path) -> Row:
         return Row(kind, f"fails: {type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})")
     evidence = json.loads((folder / "evidence.json").read_text())
     adapters = next(one["observed"] for one in evidence if one["asked"].startswith("adapters of rank"))
+    experts = any(one["asked"].startswith("adapters of experts") for one in evidence)
     lines = [*said, *printed.getvalue().splitlines()]
-    return Row(kind, "acts", _adapters(adapters), _decision("packing", lines), _decision("compile", lines))
+    return Row(kind, "acts", _adapters(adapters, experts), _decision("packing", lines), _decision("compile", lines))
 
 
 @contextlib.contextmanager
@@ -215,14 +222,10 @@ def _decision(topic: str, lines: list[str]) -> str:
     return "yes"
 
 
-def _adapters(observed: str) -> str:
+def _adapters(observed: str, experts: bool) -> str:
     parts = observed.partition(": ")[2].split("; left out ")
     left = [reason for part in parts[1:] if "expert" in (reason := part.partition(")")[0].strip("("))]
-    return (
-        "linears"
-        + (" and experts" if re.search(r"gate_up_proj|\d+ experts", parts[0]) else "")
-        + "".join(f" (not: {reason})" for reason in left)
-    )
+    return "linears" + " and experts" * experts + "".join(f" (not: {reason})" for reason in left)
 
 
 def _refusal(text: str) -> str:
@@ -265,13 +268,14 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
-    names = [name for name in names if name != WRITE] or kinds()
+    known = rows_of(PAGE.read_text()) if WRITE in names else {}
+    names = [name for name in names if name != WRITE] or [kind for kind in kinds() if kind not in known]
     with tempfile.TemporaryDirectory() as scratch:
         chats = write_chats(Path(scratch))
         for kind in names:
             row = attempt(kind, chats, Path(scratch) / "run")
             print(row, flush=True)
-            if WRITE in sys.argv:  # after each, since a walk takes an hour
+            if WRITE in sys.argv:  # after each, so that a walk that is stopped goes on from there
                 PAGE.write_text(merged(PAGE.read_text(), [row]))
 
 

@@ -42,9 +42,9 @@ PADDED = {
     "bloom": "documents in one row see each other",
     "falcon": "documents in one row see each other",
     "gpt_oss": "documents in one row see each other",
-    "mamba2": "carry state from one packed document into the next",
+    "mamba2": "recurrent layers would run packed documents one by one",
     "opt": "documents in one row see each other",
-    "qwen3_next": "carry state from one packed document into the next",
+    "qwen3_next": "recurrent layers would run packed documents one by one",
 }
 
 
@@ -102,8 +102,12 @@ def test_a_model_that_does_not_keep_documents_apart_is_padded_with_one_line(conf
 def test_packing_that_is_demanded_is_refused_with_its_key(config):
     with pytest.raises(ConfigError, match=r"packed documents do not see each other.*\nSet data\.packing=false"):
         trainer.run(config("opt", "data.packing=true"))
-    with pytest.raises(ConfigError, match=r"linear_attention layers of qwen3_next .* Set data\.packing=false"):
-        trainer.run(config("qwen3_next", "data.packing=true"))
+
+
+def test_packing_of_a_hybrid_is_done_on_demand_and_proven(config):
+    trainer.run(config("qwen3_next", "data.packing=true", "train.max_steps=1"))
+    seen = [one["observed"] for one in json.loads(Path("run/evidence.json").read_text())]
+    assert any(one.startswith("changing 3 of 3 documents") and one.endswith("at most 0") for one in seen)
 
 
 def test_a_model_without_attention_trains_and_the_technique_steps_aside(config, said):

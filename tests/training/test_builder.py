@@ -169,7 +169,7 @@ CASES = [
         H200,
         BFLOAT16,
         "data.packing=true",
-        architecture="model.architecture={model_type:mamba,hidden_size:64,num_hidden_layers:2,vocab_size:1024}",
+        architecture="model.architecture={model_type:rwkv,hidden_size:64,num_hidden_layers:2,vocab_size:1024}",
         **{ATTENTION: "data.packing=false"},
     ),
     case(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fxtune.models.structure import observed
+from fxtune.techniques.attention import recurrent
 
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
@@ -72,6 +73,17 @@ def why_not_isolated(hf_config: Any) -> str | None:
     return None if text.model_type in PROVEN else try_small_model(text).packed
 
 
+def why_not_isolated_when_recurrent(text: dict[str, Any]) -> str | None:
+    """why_not_isolated() for the config of a decoder as a dict (`Facts.text`)."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(text.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return f"whether {kind} keeps documents in one row apart is not known"
+    config_class: Any = CONFIG_MAPPING[kind]
+    return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class).packed
+
+
 def why_not_causal(hf_config: Any) -> str | None:
     """Why a model of this config is no causal one (an encoder), or None if it is: the logits of a token must not
     depend on later tokens. Its loss would fall without learning anything."""
@@ -101,6 +113,7 @@ def _try_small_model(values: str, kind: Any) -> Trial:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            recurrent.separate(model)
             ids = torch.arange(2, 26).unsqueeze(0)
             positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)
             with observed(model), torch.no_grad():
@@ -126,11 +139,13 @@ def _small(config: Any) -> Any:
     """`config` with as many layers as show each kind of layer once, and narrow parts where the rest does not depend on
     their width."""
     config = copy.deepcopy(config)
-    kinds = getattr(config, "layer_types", None) or []
+    name = next((one for one in ("layer_types", "layers_block_type") if getattr(config, one, None)), "layer_types")
+    name = getattr(config, "attribute_map", {}).get(name, name)
+    kinds = getattr(config, name, None) or []
     layers = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
     config.num_hidden_layers = min(max(layers, 2), config.num_hidden_layers)
-    if kinds:
-        config.layer_types = kinds[: config.num_hidden_layers]
+    if kinds and not isinstance(getattr(type(config), name, None), property):  # else it follows from other keys
+        setattr(config, name, kinds[: config.num_hidden_layers])
     for name, value in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, value)

@@ -33,7 +33,7 @@ from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import context, isolation, packed
+from fxtune.techniques.attention import context, isolation, packed, recurrent
 from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
 from fxtune.techniques.attention.packed import CUDNN, SDPA
 from fxtune.techniques.base import Evidence, Technique
@@ -58,16 +58,18 @@ class Attention(Technique):
     trust_remote_code: bool = False
     """hub:... only: run compiled code of that kernel's author. Needs a full commit hash."""
 
+    _packed = False  # whether rows are packed: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
     _by_documents = False  # whether sdpa's kernel for packed documents runs; no option: resolve() sets it
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
-        if facts.packing and (others or kind in RECURRENT):
+        unsure = facts.packing and (others or kind in RECURRENT)
+        if unsure and (why := isolation.why_not_isolated_when_recurrent(facts.text)):
             yield (
-                f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one "
-                "packed document into the next with any backend. Set data.packing=false."
+                f"backend: {why}, because of its {', '.join(sorted(others)) or 'recurrent'} layers, with any backend. "
+                "Set data.packing=false."
             )
         if not attention_layers(facts.text):
             if self.backend != "auto":
@@ -108,9 +110,11 @@ class Attention(Technique):
             yield from (package for package, _, _ in backend.packages)
 
     def resolve(self, facts: Facts) -> str | None:
+        self._packed = facts.packing
         if not attention_layers(facts.text):
-            self.enabled = False
-            return f"off, because {facts.text.get('model_type')} has no attention"
+            self.enabled = facts.packing  # then it proves that documents are kept apart
+            none = f"{facts.text.get('model_type')} has no attention"
+            return f"documents run one by one, and {none}" if facts.packing else f"off, because {none}"
         note, passed = None, []
         for name in BACKENDS if self.backend == "auto" else ():
             if why := _passed_over(name, facts):
@@ -145,6 +149,8 @@ class Attention(Technique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         if world.context_ranks > 1:
             context.register(self._implementation(model.config))
+        if self._packed:
+            recurrent.separate(model)
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
@@ -153,11 +159,12 @@ class Attention(Technique):
         layers = attention_layers(text.to_dict())
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            seen, observation = _operators(model, probe, layers)
-            # Not every config of a hybrid says how many of its layers attend.
-            some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
-            acted = seen.get(wanted, 0) >= layers or some
-            yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted)
+            if layers:
+                seen, observation = _operators(model, probe, layers)
+                # Not every config of a hybrid says how many of its layers attend.
+                some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
+                acted = seen.get(wanted, 0) >= layers or some
+                yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted)
             if (probe["position_ids"] == 0).sum() > 1:
                 yield self._isolation(model, probe)
 

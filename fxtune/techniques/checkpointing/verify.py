@@ -64,7 +64,7 @@ class Proof:
         return self.model(**self.probe).logits
 
     def backward(self, logits: torch.Tensor) -> Any:
-        return torch.autograd.grad(logits.float().mean(), self.trained)
+        return torch.autograd.grad(logits.float().mean(), self.trained, allow_unused=True)
 
     def evidence(self, description: str) -> Iterator[Evidence]:
         """`description`: what the options ask for, in words."""

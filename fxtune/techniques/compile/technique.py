@@ -42,6 +42,7 @@ from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
+from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends import BY_DOCUMENTS
 from fxtune.techniques.base import Evidence, OptionalTechnique, Switch
 from fxtune.techniques.compile import residual_pass
@@ -110,6 +111,11 @@ class Compile(OptionalTechnique):
         self._monitor = self._new_monitor()
 
     def check(self, facts: Facts) -> Iterator[str]:
+        if facts.packing and recurrent.has_mixers(facts.model):
+            yield (
+                "enabled: recurrent layers run packed documents one by one, in shapes that change with each batch. "
+                "Set data.packing=false."
+            )
         if self.dynamic is Dynamic.never and not facts.rows and not facts.packing:
             yield (
                 "enabled: rows of any length would each compile again. Set data.packing=true, or data.buckets, or "

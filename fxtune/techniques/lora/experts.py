@@ -125,7 +125,8 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
     for module, each in halves.items():
         count = module.num_experts
         seen.experts += count
-        seen.reached += len(tokens[module])
+        reached = {expert for expert in tokens[module] if expert < count}  # LongCat's identities have higher numbers
+        seen.reached += len(reached)
         learning = set(range(count))
         for half in each:
             gradient = gradient_of[id(half)]
@@ -135,7 +136,7 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
                 else set(gradient.view(len(half), -1, count).any(0).any(0).nonzero()[:, 0].tolist())
             )
             learning &= moved
-        seen.learning += len(learning & tokens[module])
+        seen.learning += len(learning & reached)
     return seen
 
 

@@ -58,6 +58,11 @@ class Selection:
         left = "".join(f"; left out ({why}): {_kinds(paths)}" for why, paths in self.left.items())
         return f"{_kinds([*self.modules, *self.experts])}{left}"
 
+    @property
+    def tensors(self) -> list[str]:
+        """All tensors of experts, with an adapter or without."""
+        return [*self.experts, *(path for paths in self.left.values() for path in paths if ".experts." in path)]
+
 
 def matches(path: str, entry: str) -> bool:
     """Whether `entry` names the module `path`: by its full name or the end of it, or as a regular expression for the
@@ -78,8 +83,9 @@ def select(model: Any, lora: Lora) -> Selection:
         chosen.taken = frozenset(names - config.target_modules)
         targets = config.target_parameters or ()
         adaptable = [path for path, _ in model.named_parameters() if any(matches(path, one) for one in targets)]
-        if every:  # peft knows names of experts for some families only
-            adaptable += [path for path in weights if path not in adaptable and is_described(named, path)]
+        # peft knows names of experts for some families only, and none of the tensors themselves.
+        asked = [path for path in weights if every or any(matches(path, one) for one in lora.target_modules)]
+        adaptable += [path for path in asked if path not in adaptable and is_described(named, path)]
     decoder, head = _path(model, backbone(model)), model.get_output_embeddings()
     layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
 
@@ -147,10 +153,12 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
         yield str(error).removeprefix("techniques.lora.")
         return
     named, adapted = dict(model.named_modules()), [*chosen.modules, *chosen.experts]
-    kinds = sorted({_leaf(path) for path, module in named.items() if _is_linear(module)})
+    linears = {_leaf(path) for path, module in named.items() if _is_linear(module)}
+    kinds = sorted(linears | {_leaf(path) for path in chosen.tensors})
     for option in ("target_modules", "modules_to_save", "exclude_modules"):
         for entry in getattr(lora, option):
-            if entry not in (ALL_LINEAR, *chosen.taken) and not any(matches(path, entry) for path in named if path):
+            names = [*named, *(chosen.experts if option == "target_modules" else ())]
+            if entry not in (ALL_LINEAR, *chosen.taken) and not any(matches(path, entry) for path in names if path):
                 yield f"{option}: {entry} is no module of this model. {_near(entry, kinds)}"
     for option in ("rank_pattern", "alpha_pattern"):
         for entry in getattr(lora, option):
@@ -194,7 +202,8 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
     config = _read_as_experts(model, lora)[0] if chosen.experts else lora.peft_config([])
     plain = all(NAME.fullmatch(entry) for entry in lora.target_modules)
     as_written = plain and named_by(lora.target_modules, model.named_modules()) == chosen.modules
-    config.target_modules = set(lora.target_modules if as_written else chosen.modules)
+    of_modules = {one for one in lora.target_modules if named_by([one], model.named_modules())}
+    config.target_modules = of_modules if as_written else set(chosen.modules)
     names = sorted(config.target_parameters or ())
     as_named = named_by(names, model.named_parameters()) == chosen.experts
     config.target_parameters = names if as_named else chosen.experts

@@ -259,6 +259,12 @@ class Lora(Technique):
         from peft.tuners.lora import LoraLayer
         from peft.tuners.lora.layer import ParamWrapper
 
+        with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            if not model(**probe).logits.requires_grad:
+                raise ConfigError(
+                    f"techniques.lora.enabled: the code of {model.config.model_type} in transformers computes no "
+                    "gradient for adapters while its embeddings are frozen. Set it to false, or use another model."
+                )
         layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
         wrappers = [path for path, module in layers.items() if isinstance(module, ParamWrapper)]
         modules = {path.removeprefix("base_model.model.") for path in layers if path not in wrappers}

@@ -20,15 +20,23 @@ def test_every_kind_that_is_called_proven_keeps_documents_apart(kind):
     assert isolation.try_small_model(decoder(kind)).packed is None
 
 
-@pytest.mark.parametrize("kind", ["bloom", "falcon", "gpt_oss", "opt", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "gpt_oss", "opt"])
 def test_kinds_whose_mask_ignores_documents_are_found_by_trying(kind):
     assert (
         isolation.why_not_isolated(decoder(kind)) == f"in {kind} of transformers, documents in one row see each other"
     )
 
 
-def test_a_kind_that_cannot_be_tried_counts_as_not_isolated():
-    assert "could not be tried" in isolation.why_not_isolated(decoder("mamba2"))
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next"])
+def test_recurrent_layers_are_tried_with_their_documents_apart(kind):
+    assert isolation.why_not_isolated(decoder(kind)) is None
+
+
+def test_a_kind_that_cannot_be_tried_counts_as_not_isolated(monkeypatch):
+    monkeypatch.setattr(isolation, "movement", lambda *_: {}["no"])
+    isolation._try_small_model.cache_clear()
+    assert "could not be tried" in isolation.why_not_isolated(decoder("opt"))
+    isolation._try_small_model.cache_clear()
 
 
 def test_a_wide_model_is_tried_small():

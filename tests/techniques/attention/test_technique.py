@@ -165,12 +165,12 @@ def test_a_saved_model_loads_in_plain_transformers(tmp_path):
     assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_packing_is_refused_for_layers_that_carry_state():
-    hybrid = {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
-    reason = list(Attention(enabled=True).check(Facts(model=hybrid, packing=True)))
-    assert "linear_attention layers of qwen3_next" in reason[0]
+def test_packing_is_refused_for_layers_that_carry_state_and_cannot_be_separated():
+    rwkv = {"model_type": "rwkv", "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2}
+    reason = list(Attention(enabled=True).check(Facts(model=rwkv, packing=True)))
+    assert "in rwkv of transformers, documents in one row see each other, because of its recurrent layers" in reason[0]
     assert "data.packing=false" in reason[0]
-    assert not list(Attention(enabled=True).check(Facts(model=hybrid, packing=False)))
+    assert not list(Attention(enabled=True).check(Facts(model=rwkv, packing=False)))
 
 
 def test_verify_finds_another_kernel():

@@ -14,7 +14,7 @@ from support.lora_models import loss_and_gradients, require_close
 from support.mixtures import mixture, uneven
 
 from fxtune.cli.merge import merge
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques.base import Switch
@@ -132,3 +132,63 @@ def test_shared_experts_have_adapters_and_routers_only_if_named(kind, shared):
         "up_proj",
         "down_proj",
     }
+
+
+def test_an_adapter_of_another_number_of_experts_is_one_message(tmp_path):
+    base, more = (
+        on_disk(tmp_path / str(experts), model=mixture("qwen3_moe", num_experts=experts)) for experts in (4, 8)
+    )
+    config = ModelConfig(path=str(base))
+    adapter = save_model(built(lora(), config, packing=False), load_tokenizer(config), tmp_path / "adapter")
+    message = r"8 weights have another shape, such as .*\(32, 64\) in the file, \(64, 64\) here\).*as many experts\?"
+    with pytest.raises(StorageError, match=message):
+        built(lora(), ModelConfig(path=str(more), adapter=str(adapter)), packing=False)
+
+
+def test_a_router_with_nan_is_refused_by_its_name(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base = on_disk(tmp_path / "base", model=mixture("qwen3_moe"))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.layers[1].mlp.gate.weight.data[0, 0] = float("nan")
+    model.save_pretrained(base)
+    with pytest.raises(StorageError, match=r"NaN or infinite numbers .* model\.layers\.1\.mlp\.gate\.weight"):
+        built(lora(), ModelConfig(path=str(base)), packing=False)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_targets_may_name_the_tensors_of_experts(kind, tmp_path):
+    """Then gate and up have rank r together."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = ModelConfig(path=str(on_disk(tmp_path / "base", model=mixture(kind))))
+    mine = trained(built(lora(target_modules=["q_proj", "gate_up_proj", "down_proj"]), config, packing=False))
+    ranks = {
+        one.parameter_name: len(one.lora_A["default"].weight) // 4
+        for one in mine.modules()
+        if hasattr(one, "parameter_name")
+    }
+    assert ranks == {"gate_up_proj": 4, "down_proj": 4}
+    assert len(grouped(mine)) == 2
+    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(config.path), folder))
+    torch.testing.assert_close(theirs, logits(mine), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("gate_up_projs", r"gate_up_projs is no module of this model. Did you mean gate_up_proj\?"),
+        ("gate_proj", r"gate_proj without also targeting up_proj"),
+    ],
+)
+def test_targets_that_name_no_expert(target, message):
+    with pytest.raises(ConfigError, match=message):
+        built(lora(target_modules=[target]), mixture("qwen3_moe"), packing=False)
+
+
+def test_experts_beyond_the_memory_are_refused_before_a_weight_is_made():
+    sizes = {"hidden_size": 4096, "moe_intermediate_size": 4096, "num_hidden_layers": 100, "num_experts": 512}
+    with pytest.raises(ConfigError, match=r"model\.path: its weights in float32, gradients .* this machine has"):
+        built(lora(), mixture("qwen3_moe", **sizes), packing=False)

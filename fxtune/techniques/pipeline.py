@@ -199,12 +199,12 @@ class Pipeline:
         """Why packed rows cannot be used under `facts` and padded ones can, None if packed ones can."""
         if not self.attention.enabled:
             return "techniques.attention.enabled=false leaves out the proof that packed documents are kept apart"
-        if recurrent.has_mixers(facts.model):
-            return "recurrent layers would run packed documents one by one, uncompiled; data.packing=true asks for it"
         facts = replace(facts, techniques=self)
         padded = set(self.attention.check(replace(facts, packing=False)))
         packed = (one for one in self.attention.check(replace(facts, packing=True)) if one not in padded)
-        return next(map(_cause, packed), None)
+        if (why := next(map(_cause, packed), None)) is None and recurrent.has_mixers(facts.model):
+            return "recurrent layers would run packed documents one by one, uncompiled (data.packing=true asks for it)"
+        return why
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""

@@ -66,6 +66,16 @@ def has_mixers(config: dict[str, Any]) -> bool:
     return model is not None and bool(mixers(model))
 
 
+def kinds_without(config: dict[str, Any], text: dict[str, Any], kinds: set[str]) -> set[str]:
+    """Those of `kinds` (entries of `layer_types`) whose layers have no recurrent part that separate() knows."""
+    model = skeleton(config)
+    if model is None:
+        return kinds
+    known = {id(part) for part in mixers(model)}
+    layers = zip(text.get("layer_types") or (), decoder_layers(model), strict=False)
+    return {kind for kind, layer in layers if kind in kinds and not any(id(part) in known for part in layer.modules())}
+
+
 def separate(model: nn.Module) -> int:
     """Run the recurrent parts of `model` document by document, in place. Returns their number."""
     parts, documents = mixers(model), Documents()

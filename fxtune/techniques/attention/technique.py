@@ -66,7 +66,12 @@ class Attention(Technique):
         kind = facts.text.get("model_type", "this model")
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
         unsure = facts.packing and (others or kind in RECURRENT)
-        if unsure and (why := isolation.why_not_isolated_when_recurrent(facts.text)):
+        if unsure and (unknown := recurrent.kinds_without(facts.model, facts.text, others)):
+            yield (  # attention to blocks of earlier tokens: rows of a small model are too short to show it
+                f"backend: the {', '.join(sorted(unknown))} layers of {kind} carry state from one packed document "
+                "into the next with any backend. Set data.packing=false."
+            )
+        elif unsure and (why := isolation.why_not_isolated_when_recurrent(facts.text)):
             yield (
                 f"backend: {why}, because of its {', '.join(sorted(others)) or 'recurrent'} layers, with any backend. "
                 "Set data.packing=false."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -129,6 +130,18 @@ def test_packing_can_be_demanded_and_is_proven(kind):
     evidence = chosen.prove(model, make_probe(model))
     (isolated,) = [one for one in evidence if "do not see each other" in one.asked]
     assert isolated.observed.endswith("the others' by at most 0")
+
+
+def test_attention_to_blocks_of_tokens_is_still_refused():
+    """A short row does not show whether documents share a block."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = {"layer_types": ["full_attention", "indexed_attention"]}
+    facts = facts_of(ModelConfig(path=None, init=Init.random, architecture={"model_type": "llama", **sizes}))
+    changed = dataclasses.replace(facts, model={**facts.model, **kinds})
+    with pytest.raises(
+        ConfigError, match=r"the indexed_attention layers of llama carry state .* data\.packing=false"
+    ):
+        Pipeline().check(changed)
 
 
 def test_the_compiler_steps_aside_and_a_demand_is_refused():

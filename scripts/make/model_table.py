@@ -87,7 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"qk_head_dim": 32, "head_dim": 16},
+    "longcat_flash": {"zero_expert_num": 2, "qk_head_dim": 32, "head_dim": 16},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},

@@ -62,7 +62,10 @@ def mixers(model: nn.Module) -> list[nn.Module]:
 
 def has_mixers(config: dict[str, Any]) -> bool:
     """Whether a model of this config (`Facts.model`) has recurrent layers that separate() knows."""
-    model = skeleton(config)
+    try:
+        model = skeleton(config)
+    except (KeyError, TypeError, ValueError):  # no model can be made of it, which building it says
+        return False
     return model is not None and bool(mixers(model))
 
 

@@ -112,8 +112,10 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
             tokens[module].update(args[1].flatten().tolist())
 
     hooks = [module.register_forward_pre_hook(note) for module in outermost]
-    halves = {module: [one.lora_B[ADAPTER].weight for one in wrappers(module)] for module in outermost}
-    every = [half for each in halves.values() for half in each]
+    halves = {
+        module: [(one.lora_B[ADAPTER].weight, one.num_experts) for one in wrappers(module)] for module in outermost
+    }
+    every = [half for each in halves.values() for half, _ in each]
     try:
         with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             loss = model(**probe).logits.float().logsumexp(-1).mean()
@@ -123,17 +125,17 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
             hook.remove()
     gradient_of = dict(zip(map(id, every), gradients, strict=True))
     for module, each in halves.items():
-        count = module.num_experts
+        count = min(of_tensor for _, of_tensor in each)  # LongCat's identities have higher numbers
         seen.experts += count
-        reached = {expert for expert in tokens[module] if expert < count}  # LongCat's identities have higher numbers
+        reached = {expert for expert in tokens[module] if expert < count}
         seen.reached += len(reached)
         learning = set(range(count))
-        for half in each:
+        for half, of_tensor in each:
             gradient = gradient_of[id(half)]
             moved = (
                 set()
                 if gradient is None
-                else set(gradient.view(len(half), -1, count).any(0).any(0).nonzero()[:, 0].tolist())
+                else set(gradient.view(len(half), -1, of_tensor).any(0).any(0).nonzero()[:, 0].tolist())
             )
             learning &= moved
         seen.learning += len(learning & reached)

@@ -138,9 +138,7 @@ def test_attention_to_blocks_of_tokens_is_still_refused():
     kinds = {"layer_types": ["full_attention", "indexed_attention"]}
     facts = facts_of(ModelConfig(path=None, init=Init.random, architecture={"model_type": "llama", **sizes}))
     changed = dataclasses.replace(facts, model={**facts.model, **kinds})
-    with pytest.raises(
-        ConfigError, match=r"the indexed_attention layers of llama carry state .* data\.packing=false"
-    ):
+    with pytest.raises(ConfigError, match=r"the indexed_attention layers of llama carry state .* data\.packing=false"):
         Pipeline().check(changed)
 
 

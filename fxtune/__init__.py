@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxtune.api import Run, load_recipe, plan, preview, train, verify
+    from fxtune.plugins import load_plugin, metric, objective, row_format, technique
+    from fxtune.techniques.base import Evidence, Technique
 
 __version__ = "0.1.0"
 
@@ -23,11 +25,33 @@ __version__ = "0.1.0"
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-__all__ = ["Run", "__version__", "load_recipe", "plan", "preview", "train", "verify"]
+_MODULES = {
+    "fxtune.api": ("Run", "load_recipe", "plan", "preview", "train", "verify"),
+    "fxtune.plugins": ("load_plugin", "metric", "objective", "row_format", "technique"),
+    "fxtune.techniques.base": ("Evidence", "Technique"),
+}
+"""Where the public names stand. Those of the last two are what the author of a plugin needs (docs/plugins.md)."""
+__all__ = [
+    "Evidence",
+    "Run",
+    "Technique",
+    "__version__",
+    "load_plugin",
+    "load_recipe",
+    "metric",
+    "objective",
+    "plan",
+    "preview",
+    "row_format",
+    "technique",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python API when it is first used: torch and transformers take seconds."""
-    if name in __all__:
-        return getattr(importlib.import_module("fxtune.api"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

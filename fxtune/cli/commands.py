@@ -318,6 +318,7 @@ options
   -m, --multirun      one run for each combination of key=a,b
   -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
+  --plugin FILE.py    load row formats, objectives, metrics or techniques of yours (docs/plugins.md)
   -h, --help          this text; after a command, its own
   -V, --version       versions of fxtune and of the libraries it uses
   completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"

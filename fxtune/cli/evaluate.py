@@ -25,11 +25,11 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
-from fxtune.objectives.causal_lm import CausalLM
+from fxtune.plugins import OBJECTIVES
 from fxtune.system import console
 from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.answers import Question, answer, exact_match, load_questions
+from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
 from fxtune.training.checkpoint_model import find_checkpoint, load_checkpoint, run_folder
 from fxtune.training.oom_advice import MemoryPhase
@@ -81,12 +81,13 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
-        with closing(builder.held_out(plan, language_model, CausalLM())) as held_out:
+        with closing(builder.held_out(plan, language_model, OBJECTIVES[config.train.objective]())) as held_out:
             means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure)
         figures.update({f"eval/{name}": value for name, value in means.items()})
     answers = answer(model, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes)
     if questions:
-        figures["questions/exact_match"] = exact_match(answers, questions)
+        found = scores(answers, questions, data.questions.metrics)
+        figures.update({f"questions/{name}": value for name, value in found.items()})
     name = str(checkpoint or config.model.adapter or config.model.path or "a model of random weights")
     _show(config, name, builder.decided, figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):

@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fxtune import __version__
+from fxtune import __version__, plugins
 from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
 from fxtune.distributed import choice, failure
@@ -138,6 +138,17 @@ def _run(argv: list[str]) -> None:
     parser = _parser(name, command)
     with SIGNALS.interruptible():  # argparse turns an interruption into an error of its own
         options = _parse(parser, words)
+    with plugins.files_used(options.plugin or ()):
+        _run_parsed(name, command, parser, options, argv)
+
+
+def _run_parsed(
+    name: str,
+    command: Command,
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    argv: list[str],
+) -> None:
     given = vars(options)
     own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}
     if not (command.ranks and own.keys().isdisjoint(command.alone_with)) and not act_alone():
@@ -146,12 +157,13 @@ def _run(argv: list[str]) -> None:
         from fxtune.system.console import console
 
         console().quiet = True  # rank 0 talks to the user
-    has_keys = any(text.startswith(("-", "+")) or ("=" in text and not _in_folder(text)) for text in words)
+    given_words = [text for text in options.overrides if not _in_folder(text)]
+    has_keys = any(text.startswith("+") or "=" in text for text in given_words) or options.cfg or options.info
     if not argv or (options.help and argv[0] not in (name, "help")) or argv == ["help"]:
         print(_help())
     elif options.help:
         print(_explained(parser, command), end="")
-    elif command.positional and (command.positional_only or (words and not has_keys)):
+    elif command.positional and (command.positional_only or (options.overrides and not has_keys)):
         _call_positional(name, command.positional, options.overrides, own)
     elif options.version:
         print(_versions())
@@ -180,7 +192,8 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
-    return HELP.format(version=__version__, commands=commands, shipped=discovery.place(discovery.shipped("recipes")))
+    text = HELP.format(version=__version__, commands=commands, shipped=discovery.place(discovery.shipped("recipes")))
+    return "\n\n".join(filter(None, [text, plugins.summary()]))
 
 
 def _explained(parser: argparse.ArgumentParser, command: Command) -> str:
@@ -239,6 +252,8 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--help", "-h", action="store_true", help="this text")
+    plugin = "a Python file with row formats, objectives, metrics or techniques (docs/plugins.md); may be repeated"
+    parser.add_argument("--plugin", action="append", metavar="FILE.py", help=plugin)
     for option, settings in (command.options or {}).items():
         parser.add_argument(option, default=argparse.SUPPRESS, **settings)
     shown = argparse.SUPPRESS if command.positional_only else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fxtune import plugins
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, StorageError
 from fxtune.system.console import say
@@ -39,7 +40,11 @@ def listing() -> str:
         if lines:
             blocks.append("\n".join([title, *lines]))
     return "\n\n".join(
-        [*blocks, "Run one: fxtune +recipe=NAME. Make it yours: fxtune recipes copy NAME recipes/mine.yaml"]
+        [
+            *blocks,
+            *filter(None, [plugins.summary()]),
+            "Run one: fxtune +recipe=NAME. Make it yours: fxtune recipes copy NAME recipes/mine.yaml",
+        ]
     )
 
 

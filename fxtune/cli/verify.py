@@ -35,8 +35,8 @@ from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.export_proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, observed, parameter_counts
-from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.plugins import OBJECTIVES
 from fxtune.system.console import say, table, tick
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
@@ -157,7 +157,8 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     if world.context_ranks == 1 and (isolation := _observe_isolation(builder, language_model, batch)):
         yield isolation
     scale = parity.loss_scale(builder, batch.supervised)
-    train_step = builder.train_step(language_model, CausalLM(), scale, recorded=False)
+    objective = OBJECTIVES[builder.config.train.objective]()
+    train_step = builder.train_step(language_model, objective, scale, recorded=False)
     names = train_step.optimizer.names
     before = {name: _sample(parameter) for parameter, name in names.items()}
     if device.type == "cuda":

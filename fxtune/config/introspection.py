@@ -13,7 +13,7 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -37,8 +37,8 @@ class Slot:
     """Its type; X where the field's type is Optional[X]."""
     nullable: bool = False
     limits: Mapping[str, float] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-    """Words that it may also hold, such as `auto`."""
+    words: Iterable[str] = ()
+    """Words that it may also hold, such as `auto`, or names that plugins have registered."""
 
     @property
     def fields(self) -> dict[str, Slot]:
@@ -48,9 +48,9 @@ class Slot:
 
     @property
     def choices(self) -> list[str]:
-        """The members of an enum; empty for anything else."""
+        """The members of an enum and what plugins add to it; empty for anything else."""
         is_enum = isinstance(self.kind, type) and issubclass(self.kind, Enum)
-        return [member.name for member in self.kind] if is_enum else []
+        return [*(member.name for member in self.kind), *self.words] if is_enum else []
 
     @property
     def container(self) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
 from fxtune.checkpoint.manager import CheckpointConfig
+from fxtune.config.introspection import Keys, Slot
+from fxtune.config.validate import Validator
 from fxtune.data.batches import stages
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import DataConfig
@@ -18,6 +20,7 @@ from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.schedule import ScheduleConfig, ScheduleName
+from fxtune.plugins import METRICS, OBJECTIVES, ROW_FORMATS, TECHNIQUES
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking.tracker import TrackingConfig
 
@@ -138,6 +141,8 @@ class TrainConfig:
     out_of_memory: OutOfMemory = OutOfMemory.halve
     """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
     there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
+    objective: str = "causal_lm"
+    """What is minimised. `causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
 
     @property
     def micro_batches(self) -> int:
@@ -172,6 +177,10 @@ class RefreshConfig:
     """The new adapter must be shown to be better on the new held-out rows by more than this, in the same unit."""
 
 
+def _place_in(section: str) -> Callable[[Keys], str]:
+    return lambda _: f"`{section}`"
+
+
 @dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
@@ -187,9 +196,37 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
 
+    def plugins(self) -> dict[str, str]:
+        """The plugins that this config uses, each with its version or the sha256 of its file."""
+        data, questions = self.data, self.data.questions
+        sources = {source.converter for source in (*data.sources, *data.eval_sources)}
+        used = (
+            (ROW_FORMATS, sources),
+            (OBJECTIVES, {self.train.objective}),
+            (METRICS, questions.metrics),
+            (TECHNIQUES, self.techniques.plugins.use),
+        )
+        added = [registry.added()[name] for registry, names in used for name in names if name in registry.added()]
+        return {plugin.name: plugin.identity for plugin in sorted(added, key=lambda plugin: plugin.name)}
+
+    def _plugin_conflicts(self) -> Iterator[str]:
+        """Yield each name that no plugin has registered, and each wrong option of a plugin's technique."""
+        if self.train.objective not in OBJECTIVES:
+            yield f"`train.objective`: {OBJECTIVES.unknown(self.train.objective)}"
+        plugins = self.techniques.plugins
+        for name, options in plugins.use.items():
+            key = f"techniques.plugins.use.{name}"
+            if name not in TECHNIQUES:
+                yield f"`{key}`: {TECHNIQUES.unknown(name)}"
+                continue
+            validator = Validator(plugins.schema(name), _place_in(key))
+            validator.check(Slot(plugins.schema(name)), options or {}, ())
+            yield from validator.problems
+
     def conflicts(self) -> Iterator[str]:
         """Yield what is wrong although each value is in its own range, worded as what to change."""
         run, data, train = self.run, self.data, self.train
+        yield from self._plugin_conflicts()
         if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", run.name) or run.name.startswith("."):
             yield (
                 f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, "

@@ -12,6 +12,7 @@ from omegaconf import BooleanNode
 from fxtune.data.batches.stages import length_conflicts
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import ConfigError
+from fxtune.plugins import METRICS, ROW_FORMATS
 
 
 class TextUnit(str, Enum):
@@ -70,8 +71,8 @@ class LearnConfig:
 class SourceConfig:
     path: str = "???"
     """A file, a folder, a glob (`**` works), a hub id, or `builtin:NAME` for data that ships with fxtune."""
-    format: RowFormat = RowFormat.auto
-    """The rows' format; `auto` detects it from the first rows and prints it."""
+    format: Any = field(default=AUTO, metadata={"kind": RowFormat, "words": ROW_FORMATS})
+    """The rows' format; `auto` detects it from the first rows and prints it. Plugins add others (docs/plugins.md)."""
     weight: Optional[float] = field(default=None, metadata={"above": 0})
     """Share of the supervised tokens, relative to the other sources. Null for all sources:
     every row once per epoch."""
@@ -94,6 +95,15 @@ class SourceConfig:
     eval_fraction: Optional[float] = field(default=None, metadata={"min": 0, "below": 1})
     """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
 
+    def __post_init__(self) -> None:
+        if self.format in RowFormat._value2member_map_:
+            self.format = RowFormat(self.format)
+
+    @property
+    def converter(self) -> str:
+        """The row format of a plugin that the rows have; empty for one of fxtune's."""
+        return "" if isinstance(self.format, RowFormat) else str(self.format)
+
 
 @dataclass
 class QuestionsConfig:
@@ -108,6 +118,8 @@ class QuestionsConfig:
     """The length at which an answer is cut off."""
     batch_size: int = field(default=32, metadata={"min": 1})
     """Questions that are answered at a time."""
+    metrics: list[str] = field(default_factory=list)
+    """Metrics of plugins for the answers, beside exact_match; each is logged as questions/NAME (docs/plugins.md)."""
 
 
 @dataclass
@@ -235,6 +247,9 @@ class DataConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for settings that contradict each other, before any file is read."""
+        for name in self.questions.metrics:
+            if name not in METRICS:
+                raise ConfigError(f"data.questions.metrics: {METRICS.unknown(name)}")
         if self.buckets and self.packs:
             raise ConfigError(
                 "data.buckets sets the lengths that single documents are padded to, but data.packing=true makes "

@@ -25,7 +25,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
-from fxtune.objectives.causal_lm import CausalLM
+from fxtune.plugins import OBJECTIVES
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
 from fxtune.tracking.throughput import StartupTimer, memory_gib
@@ -115,7 +115,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     plan = builder.read()[1].training
     model = builder.language_model(builder.build())
     builder.prove(model)
-    train_step = builder.train_step(model, CausalLM())
+    train_step = builder.train_step(model, OBJECTIVES[builder.config.train.objective]())
     model.model.train()
     with (
         contextlib.closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader,

@@ -46,7 +46,7 @@ from fxtune.techniques.rope import RopeType
 from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
 
-BY_DESIGN = ("rope", "precision", "quantize", "lora")
+BY_DESIGN = ("rope", "precision", "quantize", "lora", "plugins")
 """Techniques that change what is computed, and so stay on in the reference. The others must not change it."""
 OPTIONAL = tuple(entry.name for entry in dataclasses.fields(Pipeline) if entry.name not in BY_DESIGN)
 EXACT = (1e-5, 1e-5, 1e-4)
@@ -103,6 +103,11 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
 
     Raises ConfigError if there is no reference, HardwareError if it does not fit.
     """
+    if builder.config.train.objective != "causal_lm":
+        raise ConfigError(
+            f"train.objective={builder.config.train.objective} is of a plugin, and plain transformers computes the "
+            "cross-entropy of causal_lm alone, so there is no reference. Leave --loss and --each out."
+        )
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(
             "techniques.rope.type=dynamic rotates a document's tokens by angles that depend on the whole row, so "

@@ -9,13 +9,15 @@ and the loss would depend on how a step is split into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.objectives.language_model import LanguageModel
+
+CONTRACT = "a float32 sum that can be differentiated, and float32 sums without gradient"
 
 
 class Objective(Protocol):
@@ -33,3 +35,21 @@ class Objective(Protocol):
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
+
+
+def contract_broken(returned: Any, normalizer: Any) -> str:
+    """How what loss() and normalizer() returned breaks the protocol; empty if it does not."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        return f"loss() returned {type(returned).__name__}, not (loss, metrics)"
+    loss, metrics = returned
+    for name, value in {"the loss": loss, **metrics}.items():
+        if not isinstance(value, torch.Tensor) or value.dim() or value.dtype is not torch.float32:
+            kind = f"{list(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            return f"{name} is {kind}, not a scalar of float32"
+        if value.requires_grad != (value is loss):
+            return f"{name} {'has a' if value.requires_grad else 'has no'} gradient"
+        if not value.isfinite():
+            return f"{name} is {value.item()}"
+    if not isinstance(normalizer, (int, float)) or not normalizer > 0:
+        return f"normalizer() returned {normalizer!r}, not a number above 0"
+    return ""

@@ -34,6 +34,7 @@ from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import Need, forecast
+from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.fuse import fuses_mlps
 from fxtune.techniques.lora.technique import Lora
@@ -67,6 +68,8 @@ class Pipeline:
     lora: Lora = field(default_factory=Lora)
     # Changes what routers compute, adapted or not, inside the layers that the next two wrap.
     router: Router = field(default_factory=Router)
+    # What plugins bring: on the adapted model, and before layers are wrapped and traced.
+    plugins: PluginTechniques = field(default_factory=PluginTechniques)
     # Wraps whole layers, adapters included.
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     # Last of the techniques: traces the final layers. Then weights are divided over ranks (parallel.shard): layers are

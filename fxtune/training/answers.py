@@ -9,6 +9,7 @@ a KV cache.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +26,9 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.sharding import with_head
 from fxtune.distributed.world import World
-from fxtune.errors import DataError, StorageError
+from fxtune.errors import ConfigError, DataError, StorageError
 from fxtune.models.structure import observed
+from fxtune.plugins import METRICS
 from fxtune.system.oom import BatchSizes
 from fxtune.system.progress import phase
 from fxtune.training.agreement import together
@@ -124,6 +126,20 @@ def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
     return right / len(questions)
 
 
+def scores(answers: Sequence[str], questions: Sequence[Question], metrics: Sequence[str]) -> dict[str, float]:
+    """exact_match, and the mean of each of `metrics`, which plugins have registered. Raises ConfigError for one that
+    gives no number."""
+    found = {"exact_match": exact_match(answers, questions)}
+    for name in metrics:
+        values = [METRICS[name](given, question.answer) for given, question in zip(answers, questions, strict=True)]
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                file = METRICS.added()[name].file
+                raise ConfigError(f"{file}: the metric `{name}` gives {value!r}, which is no finite number.")
+        found[name] = sum(values) / len(values)
+    return found
+
+
 @dataclass
 class AnswerEvaluation:
     """The questions of a run, asked before and after training. Answers are kept in the run folder for resumed runs."""
@@ -134,6 +150,8 @@ class AnswerEvaluation:
     folder: Path
     answers: dict[str, list[str]] = field(default_factory=dict)
     """Keys: "before" and "after" training."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Of the last answers: exact_match and each metric of `config.metrics`."""
 
     @staticmethod
     def open(
@@ -159,12 +177,12 @@ class AnswerEvaluation:
         `world`: see answer(). Rank 0 writes the file."""
         config, questions = self.config, self.questions
         given = answer(model, self.tokenizer, questions, config.batch_size, config.max_new_tokens, batch_sizes, world)
-        if not when:
-            return exact_match(given, questions)
-        self.answers[when] = given
-        if world is None or world.main:
-            self._write(when)
-        return exact_match(given, questions)
+        self.scores = scores(given, questions, config.metrics)
+        if when:
+            self.answers[when] = given
+            if world is None or world.main:
+                self._write(when)
+        return self.scores["exact_match"]
 
     def _write(self, when: str) -> None:
         lines = [

@@ -32,12 +32,13 @@ from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, HubError, UserError
 from fxtune.models import load as models
-from fxtune.objectives.base import Objective
+from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as update_rule
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
+from fxtune.plugins import OBJECTIVES
 from fxtune.system.console import say
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
@@ -110,6 +111,7 @@ class RunBuilder:
                 )
         if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
+        notes += [f"plugin {name}: {identity}" for name, identity in config.plugins().items()]
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)
 
@@ -164,6 +166,23 @@ class RunBuilder:
     def prove(self, model: LanguageModel) -> list[Evidence]:
         """Evidence of every technique and of the loss. Raises ConfigError if one did not act."""
         return require_acted(self.observe(model))
+
+    def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
+        """Evidence that a plugin's objective keeps the protocol, on the first micro-batch; none for ours, which tests
+        hold to it. Raises ConfigError if it does not."""
+        name = self.config.train.objective
+        if name not in OBJECTIVES.added():
+            return []
+        with self.oom_context("Trying the objective", MemoryPhase.training), torch.enable_grad():
+            batch = self.own(plan).batch(0, 0).to(self.world.device)
+            with self.techniques.precision.context(self.world.device):
+                returned = objective.loss(model, batch)
+            if found := contract_broken(returned, objective.normalizer(plan, 0)):
+                plugin = OBJECTIVES.added()[name]
+                raise ConfigError(f"{plugin.file}: the objective `{name}` must return {CONTRACT}: {found}.")
+        loss, metrics = returned
+        seen = f"{loss.item():.4g} for a micro-batch; metrics: {', '.join(metrics) or 'none'}"
+        return [Evidence("objective", f"{name}: {CONTRACT}", seen, acted=True)]
 
     @phase("Trying the techniques on a small row")
     def observe(self, model: LanguageModel) -> list[Evidence]:
@@ -277,6 +296,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         builder = RunBuilder(replace(config, techniques=techniques))
     if undecided:
         check.compare("rows", {"packing": builder.config.data.packing, "buckets": list(builder.config.data.buckets)})
+    check.compare("plugins", config.plugins())
     check.keep_threads()
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check

@@ -26,8 +26,8 @@ from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, Use
 from fxtune.models.probe import Answer
 from fxtune.models.save import save_model
 from fxtune.objectives.base import Objective
-from fxtune.objectives.causal_lm import CausalLM
 from fxtune.optim.schedule import EXTENDABLE, Schedule
+from fxtune.plugins import OBJECTIVES
 from fxtune.system import progress
 from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
@@ -59,7 +59,7 @@ LARGE_METRICS = 200 * 2**20
 
 
 def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
-    """Train as `config` says and return the run's last figures. `objective` is minimised; None means CausalLM."""
+    """Train as `config` says and return the run's last figures. `objective` is minimised; None: train.objective."""
     return train(config, objective)[1]
 
 
@@ -156,7 +156,7 @@ class Trainer:
         objective: Objective | None = None,
     ) -> None:
         self.config, self.folder, self.screen, self.recipe = config, folder, screen, recipe
-        self.objective = objective or CausalLM()
+        self.objective: Objective = objective or OBJECTIVES[config.train.objective]()
         self.startup = StartupTimer()
         self.clock = RunClock(self.startup.seconds.get("imports", 0.0))
         # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.
@@ -185,6 +185,7 @@ class Trainer:
         self.startup.done("model")
         self.language_model = builder.language_model(self.model)
         evidence = builder.prove(self.language_model)
+        evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
         resume_check.check_model(self.model, builder.techniques.options())
         folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
@@ -577,7 +578,8 @@ class Trainer:
                 means = self.batch_sizes.run("evaluation", rows, measure)
                 figures = {f"eval/{name}": value for name, value in means.items()}
             if self.end.by_match:
-                figures["questions/exact_match"] = self._exact_match()
+                self._exact_match()
+                figures |= self._question_figures()
         self.state.evaluation_due = False
         self.log.log({**figures, "eval/share_of_time": self.clock.evaluation_share})
         self.log.compiled("evaluation")
@@ -585,8 +587,12 @@ class Trainer:
 
     def _ask_questions(self, when: str) -> None:
         with self.clock.timed("questions"), self._interruptible():
-            share = self._exact_match(when)
-        self.log.log({"questions/exact_match": share})
+            self._exact_match(when)
+        self.log.log(self._question_figures())
+
+    def _question_figures(self) -> dict[str, float]:
+        assert self.questions is not None
+        return {f"questions/{name}": value for name, value in self.questions.scores.items()}
 
     def _exact_match(self, when: str = "") -> float:
         """The share of the questions that are answered exactly right. `when`: the name that the answers get."""

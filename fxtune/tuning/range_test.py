@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from fxtune.config.root import Config, Spikes
 from fxtune.data.batches.loader import Loader
 from fxtune.errors import ConfigError
-from fxtune.objectives.causal_lm import CausalLM
 from fxtune.optim.config import OptimizerName, no_rule
 from fxtune.optim.learning_rate import guess
+from fxtune.plugins import OBJECTIVES
 from fxtune.system.progress import phase
 from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.oom_advice import MemoryPhase
@@ -97,7 +97,7 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
     planned = [low * (high / low) ** (number / (steps - 1)) for number in range(steps)]
     model = builder.language_model(builder.build())
     builder.prove(model)
-    train_step = builder.train_step(model, CausalLM())
+    train_step = builder.train_step(model, OBJECTIVES[builder.config.train.objective]())
     model.model.train()
     losses: list[float] = []
     diverged = False

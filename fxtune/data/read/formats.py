@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from fxtune.errors import DataError, nearest
+from fxtune.plugins import ROW_FORMATS
 
 
 class RowFormat(str, Enum):
@@ -32,6 +33,8 @@ class RowFormat(str, Enum):
 
 SPLIT_AT_TURNS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
 """Formats whose documents are not split anywhere."""
+
+ROW_FORMATS.reserve(RowFormat)
 
 COLUMNS = {
     RowFormat.messages: ("messages",),

@@ -17,6 +17,7 @@ from fxtune.data.read.row import (
     bad_row,
     bounded_lines,
     checked_row,
+    converted,
     is_too_deep,
     reading,
     rename_columns,
@@ -35,6 +36,7 @@ class LineShard:
     end: int
     first_line: int
     columns: dict[str, str] = field(default_factory=dict)
+    converter: str = ""
 
     @property
     def size(self) -> int:
@@ -43,12 +45,15 @@ class LineShard:
     def rows(self) -> Iterator[Row]:
         with reading(self.name), open(self.path, "rb") as file:
             file.seek(self.start)
-            yield from rename_columns(_line_rows(file, self.name, self.first_line, self.size), self.columns)
+            renamed = rename_columns(_line_rows(file, self.name, self.first_line, self.size), self.columns)
+            yield from converted(renamed, self.converter)
 
 
-def line_shards(path: Path, name: str, end: int, shard_bytes: int, columns: dict[str, str]) -> Iterator[LineShard]:
+def line_shards(
+    path: Path, name: str, end: int, shard_bytes: int, columns: dict[str, str], converter: str = ""
+) -> Iterator[LineShard]:
     """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`, in one pass that only counts
-    newlines."""
+    newlines. `columns`, `converter`: see rename_columns() and converted()."""
     start, first_line, newlines, position = 0, 1, 0, 0
     with reading(name), open(path, "rb") as file:
         while position < end:
@@ -57,12 +62,12 @@ def line_shards(path: Path, name: str, end: int, shard_bytes: int, columns: dict
                 raise _shrunk(name)
             cut = block.find(b"\n") + 1 if position else 0
             if cut and position + cut < end:
-                yield LineShard(str(path), name, start, position + cut, first_line, columns)
+                yield LineShard(str(path), name, start, position + cut, first_line, columns, converter)
                 start, first_line = position + cut, newlines + 2
             newlines += block.count(b"\n")
             position += len(block)
     if start < end:
-        yield LineShard(str(path), name, start, end, first_line, columns)
+        yield LineShard(str(path), name, start, end, first_line, columns, converter)
 
 
 def jsonl_rows(path: Path, name: str) -> Iterator[Row]:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from fxtune.errors import DataError
+from fxtune.errors import ConfigError, DataError
+from fxtune.plugins import ROW_FORMATS
 
 _Text = TypeVar("_Text", str, bytes, covariant=True)
 
@@ -115,6 +116,21 @@ def is_too_deep(text: str, value: Any) -> bool:
 def type_name(value: Any) -> str:
     """The JSON type of a value, for messages."""
     return _TYPE_NAMES.get(type(value), f"of type {type(value).__name__}")
+
+
+def converted(rows: Iterable[Row], converter: str) -> Iterator[Row]:
+    """Rows in one of fxtune's formats, made by a plugin's row format. `converter`: its name; empty: as they are."""
+    convert = ROW_FORMATS[converter] if converter else None
+    for row in rows:
+        if row.value is None or convert is None:
+            yield row
+            continue
+        try:
+            value = convert(dict(row.value))
+        except ConfigError as error:  # it names the plugin's file and line
+            yield bad_row(row.where, str(error).rstrip("."), row.value)
+            continue
+        yield checked_row(row.where, value, row.size, suspicious=True)
 
 
 def rename_columns(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row]:

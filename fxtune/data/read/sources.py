@@ -31,7 +31,7 @@ from fxtune.data.read.files import DataFile
 from fxtune.data.read.formats import RowFormat, detect_format, preference_columns
 from fxtune.data.read.json_array import json_rows
 from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
-from fxtune.data.read.row import Row, RowShard, rename_columns, row_shards
+from fxtune.data.read.row import Row, RowShard, converted, rename_columns, row_shards
 from fxtune.data.read.text import text_rows
 from fxtune.errors import DataError, nearest
 
@@ -82,7 +82,10 @@ class Source:
                 if file.compressed:
                     yield from row_shards(self._read([file]), SHARD_BYTES)
                 else:
-                    yield from line_shards(file.path, file.name, file.size, SHARD_BYTES, self.config.columns)
+                    config = self.config
+                    yield from line_shards(
+                        file.path, file.name, file.size, SHARD_BYTES, config.columns, config.converter
+                    )
         else:
             yield from row_shards(islice(self._read_parts(), limit), SHARD_BYTES)
 
@@ -97,7 +100,7 @@ class Source:
         Raises DataError if there is no row, or if none has a column that `columns` renames.
         """
         usable, rows_read = [], 0
-        for row in replace(self, config=replace(self.config, columns={})).rows():
+        for row in replace(self, config=replace(self.config, columns={}, format=RowFormat.auto)).rows():
             rows_read += 1
             if row.value is not None:
                 usable.append(row)
@@ -113,7 +116,8 @@ class Source:
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
                     f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}."
                 )
-        return [row.value for row in rename_columns(usable, self.config.columns) if row.value is not None]
+        rows = converted(rename_columns(usable, self.config.columns), self.config.converter)
+        return [row.value for row in rows if row.value is not None]
 
     def format(self) -> RowFormat:
         """The configured format, or the format of the first rows. Raises DataError if they have none."""
@@ -121,8 +125,8 @@ class Source:
         for row in head:
             if reason := preference_columns(row, self.config.unused):
                 raise DataError(f"{self.name}: {reason}.")
-        if self.config.format is not RowFormat.auto:
-            return self.config.format
+        if self.config.format is not RowFormat.auto and not self.config.converter:
+            return RowFormat(self.config.format)
         # If all rows are bad, any format will do: the first bad row becomes the error.
         return detect_format(head, self.name) if head else RowFormat.text
 
@@ -168,7 +172,7 @@ class Source:
                 "text": partial(text_rows, unit=TextUnit(self.config.text_unit).value),
             }
             rows = (row for file in data_files for row in readers[self.kind](file.path, file.name))
-        return rename_columns(rows, self.config.columns)
+        return converted(rename_columns(rows, self.config.columns), self.config.converter)
 
 
 def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:

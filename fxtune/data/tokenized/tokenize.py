@@ -33,6 +33,7 @@ from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, StorageError
+from fxtune.plugins import ROW_FORMATS
 from fxtune.system.console import say
 from fxtune.system.host import cores
 from fxtune.system.progress import phase
@@ -125,6 +126,8 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         encoder.template_source or tokenizer.chat_template,
         tokenizer.special_tokens_map,
     ]
+    if converter := source.config.converter:
+        settings.append({"row format": [converter, ROW_FORMATS.added()[converter].identity]})
     if encoder.system is not None:
         settings.append({"system": encoder.system})
     if encoder.learn != LearnConfig():

@@ -1,0 +1,316 @@
+"""Plugins: row formats, objectives, metrics and techniques of a user, beside ours and with the same contracts.
+
+    import fxtune
+
+    @fxtune.row_format("tickets")
+    def read(row):
+        return {"prompt": row["question"], "completion": row["reply"]}
+
+A plugin is a Python file that the command line names (`--plugin tickets.py`), or an installed package with an entry
+point in the group `fxtune.plugins`. A recipe can use what a plugin registers, by its name, and can never load one. The
+four registries hold what is ours and what plugins add, so one lookup serves both.
+
+Plugins are loaded when a name is looked up for the first time in a process. The files of the command line are in an
+environment variable, so ranks and workers, which are processes of their own, find them, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
+
+GROUP = "fxtune.plugins"
+FILES = "FXTUNE_PLUGINS"
+"""The environment variable with the files of the command line, as in PATH."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    name: str
+    """The name of the file without its ending, or of the entry point."""
+    file: Path
+    identity: str
+    """The package and its version, or the sha256 of the file: a resumed run needs the same."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.identity})"
+
+
+class Registry(Generic[Value]):
+    """What recipes may name of one kind: ours, and what plugins add."""
+
+    def __init__(self, kind: str, **ours: str) -> None:
+        """`ours`: name -> "module:attribute", imported when it is used."""
+        self.kind, self._ours = kind, ours
+        self._reserved: set[str] = {*ours, "auto"}
+        self._added: dict[str, tuple[Value, Plugin]] = {}
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Names that no plugin may take."""
+        self._reserved.update(names)
+
+    def add(self, name: str, value: Value) -> Value:
+        """Register `value` for the plugin that is being loaded, and return it. Raises ConfigError."""
+        plugin = _loading[-1] if _loading else None
+        if plugin is None:
+            raise ConfigError(
+                f"The {self.kind} `{name}` is registered outside of a plugin, where no resumed run and no worker "
+                "finds it. Write it to a file and give that: --plugin FILE, or fxtune.load_plugin(FILE)."
+            )
+        if not name.isidentifier():
+            raise ConfigError(f"{plugin.file}: `{name}` is no name of a {self.kind}: letters, digits and _ only.")
+        if name in self._reserved:
+            raise ConfigError(f"{plugin.file}: fxtune has a {self.kind} `{name}` of its own. Choose another name.")
+        if name in self._added:
+            other = self._added[name][1]
+            raise ConfigError(f"{plugin.file}: {other.file} has a {self.kind} `{name}`, too. Use one of the two.")
+        self._added[name] = (value, plugin)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._ours or name in self.added()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._ours
+        yield from self.added()
+
+    def __getitem__(self, name: str) -> Value:
+        """Raises ConfigError for an unknown name."""
+        if name in self._ours:
+            module, _, attribute = self._ours[name].partition(":")
+            found: Value = getattr(importlib.import_module(module), attribute)
+            return found
+        if name not in self:
+            raise ConfigError(self.unknown(name))
+        return self._added[name][0]
+
+    def added(self) -> dict[str, Plugin]:
+        """The plugin of each name that a plugin has registered."""
+        load_all()
+        return {name: plugin for name, (_, plugin) in self._added.items()}
+
+    def unknown(self, name: str) -> str:
+        """The message that there is no such name."""
+        hint = did_you_mean(name, self) if [*self] else "."
+        return f"there is no {self.kind} `{name}`{hint} A plugin adds others: --plugin FILE.py (docs/plugins.md)"
+
+    def drop(self, plugin: Plugin) -> None:
+        self._added = {name: one for name, one in self._added.items() if one[1] != plugin}
+
+
+ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any]]] = Registry("row format")
+"""A row of the data -> a row in one of fxtune's formats (data/read/formats.py)."""
+OBJECTIVES: Registry[Callable[[], Any]] = Registry("objective", causal_lm="fxtune.objectives.causal_lm:CausalLM")
+"""Classes that follow the protocol Objective (objectives/base.py)."""
+METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
+"""(the model's answer, the right one) -> a number; their mean over the questions is logged."""
+TECHNIQUES: Registry[type] = Registry("technique of a plugin")
+"""Dataclasses that derive from Technique (techniques/base.py)."""
+REGISTRIES: tuple[Registry[Any], ...] = (ROW_FORMATS, OBJECTIVES, METRICS, TECHNIQUES)
+
+_loading: list[Plugin] = []
+_loaded: dict[str, Plugin] = {}
+_installed: list[bool] = []
+"""Whether the entry points were loaded."""
+
+
+def row_format(name: str) -> Callable[[Any], Any]:
+    """Register a function that makes a row in one of fxtune's formats of a row: `data.sources.0.format=NAME`."""
+    return lambda function: ROW_FORMATS.add(name, _guarded(function))
+
+
+def objective(name: str) -> Callable[[Any], Any]:
+    """Register an Objective class, made without arguments: `train.objective=NAME`."""
+    return lambda kind: OBJECTIVES.add(name, _guarded_class(kind))
+
+
+def metric(name: str) -> Callable[[Any], Any]:
+    """Register a function (answer, right answer) -> number for `data.questions.metrics=[NAME]`."""
+    return lambda function: METRICS.add(name, _guarded(function))
+
+
+def technique(name: str) -> Callable[[Any], Any]:
+    """Register a dataclass that derives from fxtune.Technique: `techniques.plugins.use.NAME={...}`."""
+    return lambda kind: TECHNIQUES.add(name, _guarded_class(kind))
+
+
+@contextmanager
+def files_used(files: Sequence[str | Path]) -> Iterator[None]:
+    """Load these plugins for the body, and for the processes that it starts. Raises ConfigError."""
+    before = os.environ.get(FILES)
+    given = [path for path in (before or "").split(os.pathsep) if path] + [str(Path(one).resolve()) for one in files]
+    mine: list[Plugin] = []
+    try:
+        for file in files:
+            mine.append(load_file(Path(file)))
+        if files:
+            os.environ[FILES] = os.pathsep.join(dict.fromkeys(given))
+        yield
+    finally:
+        for plugin in mine:
+            _drop(plugin)
+        if before is None:
+            os.environ.pop(FILES, None)
+        else:
+            os.environ[FILES] = before
+
+
+def load_plugin(file: str | Path) -> None:
+    """Load a plugin for the rest of this process and for those that it starts. Raises ConfigError."""
+    plugin = load_file(Path(file))
+    paths = os.environ.get(FILES, "").split(os.pathsep)
+    os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, paths), str(plugin.file)]))
+
+
+def load_all() -> None:
+    """Load the installed plugins and the files of the command line, once in this process. Raises ConfigError."""
+    if _loading:  # a plugin looks something up while it is being loaded
+        return
+    for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        if not any(plugin.file == Path(path) for plugin in _loaded.values()):
+            load_file(Path(path))
+    if not _installed:
+        _installed.append(True)
+        for point in metadata.entry_points(group=GROUP):
+            _load_installed(point)
+
+
+def load_file(path: Path) -> Plugin:
+    """Run the file of a plugin, which registers what it has. Raises ConfigError with its file and line."""
+    file = path.expanduser().resolve()
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--plugin {path}: {error.strerror or error}. Give the Python file of a plugin.") from error
+    if file.suffix != ".py":
+        raise ConfigError(f"--plugin {path}: a plugin is a Python file, whose name ends with .py.")
+    plugin = Plugin(file.stem, file, f"sha256 {hashlib.sha256(source).hexdigest()[:16]}")
+
+    def run() -> None:
+        module = ModuleType(f"fxtune_plugin_{file.stem}")
+        module.__file__ = str(file)
+        sys.modules[module.__name__] = module  # dataclasses look their module up
+        exec(compile(source, str(file), "exec"), module.__dict__)
+
+    _load(plugin, run)
+    return plugin
+
+
+def _load_installed(point: Any) -> None:
+    spec = importlib.util.find_spec(point.module.partition(".")[0])
+    file = Path(spec.origin) if spec and spec.origin else Path(point.module)
+    version = f"{point.dist.name} {point.dist.version}" if point.dist else point.module
+    _load(Plugin(point.name, file, version), point.load)
+
+
+def _load(plugin: Plugin, run: Callable[[], object]) -> None:
+    other = _loaded.get(plugin.name)
+    if other is not None and other != plugin:
+        raise ConfigError(
+            f"Two plugins have the name `{plugin.name}`: {other.file} and {plugin.file}. Use one of them."
+        )
+    if other is not None:
+        return
+    before = sum(len(registry._added) for registry in REGISTRIES)
+    _loading.append(plugin)
+    try:
+        with _blamed(plugin):
+            run()
+        if sum(len(registry._added) for registry in REGISTRIES) == before:
+            names = "row_format, objective, metric or technique"
+            raise ConfigError(f"The plugin {plugin.file} registers nothing: it needs a {names} of fxtune.")
+    except BaseException:
+        _drop(plugin)
+        raise
+    finally:
+        _loading.pop()
+    _loaded[plugin.name] = plugin
+
+
+def _drop(plugin: Plugin) -> None:
+    for registry in REGISTRIES:
+        registry.drop(plugin)
+    _loaded.pop(plugin.name, None)
+
+
+def summary() -> str:
+    """A line for each name that a plugin has registered; empty without plugins."""
+    lines = [
+        f"  {registry.kind.removesuffix(' of a plugin')} {name}: {plugin}"
+        for registry in REGISTRIES
+        for name, plugin in registry.added().items()
+    ]
+    return "from plugins\n" + "\n".join(lines) if lines else ""
+
+
+@contextmanager
+def _blamed(plugin: Plugin) -> Iterator[None]:
+    """An error of the body is one message that names the plugin's file and line. Memory that runs out is no error of
+    the plugin, and fxtune's own errors stay as they are."""
+    from fxtune.system.oom import out_of_memory_reason
+
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if out_of_memory_reason(error):
+            raise
+        raise ConfigError(f"The plugin {plugin.file}{_line(plugin, error)}: {first_line(error)}.") from error
+
+
+def _line(plugin: Plugin, error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename == str(plugin.file):
+        return f", line {error.lineno}"
+    own = plugin.file.parent if plugin.file.name == "__init__.py" else plugin.file
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename) == own or own in Path(frame.filename).parents]
+    if not inside:
+        return ""
+    where = f" ({inside[-1].filename})" if inside[-1].filename != str(plugin.file) else ""
+    return f", line {inside[-1].lineno}{where}"
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of the plugin that is being loaded, whose errors name the plugin's file and line."""
+    plugin = _loading[-1] if _loading else None
+    if plugin is None:
+        return function
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with _blamed(plugin):
+                yield from function(*args, **kwargs)
+
+        return generate
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _blamed(plugin):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _guarded_class(kind: type) -> type:
+    for name, member in vars(kind).copy().items():
+        if inspect.isfunction(member) and (name in ("__init__", "__post_init__") or not name.startswith("__")):
+            setattr(kind, name, _guarded(member))
+    return kind

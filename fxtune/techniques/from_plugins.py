@@ -1,0 +1,87 @@
+"""Techniques that plugins bring (docs/plugins.md), as one technique at one place of the order: after the adapters, and
+before recomputation and compilation, which must see the final layers.
+
+    techniques.plugins.use.noisy_embeddings={alpha: 5}
+
+Each answers the same questions as ours (base.py) and must give evidence: one that shows nothing did not act.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from torch import nn
+
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
+from fxtune.plugins import TECHNIQUES
+from fxtune.techniques.base import Evidence, Technique
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+
+
+@dataclass
+class PluginTechniques(Technique):
+    use: dict[str, Any] = field(default_factory=dict)
+    """The techniques of plugins by name, each with its options: {NAME: {option: value}}, or {NAME: {}}. `enabled`
+    follows from it."""
+
+    def __post_init__(self) -> None:
+        self.enabled = bool(self.use)
+        self._made: dict[str, Technique] = {}
+
+    def schema(self, name: str) -> type[Technique]:
+        """The dataclass of a technique. Raises ConfigError if no plugin has it."""
+        kind = TECHNIQUES[name]
+        if not (dataclasses.is_dataclass(kind) and issubclass(kind, Technique)):
+            plugin = TECHNIQUES.added()[name]
+            raise ConfigError(
+                f"{plugin.file}: the technique `{name}` is no dataclass that derives from fxtune.Technique."
+            )
+        return kind
+
+    def techniques(self) -> Iterator[tuple[str, Technique]]:
+        """Each technique that is used, made from its options, which have been checked."""
+        for name, options in self.use.items():
+            if name not in self._made:
+                values = {**(options or {}), "enabled": True}
+                made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.schema(name)), values))
+                self._made[name] = made
+            yield name, self._made[name]
+
+    def check(self, facts: Facts) -> Iterator[str]:
+        for name, technique in self.techniques():
+            yield from (f"use.{name}.{reason}" for reason in technique.check(facts))
+
+    def packages(self, facts: Facts) -> Iterator[str]:
+        for _, technique in self.techniques():
+            yield from technique.packages(facts)
+
+    def resolve(self, facts: Facts) -> str | None:
+        notes = []
+        for name, technique in self.techniques():
+            if note := technique.resolve(facts):
+                notes.append(f"{name}: {note}")
+        self.use = {name: dataclasses.asdict(technique) for name, technique in self.techniques()}
+        return "; ".join(notes) or None
+
+    def configure(self, hf_config: Any) -> None:
+        for _, technique in self.techniques():
+            technique.configure(hf_config)
+
+    def apply(self, model: nn.Module, world: World) -> nn.Module:
+        for name, technique in self.techniques():
+            model = technique.apply(model, world)
+            if not isinstance(model, nn.Module):
+                raise ConfigError(f"{TECHNIQUES.added()[name].file}: apply() of `{name}` returns no model.")
+        return model
+
+    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+        for name, technique in self.techniques():
+            seen = list(technique.verify(model, probe))
+            yield from seen or [Evidence(name, "evidence that it acts", "verify() yields none", False)]

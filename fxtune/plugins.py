@@ -37,6 +37,7 @@ from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
 GROUP = "fxtune.plugins"
 FILES = "FXTUNE_PLUGINS"
 """The environment variable with the files of the command line, as in PATH."""
+PLUGIN_ADDS = "A plugin adds others: --plugin FILE.py (docs/plugins.md)"
 Value = TypeVar("Value")
 
 
@@ -90,6 +91,9 @@ class Registry(Generic[Value]):
         yield from self._ours
         yield from self.added()
 
+    def __bool__(self) -> bool:
+        return True
+
     def __getitem__(self, name: str) -> Value:
         """Raises ConfigError for an unknown name."""
         if name in self._ours:
@@ -108,7 +112,7 @@ class Registry(Generic[Value]):
     def unknown(self, name: str) -> str:
         """The message that there is no such name."""
         hint = did_you_mean(name, self) if [*self] else "."
-        return f"there is no {self.kind} `{name}`{hint} A plugin adds others: --plugin FILE.py (docs/plugins.md)"
+        return f"there is no {self.kind} `{name}`{hint} {PLUGIN_ADDS}"
 
     def drop(self, plugin: Plugin) -> None:
         self._added = {name: one for name, one in self._added.items() if one[1] != plugin}
@@ -198,8 +202,8 @@ def load_file(path: Path) -> Plugin:
         source = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"--plugin {path}: {error.strerror or error}. Give the Python file of a plugin.") from error
-    if file.suffix != ".py":
-        raise ConfigError(f"--plugin {path}: a plugin is a Python file, whose name ends with .py.")
+    if file.suffix != ".py" or os.pathsep in str(file):
+        raise ConfigError(f"--plugin {path}: a plugin is a Python file: NAME.py, with no `{os.pathsep}` in its path.")
     plugin = Plugin(file.stem, file, f"sha256 {hashlib.sha256(source).hexdigest()[:16]}")
 
     def run() -> None:

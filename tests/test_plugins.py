@@ -105,7 +105,7 @@ def test_examples_of_the_page_train_a_model_that_resumes_only_with_them(examples
 @pytest.mark.slow
 def test_ranks_and_workers_load_the_plugins(examples):
     command = [sys.executable, "-m", "fxtune", *examples, *USED, "run.device=cpu", "run.gpus=2"]
-    several = ["data.workers=2", "loader.workers=1", "train.micro_batch_size=1", "train.global_batch_size=4"]
+    several = ["data.workers=2", "loader.num_workers=1", "train.micro_batch_size=1", "train.global_batch_size=4"]
     Path("tickets.jsonl").write_text("\n".join(map(json.dumps, ROWS * 300)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *several], capture_output=True, text=True, check=False, env=environment)
@@ -189,6 +189,9 @@ def test_names_options_and_objectives_are_checked_before_anything_is_read(exampl
     assert "there is no objective `focl`; did you mean `focal`?" in refused(
         capsys, *examples, "+recipe=quickstart", "train.objective=focl"
     )
+    said = refused(capsys, "+recipe=quickstart", USED[1])
+    assert "`data.sources.0.format=tickets` is not one of auto, messages, " in said
+    assert "A plugin adds others: --plugin FILE.py" in said
     Path("bad.yaml").write_text("plugins: [focal.py]\n")
     assert "unknown key `plugins`" in refused(capsys, "+recipe=./bad.yaml"), "a recipe cannot load code"
 

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fxtune.config.introspection import Keys, Slot, all_keys
 from fxtune.config.yaml_reader import POINTER
 from fxtune.errors import did_you_mean, nearest
+from fxtune.plugins import PLUGIN_ADDS
 
 TRUST = "trust_remote_code"
 OUTPUT_KEYS = ("run.dir", "data.cache_dir")
@@ -112,7 +113,7 @@ class Validator:
                     item = value[key] = "on" if item else "off"  # YAML reads an unquoted `off` as false
                 self._check_below(slot, str(key), item, keys)
         elif slot.choices:
-            self._check_choice(slot.choices, value, keys)
+            self._check_choice(slot.choices, value, keys, f". {PLUGIN_ADDS}" if slot.words else "")
         elif slot.kind is not Any and value not in slot.words:
             self._check_scalar(slot, value, keys)
 
@@ -124,7 +125,8 @@ class Validator:
         else:
             self.check(below, value, keys)
 
-    def _check_choice(self, choices: list[str], value: Any, keys: Keys) -> None:
+    def _check_choice(self, choices: list[str], value: Any, keys: Keys, others: str = "") -> None:
+        """`others`: who gives more choices, for the message."""
         if value in choices:
             return
         word, shown, remark = str(value), value, ""
@@ -133,7 +135,7 @@ class Validator:
             if self.from_file:
                 shown, remark = word, f" (YAML reads an unquoted `{word}` as {shown})"
         hint = did_you_mean(word, choices) if nearest(word, choices) else ""
-        self.add(keys, f"`{'.'.join(keys)}={shown}`{remark} is not one of {', '.join(choices)}{hint}")
+        self.add(keys, f"`{'.'.join(keys)}={shown}`{remark} is not one of {', '.join(choices)}{hint}{others}")
 
     def _check_scalar(self, slot: Slot, value: Any, keys: Keys) -> None:
         name, number = ".".join(keys), value

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from fxtune import plugins
 from fxtune.cli import main as command
 from fxtune.config import compose
 from fxtune.config.introspection import all_keys
@@ -17,6 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
 README = TEXTS["README.md"]
+EXAMPLES = {
+    code.splitlines()[0][2:]: code for code in re.findall(r"```python\n(.*?)```", TEXTS["plugins.md"], re.DOTALL)
+}
+"""The plugins of docs/plugins.md, by the names of their files."""
 
 
 def commands(text: str) -> list[str]:
@@ -36,7 +42,18 @@ def test_documents_contain_commands():
 @pytest.mark.parametrize("line", ALL)
 def test_every_command_in_the_documents_composes(line, cwd, monkeypatch):
     words = shlex.split(line)[1:]
+    used = [plugin_of_page(name, cwd) for option, name in pairwise(words) if option == "--plugin" and name in EXAMPLES]
     monkeypatch.chdir(ROOT)
+    with plugins.files_used(used):
+        compose_command(line, [text for text in words if text != "--plugin" and text not in EXAMPLES])
+
+
+def plugin_of_page(name: str, folder: Path) -> Path:
+    (folder / name).write_text(EXAMPLES[name])
+    return folder / name
+
+
+def compose_command(line: str, words: list[str]) -> None:
     word = words.pop(0) if words and words[0] in command.COMMANDS else "train"
     assert word in command.COMMANDS
     words = [text for text in words if text not in ("-m", "--cfg", "job")]

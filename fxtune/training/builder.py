@@ -296,7 +296,8 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         builder = RunBuilder(replace(config, techniques=techniques))
     if undecided:
         check.compare("rows", {"packing": builder.config.data.packing, "buckets": list(builder.config.data.buckets)})
-    check.compare("plugins", config.plugins())
+    if plugins := config.plugins():
+        check.compare("plugins", plugins)
     check.keep_threads()
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check

@@ -48,7 +48,8 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any) -> tuple[i
         count, passed = 0, []
         for name in sorted(merged.files):
             source = next((one for one in (*_spellings(name), *_tied(name)) if one in stored.files), None)
-            if adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
+            of_experts = bool(lora.target_parameters) and merged[name].dim() > 2  # under any name: Granite-MoE's
+            if of_experts or adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
                 passed.append(name)
                 continue
             wanted, changed = adapters.applied(name, None if source is None else stored[source])

@@ -116,8 +116,8 @@ class Quantize(Technique):
         yield from self._check_fp8(facts) if fp8 else self._check_library(facts)
         if self.type is not Type.nf4 and not self.double:
             yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
-        if self.transpose is not Switch.auto and not fp8:
-            yield f"transpose: {kind} stores no transpose. Set it to auto, or type to fp8."
+        if self.transpose is Switch.off and not fp8:
+            yield f"transpose: only fp8 may keep a transpose, and type is {kind}. Set it to auto, or type to fp8."
         if facts.device == "cuda":
             yield from self._check_card(facts)
         if self.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
@@ -277,6 +277,8 @@ class Quantize(Technique):
         elif self.library is Library.auto and (library := self._library(facts)):
             self.library = library
             chosen.append(f"{library.value} stores the {self.type.value} weights")
+        if self.type is not Type.fp8:
+            self.transpose = Switch.on  # without a meaning; as runs of earlier versions had it (resume_check.py)
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")

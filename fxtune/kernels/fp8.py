@@ -12,8 +12,8 @@ matrix of its own. There are two ways to have it:
 - Both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are powers of two, so
   that W^T has the same numbers as W. (Those some 2,000 times smaller than their column's largest are an exception:
   they lose bits.)
-- Only W is kept, 1 byte a weight. W = diag(scales) codes, so dy W = (dy * scales) codes: the scales go into dy before
-  it is quantized, and the codes are transposed in each backward product, 2 bytes of traffic a weight.
+- Only W is kept, 1 byte a weight. Since W = diag(scales) @ codes, dy W = (dy * scales) @ codes: the scales go into dy
+  before it is quantized, and the codes are transposed in each backward product, 2 bytes of traffic a weight.
 
 Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; plain
 torch on a CPU). Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred
@@ -47,7 +47,7 @@ class Weight(NamedTuple):
     scales: Tensor
     """float32 [1, out], powers of two."""
     back: Tensor | None = None
-    """[in, out], likewise: the transpose, with contiguous rows. None if it is made in each backward product."""
+    """The transpose [in, out], in the same dtype, with contiguous rows. None: each backward product makes it."""
     back_scales: Tensor | None = None
     """float32 [1, in], powers of two; None like `back`."""
 

@@ -7,16 +7,16 @@ computes
     g = x GU_e^T + r1 B1_e^T   with r1 = x A1_e^T       h = act(gate of g) * (up of g)
     y = h D_e^T + r2 B2_e^T    with r2 = h A2_e^T       out[t] = sum of w y over the token's rows
 
-and these products are what takes long, so everything between them is arranged to move as few bytes as possible:
+The products with GU and D take most of the time. The steps between them move as few bytes as possible:
 
-- The products of low rank are added where their sum is read or written anyway: r1 B1^T by the kernel of the
-  activation, r2 B2^T by the GEMM of `down`. The activation's kernel also computes r2, and backward dr1 and dh's share.
+- The kernel of the activation adds r1 B1^T as it reads g, and computes r2; backward it computes dr1 and adds dr2 A2.
+  quack's GEMM of `down` adds r2 B2^T before it rounds; torch's needs another pass for it.
 - Neither y nor the gathered x and dy are kept for the backward pass. The gradient of w is <dout[t], y>, which equals
   <dh, h> before dh is multiplied by w; x and dy are gathered again.
 - Nothing is summed by atomic additions: the same bits in each run.
 
 On a GPU these steps are Triton kernels (gated_experts_triton.py) and grouped GEMMs; the functions of torch below are
-their reference, and run elsewhere. Sums are float32, and each result is rounded once.
+their reference, and run elsewhere. Sums are float32; what is stored is rounded to the dtype of the weights.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ the host never reads it: no synchronisation, no shape that depends on the data.
 - `fxtune::grouped_outer`: the sum of outer products of each group's rows, which is the gradient of its matrix. It is
   computed only for matrices that are trained, so frozen experts cost no weight gradients.
 
-On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`: CUTLASS, from compute capability 8.0 on), or
-quack's on Hopper. The loops below are their reference, and run elsewhere.
+On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`, from compute capability 8.0 on), or quack's on
+Hopper. The loops below are their reference, and run elsewhere. torch has a kernel for bfloat16 on Hopper and Blackwell;
+for other dtypes and cards it loops over the groups itself, and waits for the device.
 
 They are operators for three reasons: torch's compiler takes grouped GEMMs in bfloat16 only, a checkpointing policy can
 name them, and their backward pass is written here.
@@ -50,8 +51,8 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
     """[rows, out]: row i of x [rows, in] times the matrix of its group in `matrices` [groups, in, out], plus row i of
     `plus` if given, which may be overwritten. Autograd does not see it.
 
-    `by`: CUTE for quack's kernel where it serves, after prepare(); it adds `plus` before the only rounding. Else
-    torch's.
+    `by`: CUTE: quack's kernel, if prepare() ran and the shapes are aligned; it adds `plus` before it rounds. Otherwise
+    torch's, which adds it afterwards.
     """
     if by == CUTE and _is_served(x, matrices):
         out = x.new_empty(len(x), matrices.shape[2])

@@ -1,5 +1,5 @@
 """Builds a model of which each rank holds a part: first without weights, then each rank reads its own rows of them.
-One process does the same with a large model whose rows it quantizes as it reads them.
+One process does the same with a model that it quantizes as it reads its rows, because it fits nowhere in 16 bits.
 
     built = empty(...)            every parameter on the meta device, each marked with its name in the files
     ...                           techniques replace modules; who joins parameters marks the result (mark_joined)
@@ -185,9 +185,10 @@ def _require_fit(
     )
     if troubles:
         raise StorageError(
-            f"{place} are not stored as parallel.shard and large fp8 models need them, each tensor under its name in "
-            f"the architecture: {troubles}. Use a complete copy; or parallel.shard=1, if this family's weights are "
-            "converted as they are read (experts of a mixture)."
+            f"{place} cannot be read row by row, which parallel.shard and fp8 models larger than the memory need: each "
+            f"tensor must have its name in the architecture. {troubles}. Use a complete copy, saved by transformers; or "
+            "parallel.shard=1 and a device or host that holds the model, if this family's weights are converted as "
+            "they are read (experts of a mixture)."
         )
 
 

@@ -68,6 +68,8 @@ class LanguageModel:
         self.scale = next(factors, 1.0)
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.by: str = getattr(model, "products_by", CUBLAS)  # techniques.lora.matmul
+        self.asked_routers = False
+        """Whether an objective has asked for router_terms()."""
         self.own_forward = False
         """Whether the model's own forward computes the logits, for all positions."""
         self.evidence = [self._compare()]
@@ -95,6 +97,7 @@ class LanguageModel:
     def router_terms(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """Of the newest forward pass, which was that of `batch`: the auxiliary loss, and figures of the routers, each
         times the supervised tokens. The loss is None in evaluation, and where there is none."""
+        self.asked_routers = True
         if self.routers is None:
             return None, {}
         supervised = (batch.labels != IGNORE_INDEX).sum()

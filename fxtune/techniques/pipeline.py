@@ -289,14 +289,14 @@ class Pipeline:
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
-        """Whether weights are quantized row by row as they are read: those of a model that, in 16 bits, would take
-        more than half of the device's memory or of the host's."""
-        if not self.quantize.enabled:
+        """Whether weights are quantized row by row as they are read: those of a model that has room neither on the
+        device nor in host memory before it is quantized, on any rank."""
+        if not self.quantize.enabled or not self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world)
         needed, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
-        large = needed > min(facts.free_memory, facts.host_memory) / 2
-        return large and self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict()))
+        large = needed > 0.9 * max(facts.free_memory, facts.host_memory)
+        return any(world.gather(large, "choosing how weights are read"))
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""

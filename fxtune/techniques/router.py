@@ -7,8 +7,8 @@ it, times `router_aux_loss_coef`, if the config has `output_router_logits`; so d
 
 transformers collects the logits of all routers and computes the loss at the end, which neither a compiled layer nor
 the fused loss allows. Here each router leaves its sums over tokens in buffers, without waiting for the device. f_e has
-no gradient, so the gradient of P_e is one number an expert, the same for every token: the backward pass of the loss
-writes it to a buffer, before the backward passes of the layers read it. The numbers are transformers'.
+no gradient, so the gradient of P_e is one number an expert, the same for every token. The loss's backward pass runs
+first and writes these numbers to a buffer; the layers' backward passes read them. The numbers are transformers'.
 
 The loss is that of a micro-batch of a rank, padding left out, as in transformers. A step has their mean, weighted by
 supervised tokens.
@@ -96,7 +96,7 @@ class Router(Technique):
 
 
 class Routers:
-    """The routers of a model, and what they leave of the newest forward pass: sums over its tokens, on the device."""
+    """A model's routers, and their sums over the tokens of the last forward pass, kept on the device."""
 
     def __init__(self, modules: list[Any], experts: int, collected: bool, device: torch.device) -> None:
         """`collected`: the model's config asks for the logits of all routers."""

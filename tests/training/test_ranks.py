@@ -73,7 +73,7 @@ def test_commands_before_the_ranks_choose_the_degrees_that_the_ranks_choose():
         (2, {}, FULL_KEPT, LLAMA, Degrees(shard=2)),
         (4, {}, FULL_KEPT, LLAMA, Degrees(replicate=2, shard=2)),
         (4, {}, KEPT, LARGE, Degrees(shard=4)),
-        (4, {}, {**KEPT, "quantize": {"type": "fp8"}}, LARGE, Degrees(shard=4)),
+        (4, {}, {**KEPT, "quantize": {"type": "fp8"}}, LARGE, Degrees(replicate=2, shard=2)),
         (4, {"replicate": "4"}, FULL_KEPT, LLAMA, Degrees(replicate=4)),
         (2, {}, {**KEPT, "quantize": {}}, LARGE, Degrees(replicate=2)),  # nf4 is not divided
     ],

@@ -260,7 +260,8 @@ class Lora(Technique):
         from peft.tuners.lora.layer import ParamWrapper
 
         with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            if not model(**probe).logits.requires_grad:
+            learns = any(parameter.requires_grad for parameter in model.parameters())
+            if learns and not model(**probe).logits.requires_grad:
                 raise ConfigError(
                     f"techniques.lora.enabled: the code of {model.config.model_type} in transformers computes no "
                     "gradient for adapters while its embeddings are frozen. Set it to false, or use another model."

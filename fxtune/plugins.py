@@ -124,6 +124,7 @@ OBJECTIVES: Registry[Callable[[], Any]] = Registry("objective", causal_lm="fxtun
 """Classes that follow the protocol Objective (objectives/base.py)."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 """(the model's answer, the right one) -> a number; their mean over the questions is logged."""
+METRICS.reserve(["exact_match"])
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
 REGISTRIES: tuple[Registry[Any], ...] = (ROW_FORMATS, OBJECTIVES, METRICS, TECHNIQUES)

@@ -1,4 +1,4 @@
-"""`fxtune diff RUN RUN`: what two runs have not in common, and from which step on their curves part.
+"""`fxtune diff RUN RUN`: what differs between two runs, and from which step on their curves part.
 
     fxtune diff quickstart quickstart-2         # names of runs, or their folders
     fxtune diff runs/a runs/b --json diff.json

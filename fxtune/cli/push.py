@@ -35,6 +35,7 @@ UPLOADED = (
     "adapter_model*.safetensors",
     "model*.safetensors",
     "*.safetensors.index.json",
+    "additional_chat_templates/*.jinja",
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -117,8 +118,8 @@ def _operations(folder: Path, name: str) -> list[Any]:
     from huggingface_hub import CommitOperationAdd
 
     operations = []
-    for file in sorted(folder.iterdir()):
-        if not any(fnmatch(file.name, pattern) for pattern in UPLOADED):
+    for file in sorted(folder.rglob("*")):
+        if not any(fnmatch(file.relative_to(folder).as_posix(), pattern) for pattern in UPLOADED):
             continue
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise StorageError(f"{file} is a link out of its folder, or no file, and is not uploaded. Remove it.")
@@ -132,7 +133,7 @@ def _operations(folder: Path, name: str) -> list[Any]:
                 content = cleaned.encode()
             elif cleaned != text:
                 raise StorageError(f"{file} holds what looks like a secret, and is not uploaded. Remove it there.")
-        operations.append(CommitOperationAdd(file.name, content))
+        operations.append(CommitOperationAdd(file.relative_to(folder).as_posix(), content))
     if not any(one.path_in_repo.endswith(".safetensors") for one in operations):
         raise StorageError(f"{folder} holds no weights (*.safetensors). Use a complete copy of it.")
     return operations

@@ -149,10 +149,10 @@ class DataConfig:
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)
     """Let rows grow: [[0.0, 8192], [0.3, 16384], [0.6, 65536]] has rows of 8,192 tokens at first, and of 65,536 from
-    60 % of the run's steps on. The last length is sequence_length and the others divide it. A step takes as many more
-    rows as they are shorter, so it has room for the same tokens. A document longer than a row waits for a later stage
-    of the epoch that takes it whole; text is cut where none follows, or where shorter documents do not fill the
-    steps."""
+    60 % of the run's steps on. The last length is sequence_length and the others divide it. If rows are n
+    times shorter, a step takes n times as many, so it has room for the same tokens. A document longer than a row waits
+    for a later stage of the epoch that takes it whole; text is cut where none follows, or where shorter documents do
+    not fill the steps."""
     packing: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
     """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding.
     `auto`: true if the model and its attention keep documents apart and there are no `buckets`, else false, with a

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 2.0**-100
-"""The smallest scale: far below any gradient's, and its square is still a float32."""
+"""The smallest scale: far below any gradient's."""
 PART = 64 * 2**20
 """Numbers that the quantization in plain torch casts to float32 at a time."""
 

@@ -23,6 +23,9 @@ FORWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 """Launches of the activation's kernels: the fastest of 60 and 54 on an H200, for 131,072 rows of 768 columns."""
 
+IEEE = tl.constexpr("ieee")
+"""The precision of products of float32, instead of TF32."""
+
 
 def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:
     """Write each row of `states` [tokens, d] to its rows of `out` [tokens k, d], which `back` [tokens k] gives."""
@@ -168,8 +171,15 @@ def _forward(
         at = g[0] + row * g[1] + column
         gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.dot(low, _factor(b1, expert, 2 * width, width, ranks1, column, rank1[:, None]), gate, input_precision="ieee")
-        up = tl.dot(low, _factor(b1 + width * ranks1, expert, 2 * width, width, ranks1, column, rank1[:, None]), up, input_precision="ieee")
+        gate = tl.dot(
+            low, _factor(b1, expert, 2 * width, width, ranks1, column, rank1[:, None]), gate, input_precision="ieee"
+        )
+        up = tl.dot(
+            low,
+            _factor(b1 + width * ranks1, expert, 2 * width, width, ranks1, column, rank1[:, None]),
+            up,
+            input_precision="ieee",
+        )
         value, _ = activation(gate, SILU)
         p = (value * up).to(h[0].dtype.element_ty)
         tl.store(h[0] + row * h[1] + column, p, mask=inside)
@@ -178,7 +188,7 @@ def _forward(
             mask=(rank2[:, None] < ranks2) & (column < width),
             other=0.0,
         )
-        total = tl.dot(p, tl.trans(a), total, input_precision="ieee") + 0.0  # + 0.0: see swiglu_reduce_triton.py
+        total = tl.dot(p, tl.trans(a), total, input_precision=IEEE) + 0.0  # + 0.0: see swiglu_reduce_triton.py
     narrow = (row < end) & (rank2[None, :] < ranks2)
     tl.store(r2[0] + row * r2[1] + rank2[None, :], total.to(r2[0].dtype.element_ty), mask=narrow)
 
@@ -235,7 +245,11 @@ def _backward(
             mask=(rank2[:, None] < ranks2) & (column < width),
             other=0.0,
         )
-        gate, up, whole = tl.dot(low, b_gate, gate, input_precision="ieee"), tl.dot(low, b_up, up, input_precision="ieee"), tl.dot(above, a, whole, input_precision="ieee")
+        gate, up, whole = (
+            tl.dot(low, b_gate, gate, input_precision=IEEE),
+            tl.dot(low, b_up, up, input_precision=IEEE),
+            tl.dot(above, a, whole, input_precision=IEEE),
+        )
         value, slope = activation(gate, SILU)
         p = value * up
         of_w += tl.sum(whole * p, 1)
@@ -244,8 +258,8 @@ def _backward(
         dg_at = dg[0] + row * dg[1] + column
         tl.store(dg_at, d_gate, mask=inside)
         tl.store(dg_at + width, d_up, mask=inside)
-        total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision="ieee")
-        total = tl.dot(d_up, tl.trans(b_up), total, input_precision="ieee") + 0.0
+        total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision=IEEE)
+        total = tl.dot(d_up, tl.trans(b_up), total, input_precision=IEEE) + 0.0
         tl.debug_barrier()  # every thread reads its dh before one overwrites it
         tl.store(dh_at, (p * w[:, None]).to(dh[0].dtype.element_ty), mask=inside)
     tl.store(dr1[0] + row * dr1[1] + rank1[None, :], total.to(dr1[0].dtype.element_ty), mask=narrow1)

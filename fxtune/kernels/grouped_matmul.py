@@ -7,9 +7,9 @@ the host never reads it: no synchronisation, no shape that depends on the data.
 - `fxtune::grouped_outer`: the sum of outer products of each group's rows, which is the gradient of its matrix. It is
   computed only for matrices that are trained, so frozen experts cost no weight gradients.
 
-On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`, from compute capability 8.0 on), or quack's on
-Hopper. The loops below are their reference, and run elsewhere. torch has a kernel for bfloat16 on Hopper and Blackwell;
-for other dtypes and cards it loops over the groups itself, and waits for the device.
+On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`, from compute capability 8.0 on), or quack's
+on Hopper. The loops below are their reference, and run elsewhere. torch has a kernel for bfloat16 on Hopper and
+Blackwell; for other dtypes and cards it loops over the groups itself, and waits for the device.
 
 They are operators for three reasons: torch's compiler takes grouped GEMMs in bfloat16 only, a checkpointing policy can
 name them, and their backward pass is written here.

@@ -92,7 +92,7 @@ class Proof:
 
 def write_proof(folder: Path, proof: Proof) -> None:
     """Write proof.json: the figures, and the sha256 of each file but the model card, which its readers may edit."""
-    files = {file.name: asdict(digest(file)) for file in sorted(folder.iterdir()) if file.name not in UNPROVEN}
+    files = {name: asdict(digest(folder / name)) for name in files_of(folder)}
     text = json.dumps({"proof": asdict(proof), "files": files}, indent=2)
     (folder / PROOF).write_text(text + "\n")
 
@@ -112,8 +112,14 @@ def changed_since(folder: Path) -> tuple[Proof, list[str]]:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise StorageError(f"{file} cannot be read: {error}. Export the folder again.") from error
     damages = [damage.reason for name, one in files.items() if (damage := find_damage(folder / name, one))]
-    added = {one.name for one in folder.iterdir()} - files.keys() - UNPROVEN
-    return proof, damages + [f"{name} was added" for name in sorted(added) if not name.startswith(".")]
+    added = [name for name in files_of(folder) if name not in files and not name.startswith(".")]
+    return proof, damages + [f"{name} was added" for name in added]
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files below `folder` that are proven, by their paths in it; named chat templates are in a folder."""
+    paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return [path.as_posix() for path in paths if path.name not in UNPROVEN]
 
 
 def prove(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,13 @@ def save_model(
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
 
+    def restore() -> None:
+        """Undo half a replacement: the old export has been moved away, and no new one is in its place."""
+        if old.is_dir() and not old.is_symlink() and not folder.exists():
+            old.rename(folder)
+
     def begin() -> None:
+        restore()
         for leftover in (staging, old):
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -69,9 +76,10 @@ def save_model(
         write_card(staging, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
         write_proof(staging, proof)
         readable = (staging / "README.md").stat().st_mode
-        for file in staging.iterdir():
-            file.chmod(readable)  # safetensors makes its files readable by their owner alone
-            sync(file)  # before the renaming: a power cut must not leave empty files
+        for path in sorted(staging.rglob("*"), reverse=True):  # files before their folder
+            if path.is_file():
+                path.chmod(readable)  # safetensors makes its files readable by their owner alone
+            sync(path)  # before the renaming: a power cut must not leave empty files
 
     try:
         on_main(world, begin)
@@ -83,6 +91,8 @@ def save_model(
         on_main(world, partial(replace_folder, staging, folder, old))
     except OSError as error:
         if world.main:
+            with suppress(OSError):
+                restore()
             shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, Mismatch):
             raise StorageError(

@@ -185,10 +185,10 @@ def _require_fit(
     )
     if troubles:
         raise StorageError(
-            f"{place} cannot be read row by row, which parallel.shard and fp8 models larger than the memory need: each "
-            f"tensor must have its name in the architecture. {troubles}. Use a complete copy, saved by transformers; or "
-            "parallel.shard=1 and a device or host that holds the model, if this family's weights are converted as "
-            "they are read (experts of a mixture)."
+            f"{place} cannot be read row by row, which parallel.shard and fp8 models larger than the memory need: "
+            f"each tensor must have its name in the architecture. {troubles}. Use a complete copy, saved by "
+            "transformers; or parallel.shard=1 and a device or host that holds the model, if this family's weights "
+            "are converted as they are read (experts of a mixture)."
         )
 
 

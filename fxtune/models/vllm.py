@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of --max-lora-rank; 1 is one, too."""
+"""Values that --max-lora-rank takes, apart from 1."""
 REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that were trained in full (modules_to_save)",

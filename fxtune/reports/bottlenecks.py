@@ -65,7 +65,7 @@ class Times:
 @dataclass(frozen=True)
 class Rule:
     least: float
-    """From which share on it is worth a sentence."""
+    """The smallest share that is reported."""
     share: Callable[[Times], float]
     sentence: Callable[[Times], str]
     """With {share} where the share belongs."""

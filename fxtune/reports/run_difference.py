@@ -1,4 +1,4 @@
-"""What two runs have not in common: their recipes, their data, what `auto` decided, machine and packages, and the
+"""What differs between two runs: their recipes, their data, what `auto` decided, machine and packages, and the
 curves, from the first step at which they part.
 
 It reads what a run leaves in its folder (config.yaml, setting.json, metrics.jsonl), also of a run that still trains.

@@ -11,8 +11,8 @@ Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or h
 needed (`transpose`).
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. In fp8 it
-need not fit in host memory either: then its rows are quantized as they are read (models/shards.py). Only the adapter is
-saved; it loads onto the plain base.
+need not fit in host memory either: then its rows are quantized as they are read (models/shards.py). Only the adapter
+is saved; it loads onto the plain base.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Quantize(Technique):
         if self.type is not Type.nf4 and not self.double:
             yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
         if self.transpose is Switch.off and not fp8:
-            yield f"transpose: only fp8 has a transpose to leave out, and type is {kind}. Set it to auto, or type to fp8."
+            yield f"transpose: only fp8 has one to leave out, and type is {kind}. Set it to auto, or type to fp8."
         if facts.device == "cuda":
             yield from self._check_card(facts)
         if self.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":

@@ -180,6 +180,11 @@ class RunBuilder:
             if found := contract_broken(returned, objective.normalizer(plan, 0)):
                 plugin = OBJECTIVES.added()[name]
                 raise ConfigError(f"{plugin.file}: the objective `{name}` must return {CONTRACT}: {found}.")
+            if model.routers is not None and model.routers.coefficient and not model.asked_routers:
+                raise ConfigError(
+                    f"techniques.router.aux_loss_coef={model.routers.coefficient:g}, and the objective `{name}` adds "
+                    "no auxiliary loss. Set it to 0, or add what model.router_terms(batch) returns to the loss."
+                )
         loss, metrics = returned
         seen = f"{loss.item():.4g} for a micro-batch; metrics: {', '.join(metrics) or 'none'}"
         return [Evidence("objective", f"{name}: {CONTRACT}", seen, acted=True)]

@@ -17,6 +17,7 @@ from support.architectures import (
 )
 
 from fxtune.errors import StorageError
+from fxtune.models.export_proof import changed_since
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline
@@ -63,6 +64,36 @@ def test_saving_replaces_and_full_disk_keeps_the_old_folder(base, tmp_path, monk
     save_model(model, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_old_export_comes_back_after_a_kill_between_the_two_renames(base, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+    save_model(load(base), tokenizer, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", full)
+    with pytest.raises(StorageError, match="No space left"):
+        save_model(load(base), tokenizer, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_named_chat_templates_are_saved_readable_and_proven(base, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[1].content }}"}
+    folder = save_model(load(base), tokenizer, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    assert changed_since(folder)[1] == []
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text(file.read_text() + " ")
+    (changed,) = changed_since(folder)[1]
+    assert "tool_use.jinja has" in changed
 
 
 def test_adapter_has_config_only_if_base_config_was_edited(base, tmp_path):

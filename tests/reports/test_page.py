@@ -102,7 +102,7 @@ def test_several_runs_stand_side_by_side(tmp_path):
     shown = page(first, second, at=tmp_path / "both.html")
     assert "2 runs side by side" in shown.text
     assert "optimizer.lr 0.001 0.005" in shown.text
-    assert "run.name" not in shown.text.partition("In what the runs differ")[2].partition("Answers")[0]
+    assert "run.name" not in shown.text.partition("Differences between the runs")[2].partition("Answers")[0]
     values = re.findall(r'data-values="([^"]*)"', (tmp_path / "both.html").read_text())
     loss = json.loads(values[0].replace("&#34;", '"'))
     assert [(line["name"], line["steps"], line["values"][-1]) for line in loss] == [

@@ -1,4 +1,4 @@
-"""What two runs have not in common."""
+"""What differs between two runs."""
 
 import json
 

@@ -210,7 +210,10 @@ def refused(
         ),
         ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
         ({"kind": "int8", "here": {"double": False}}, "double: only nf4's scales can be quantized, and type is int8"),
-        ({"here": {"transpose": Switch.off}}, "transpose: only fp8 has a transpose to leave out, and type is nf4. Set it"),
+        (
+            {"here": {"transpose": Switch.off}},
+            "transpose: only fp8 has one to leave out, and type is nf4. Set it",
+        ),
         (
             {"kind": "nf4_torchao"},
             "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "

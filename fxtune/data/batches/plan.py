@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Optional
@@ -23,6 +24,7 @@ from fxtune.data.batches.overlap import copies
 from fxtune.data.batches.segments import SegmentCounts
 from fxtune.data.batches.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -384,9 +386,11 @@ class Plan:
             return _Layout.of(rows, step_rows, int(count))
 
         if most is not None:
-            found = layout(StepRows.of(stages, most))
-            if found.step_rows.first_row(most) <= found.count:
-                return found
+            # As an upper bound beside epochs it may be more steps than their documents last for.
+            with suppress(DataError) if sizes.epochs is not None else nullcontext():
+                found = layout(StepRows.of(stages, most))
+                if found.step_rows.first_row(most) <= found.count:
+                    return found
         # Rows of the longest length, as far as that is known: cutting rows shorter may make a few more.
         equal = [stage._replace(rows=stage.rows * stage.length // longest) if packing else stage for stage in stages]
         rows = int(_count_rows(self.stream, 1.0 if sizes.epochs is None else sizes.epochs, math.inf))

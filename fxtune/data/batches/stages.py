@@ -2,7 +2,7 @@
 
 A run has one stage, or several: `train.batch_ramp` lets the batch grow, and `data.length_schedule` lets rows grow. A
 stage begins at a share of the run's steps, so the plan must know how many there are. With train.epochs that is the
-number whose steps hold the epochs; a longer run never holds less. Learning-rate schedules count steps, as always.
+smallest number of steps that covers the epochs. Learning-rate schedules count steps, as always.
 
 Rows of a stage are shorter by a whole number n than the last ones, and a step takes n times as many of them. So each
 step has room for the same tokens, in micro-batches of the same tokens: memory, the time of the matmuls and the noise

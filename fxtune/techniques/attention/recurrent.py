@@ -1,13 +1,14 @@
 """Keeps packed documents apart in recurrent layers: state-space models, linear attention, short convolutions.
 
-Such a layer carries a state from token to token, in a packed row also past the end of a document. So here its
-documents become rows of a batch of their own, filled up to the longest, run through the layer as transformers has it,
-and go back to their places. Each starts from an empty state, whatever the kernel, and no token reads one of another
+Such a layer carries a state from token to token. In a packed row the state would pass from one document into the next.
+So each document becomes a row of its own, padded to the longest; the layer runs on these rows as transformers has it,
+and its outputs are put back. Each starts from an empty state, whatever the kernel, and no token reads one of another
 document. The padding comes last, and a state does not flow back to the tokens before it.
 
-It costs the layer's work on the padding, and one wait for the device in a forward pass, for the number and the length
-of the documents. So `data.packing=auto` pads these models; `true` packs them. The small model of isolation.py says
-whether it is enough: layers that mix tokens in another way (attention to chunks of earlier tokens) are still refused.
+It costs the layer's work on the padding (documents times the longest one), and each forward pass waits for the device
+to know the number and the lengths of the documents. So `data.packing=auto` pads these models; `true` packs them. The
+small model of isolation.py says whether it is enough: layers that mix tokens in another way (attention to chunks of
+earlier tokens) are still refused.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def select(model: Any, lora: Lora) -> Selection:
         chosen.taken = frozenset(names - config.target_modules)
         targets = config.target_parameters or ()
         adaptable = [path for path, _ in model.named_parameters() if any(matches(path, one) for one in targets)]
-        # peft knows names of experts for some families only, and none of the tensors themselves.
+        # peft knows the experts' names of some families only, and never the names of their tensors.
         asked = [path for path in weights if every or any(matches(path, one) for one in lora.target_modules)]
         adaptable += [path for path in asked if path not in adaptable and is_described(named, path)]
     decoder, head = _path(model, backbone(model)), model.get_output_embeddings()

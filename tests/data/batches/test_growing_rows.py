@@ -141,6 +141,8 @@ def test_documents_that_are_not_cut_need_longer_rows_in_time(change):
         grown(tables, length_schedule=[[0.0, 16], [0.5, 64]], epochs=1.0, **options)
     plan = grown(tables, length_schedule=[[0.0, 16], [0.24, 64]], epochs=1.0, **options)
     assert targets(plan) == targets(grown(tables, epochs=1.0, **options))
+    bounded = grown(tables, length_schedule=[[0.0, 16], [0.24, 64]], epochs=1.0, max_steps=plan.steps + 15, **options)
+    assert (bounded.steps, targets(bounded)) == (plan.steps, targets(plan)), "max_steps is an upper bound"
 
 
 def test_run_of_fixed_steps_over_weighted_sources_grows_at_the_same_steps():

@@ -191,9 +191,9 @@ def load_all() -> None:
         if not any(plugin.file == Path(path) for plugin in _loaded.values()):
             load_file(Path(path))
     if not _installed:
-        _installed.append(True)
         for point in metadata.entry_points(group=GROUP):
             _load_installed(point)
+        _installed.append(True)
 
 
 def load_file(path: Path) -> Plugin:
@@ -226,6 +226,9 @@ def _load_installed(point: Any) -> None:
 
 def _load(plugin: Plugin, run: Callable[[], object]) -> None:
     other = _loaded.get(plugin.name)
+    if other is not None and other.file == plugin.file and other != plugin:  # edited since, in a notebook
+        _drop(other)
+        other = None
     if other is not None and other != plugin:
         raise ConfigError(
             f"Two plugins have the name `{plugin.name}`: {other.file} and {plugin.file}. Use one of them."

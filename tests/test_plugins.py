@@ -221,13 +221,16 @@ def test_registering_outside_of_a_plugin_is_refused():
         fxtune.metric("lost")(len)
 
 
-def test_load_plugin_stays_for_the_process(cwd, monkeypatch):
+def test_load_plugin_stays_for_the_process_and_takes_an_edited_file_again(cwd, monkeypatch):
     written("import fxtune\n@fxtune.metric('m')\ndef f(a, b): return 1.0\n")
     monkeypatch.setenv(plugins.FILES, "")
     try:
         fxtune.load_plugin("mine.py")
         assert plugins.METRICS["m"]("a", "b") == 1.0
         assert str(Path("mine.py").resolve()) in plugins.os.environ[plugins.FILES], "workers find it"
+        written("import fxtune\n@fxtune.metric('m')\ndef f(a, b): return 2.0\n")
+        fxtune.load_plugin("mine.py")
+        assert plugins.METRICS["m"]("a", "b") == 2.0
     finally:
         plugins._drop(plugins._loaded["mine"])
 

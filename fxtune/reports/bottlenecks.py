@@ -49,6 +49,11 @@ class Times:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
+    def mean(self, metric: str) -> float:
+        """The mean over the log lines; 0 without any."""
+        values = [value for value in self.run.curves.get(metric, {}).values() if isinstance(value, (int, float))]
+        return sum(values) / len(values) if values else 0.0
+
     def last(self, metric: str) -> float:
         value = self.run.last.get(metric)
         return float(value) if isinstance(value, (int, float)) else 0.0
@@ -80,7 +85,7 @@ def _workers(times: Times) -> list[str]:
 
 def _slowest(times: Times) -> float:
     """What the run would gain if the slowest rank were as fast as the others."""
-    behind = times.last("train/slowest_behind")
+    behind = times.mean("train/slowest_behind")
     return times.share("passes") * behind / (1 + behind)
 
 
@@ -150,7 +155,7 @@ RULES: dict[str, Rule] = {
         0.03,
         _slowest,
         lambda times: (
-            f"Rank {times.last('train/slowest_rank'):.0f} takes {times.last('train/slowest_behind'):.0%} longer than "
+            f"Rank {times.last('train/slowest_rank'):.0f} takes {times.mean('train/slowest_behind'):.0%} longer than "
             "the others, which wait for it for {share} of the time (is its card hot, slow, or shared?)"
         ),
         lambda times: ["`fxtune doctor` on its machine"],

@@ -93,7 +93,7 @@ def write_report(folders: Sequence[Path], file: Path) -> None:
     with as_written(*folders):
         text = render([RunFiles(folder) for folder in folders])
     try:
-        replace_text(file, text)
+        replace_text(file, text.encode("utf-8", "replace").decode())  # a folder's name may be no UTF-8
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror or error}. Name another file.") from error
 

@@ -1,7 +1,7 @@
 """Where the time of a run went, from the times that it recorded: start-up, parts of the steps, evaluations, saves.
 
 A part of the steps is its mean over the log lines, each weighted with the steps since the line before it, times the
-steps. A line that a resumed run has repeated counts once, so the time of steps that a kill lost is in the rest.
+steps. A line that a resumed run has repeated counts once, so the time of steps that a kill lost is in no part.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fxtune.distributed import failure
@@ -16,7 +17,10 @@ _STORES: list[Any] = []
 
 def of_rank_0(choose: Callable[[], str]) -> str:
     """choose() of rank 0, on all ranks, which call this in the same order. Raises its UserError there, and
-    LostRankError on the others; RankError if the ranks cannot reach each other."""
+    LostRankError on the others; RankError if the ranks cannot reach each other.
+
+    Rank 0 waits until the others have read it: it may end, and the store that it opened with it.
+    """
     rank, size, _ = place()
     if size == 1:
         return choose()
@@ -26,6 +30,8 @@ def of_rank_0(choose: Callable[[], str]) -> str:
     try:
         _STORES.append(PrefixStore("choices", failure.find_store(meeting_time())))
         found = json.loads(_STORES[-1].get(key)) if rank else ""
+        if rank:
+            _STORES[-1].set(_read_by(rank, key), "")
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"Rank {rank} of {size} cannot reach rank 0 at MASTER_ADDR and MASTER_PORT: {first_line(error)}. Check "
@@ -39,6 +45,22 @@ def of_rank_0(choose: Callable[[], str]) -> str:
         chosen = choose()
     except UserError:
         _STORES[-1].set(key, "null")
+        with suppress(RankError):
+            _wait_for_readers(key, size)
         raise
     _STORES[-1].set(key, json.dumps(chosen))
+    _wait_for_readers(key, size)
     return chosen
+
+
+def _read_by(rank: int, key: str) -> str:
+    return f"{key}, read by {rank}"
+
+
+def _wait_for_readers(key: str, size: int) -> None:
+    try:
+        _STORES[-1].wait([_read_by(rank, key) for rank in range(1, size)], meeting_time())
+    except RuntimeError as error:
+        raise RankError(
+            f"Not all {size} ranks have asked rank 0 within {meeting_time()}. See the messages of the others."
+        ) from error

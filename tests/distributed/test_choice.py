@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch.distributed as dist
 
@@ -11,8 +13,10 @@ from fxtune.errors import LostRankError, RankError, StorageError
 
 @pytest.fixture
 def be(monkeypatch):
-    """be(rank) makes this process that one of two ranks, which have one store."""
+    """be(rank) makes this process that one of two ranks, which have one store. Rank 1 has read the first choices."""
     store, stores = dist.HashStore(), {0: [], 1: []}
+    for key in range(2):
+        store.set(f"choices/{choice._read_by(1, str(key))}", "")
     monkeypatch.setattr(choice.failure, "find_store", lambda limit: store)
 
     def become(rank: int) -> None:
@@ -39,6 +43,23 @@ def test_mistake_of_rank_0_is_its_own_and_the_others_lose_it(be):
     be(1)
     with pytest.raises(LostRankError):
         choice.of_rank_0(lambda: "c")
+
+
+def test_rank_0_waits_until_the_others_have_read_its_choice(be):
+    """Otherwise it may end, and a slow rank would look for its store in vain."""
+    be(0)
+    for chosen in "ab":
+        choice.of_rank_0(lambda chosen=chosen: chosen)
+    waiting = threading.Thread(target=lambda: choice.of_rank_0(lambda: "c"))
+    waiting.start()
+    store = choice._STORES[0]
+    while not store.check(["2"]):
+        pass
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    store.set(choice._read_by(1, "2"), "")
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_one_process_asks_nobody():

@@ -78,10 +78,10 @@ def select(model: Any, lora: Lora) -> Selection:
     named, every = dict(model.named_modules()), ALL_LINEAR in lora.target_modules
     weights = [path for path, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in path]
     chosen, adaptable = Selection(), list[str]()
-    if weights:
+    if weights or _files_are_converted(model):
         config, names = _read_as_experts(model, lora)
         chosen.taken = frozenset(names - config.target_modules)
-        targets = config.target_parameters or ()
+        targets = config.target_parameters or () if weights else ()
         adaptable = [path for path, _ in model.named_parameters() if any(matches(path, one) for one in targets)]
         # peft knows the experts' names of some families only, and never the names of their tensors.
         asked = [path for path in weights if every or any(matches(path, one) for one in lora.target_modules)]
@@ -250,6 +250,15 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, name, parameter in held:
             parameter.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
             module._parameters[name] = parameter
+
+
+def _files_are_converted(model: Any) -> bool:
+    """Whether transformers converts the files of this family, among them those of mixtures. Then peft may read names
+    of linears as those of experts, also in a model without any."""
+    from transformers import conversion_mapping
+
+    known = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    return getattr(model.config, "model_type", None) in known
 
 
 def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures import built, enable, logits, lora, on_disk, trained
+from support.architectures import SIZES, built, enable, logits, lora, on_disk, trained, word_tokenizer
 from support.cases import slow_but
 from support.lora_models import loss_and_gradients, require_close
 from support.mixtures import mixture, uneven
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -192,3 +192,17 @@ def test_experts_beyond_the_memory_are_refused_before_a_weight_is_made():
     sizes = {"hidden_size": 4096, "moe_intermediate_size": 4096, "num_hidden_layers": 100, "num_experts": 512}
     with pytest.raises(ConfigError, match=r"model\.path: its weights in float32, gradients .* this machine has"):
         built(lora(), mixture("qwen3_moe", **sizes), packing=False)
+
+
+def test_linears_that_peft_reads_as_experts_are_loaded_by_plain_peft_in_a_model_without_experts(tmp_path):
+    """peft reads gate_proj, up_proj and down_proj of this family as names of experts, and its dense layers have them."""
+    pytest.importorskip("transformers.models.beam")
+    from peft.tuners.lora import LoraLayer
+
+    sizes = {**SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = ModelConfig(path=None, init=Init.random, architecture={"model_type": "beam", **sizes, "n_group": 1})
+    model = built(lora(), config, packing=False)
+    adapted = sum(isinstance(module, LoraLayer) for module in model.modules())
+    folder = save_model(trained(model), word_tokenizer(100), tmp_path / "adapter")  # which loads it with plain peft
+    assert json.loads(Path(folder, "adapter_config.json").read_text())["target_parameters"]
+    assert adapted > 8

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from support import architectures
 from support.architectures import CPU, architecture, facts_of
 from support.cases import slow_but
 
@@ -16,15 +17,7 @@ from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.attention import isolation, recurrent
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-}
+SIZES = {**architectures.SIZES, "max_position_embeddings": 256}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],

@@ -46,6 +46,7 @@ def flash4(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention.
 
@@ -59,15 +60,16 @@ def flash4(
         scale: of the scores, usually d^-0.5.
         window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: all before it.
         softcap: c in c * tanh(score / c) (Gemma 2); 0: none.
+        sinks: [heads], a score in each softmax that belongs to no token and no value (gpt-oss).
 
     Returns:
         out: like q with v's last dimension, contiguous.
-        lse: log-sum-exp of the scores (natural logarithm), float32 [heads, tokens] or [rows, heads, length]; it has no
-            gradient.
+        lse: log-sum-exp of the scores and the sink (natural logarithm), float32 [heads, tokens] or [rows, heads,
+            length]; it has no gradient.
     """
     out, lse = _results(q, k, v, cu_seqlens)
     options = _options(cu_seqlens, max_seqlen, scale, window)
-    package()._flash_attn_fwd(q, k, v, **options, softcap=softcap or None, out=out, lse=lse)
+    package()._flash_attn_fwd(q, k, v, **options, softcap=softcap or None, learnable_sink=sinks, out=out, lse=lse)
     return out, lse
 
 
@@ -85,7 +87,8 @@ def flash4_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of flash4, contiguous. With torch.use_deterministic_algorithms they are the same bits each time."""
+    """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms they are
+    the same bits each time."""
     dq, dk, dv = _gradients(q, k, v)
     package()._flash_attn_bwd(
         q,
@@ -144,13 +147,16 @@ def reference(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """flash4 in plain torch, document by document, in float32 (float64 for float64)."""
     out, lse = _results(q, k, v, cu_seqlens)
     for (qd, kd, vd), rows, columns in _documents((q, k, v), cu_seqlens):
         scores = _scores(qd, kd, scale, window, softcap)[0]
-        lse[columns] = scores.logsumexp(-1)
-        out[rows] = (scores.softmax(-1) @ _per_head(vd, qd)).transpose(0, 1).to(out.dtype)
+        sums = scores.logsumexp(-1)
+        lse[columns] = sums if sinks is None else torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+        probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
+        out[rows] = (probabilities @ _per_head(vd, qd)).transpose(0, 1).to(out.dtype)
     return out, lse
 
 
@@ -196,16 +202,24 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, *ctx.options = inputs
+    q, k, v, cu_seqlens, *ctx.options, sinks = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 8
-    return *torch.ops.fxtune.flash4_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+        return (None,) * 9
+    *tensors, sinks = ctx.saved_tensors
+    gradients = torch.ops.fxtune.flash4_backward(dout, *tensors, *ctx.options)
+    of_sinks = None
+    if sinks is not None and ctx.needs_input_grad[8]:
+        out, lse = tensors[3:5]
+        dot = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
+        each = -(sinks.to(lse.dtype)[:, None] - lse).exp() * dot
+        of_sinks = each.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
+    return *gradients, None, None, None, None, None, of_sinks
 
 
 flash4.register_autograd(_backward, setup_context=_setup)

@@ -7,12 +7,16 @@ computes
     g = x GU_e^T + r1 B1_e^T   with r1 = x A1_e^T       h = act(gate of g) * (up of g)
     y = h D_e^T + r2 B2_e^T    with r2 = h A2_e^T       out[t] = sum of w y over the token's rows
 
+Where experts have biases, g and y contain them. Activation says what act is, and how gate and up lie in g.
+
 The products with GU and D take most of the time. The steps between them move as few bytes as possible:
 
-- The kernel of the activation adds r1 B1^T as it reads g, and computes r2; backward it computes dr1 and adds dr2 A2.
-  quack's GEMM of `down` adds r2 B2^T before it rounds; torch's needs another pass for it.
+- The kernel of the activation adds r1 B1^T and a bias as it reads g, and computes r2; backward it computes dr1 and
+  adds dr2 A2.
+  quack's GEMM of `down` adds r2 B2^T before it rounds; torch's needs another pass for it. The sum over a token's rows
+  adds the bias of y.
 - Neither y nor the gathered x and dy are kept for the backward pass. The gradient of w is <dout[t], y>, which equals
-  <dh, h> before dh is multiplied by w; x and dy are gathered again.
+  <dh, h> before dh is multiplied by w, plus <dout[t], bias>; x and dy are gathered again.
 - Nothing is summed by atomic additions: the same bits in each run.
 
 On a GPU these steps are Triton kernels (gated_experts_triton.py) and grouped GEMMs; the functions of torch below are
@@ -29,7 +33,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.kernels.grouped_matmul import outer, product, segments
 from fxtune.kernels.matmul import CUBLAS
-from fxtune.kernels.swiglu import gated, gated_backward
+from fxtune.kernels.swiglu import act_and_slope
+
+TENSORS = 13
+"""Arguments of the operator that are tensors or None; they come first."""
 
 
 class Adapter(NamedTuple):
@@ -37,6 +44,26 @@ class Adapter(NamedTuple):
 
     a: Tensor
     b: Tensor
+
+
+class Activation(NamedTuple):
+    """h = f(gate) * (up + shift), where gate is cut at `limit` and up at both `limit` and -`limit` first.
+
+    transformers' default is silu or gelu without a limit; gpt-oss has alpha 1.702, limit 7, shift 1, interleaved.
+    """
+
+    name: str = "silu"
+    """One of swiglu.ACTS."""
+    alpha: float = 1.0
+    """f(gate) = act(alpha gate) / alpha, for silu gate * sigmoid(alpha gate)."""
+    limit: float = 0.0
+    """0: none."""
+    shift: float = 0.0
+    interleaved: bool = False
+    """Columns of gate and up take turns in g; otherwise all of gate come first."""
+
+
+SILU = Activation()
 
 
 def gated_experts(
@@ -47,20 +74,23 @@ def gated_experts(
     ends: Tensor,
     matrices: tuple[Tensor, Tensor],
     adapters: tuple[Adapter, Adapter],
-    act: str = "silu",
+    act: Activation = SILU,
     by: str = CUBLAS,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """[tokens, d]: the weighted sum of the outputs of each token's experts.
 
     Args:
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
         order, back, ends: of a Routing of [tokens, k] experts.
-        matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen.
+        matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
+            strides.
         adapters: those of both tensors, in hidden's dtype.
-        act: one of swiglu.ACTS.
         by: see grouped_matmul.product().
+        biases: of both products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
     """
-    return _forward(hidden, weights, order, back, ends, *matrices, *adapters[0], *adapters[1], act, by)[0]
+    tensors = *matrices, *adapters[0], *adapters[1], *biases
+    return _forward(hidden, weights, order, back, ends, *tensors, *act, by)[0]
 
 
 @torch.library.custom_op("fxtune::gated_experts", mutates_args=())
@@ -76,7 +106,13 @@ def _forward(
     b1: Tensor,
     a2: Tensor,
     b2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
     act: str,
+    alpha: float,
+    limit: float,
+    shift: float,
+    interleaved: bool,
     by: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
@@ -84,13 +120,13 @@ def _forward(
     r1 = product(x, a1.mT, ends, by=by)
     g = product(x, gate_up.mT, ends, by=by)
     del x
-    h, r2 = activate(g, r1, b1, a2, ends, act)
+    h, r2 = activate(g, r1, b1, a2, bias1, ends, Activation(act, alpha, limit, shift, interleaved))
     y = product(h, down.mT, ends, plus=product(r2, b2.mT, ends, by=by), by=by)
-    return combine(y, back, weights), g, r1, r2
+    return combine(y, back, weights, bias=bias2, ends=ends), g, r1, r2
 
 
 @_forward.register_fake
-def _(hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, b2, act, by):
+def _(hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, *_):
     sizes = gate_up.shape[1], a1.shape[1], a2.shape[1]
     return torch.empty_like(hidden), *(hidden.new_empty(len(back), size) for size in sizes)
 
@@ -109,7 +145,13 @@ def _backward(
     b1: Tensor,
     a2: Tensor,
     b2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
     act: str,
+    alpha: float,
+    limit: float,
+    shift: float,
+    interleaved: bool,
     by: str,
     g: Tensor,
     r1: Tensor,
@@ -122,14 +164,17 @@ def _backward(
     dr2 = product(dy, b2, ends, by=by)
     dh = product(dy, down, ends, by=by)
     del dy
-    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, ends, act)  # dh now holds w h
+    activation = Activation(act, alpha, limit, shift, interleaved)
+    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, bias1, ends, activation)  # dh now holds w h
     da2 = outer(dr2, dh, ends, by=by)
     db1 = outer(dg, r1, ends, by=by)
     dx = product(dg, gate_up, ends, plus=product(dr1, a1, ends, by=by), by=by)
     del dg, dh
     da1 = outer(dr1, gather(hidden, back), ends, by=by)
-    of_weights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
-    return combine(dx, back, None, weights.shape[1]), of_weights, da1, db1, da2, db2
+    of_weights = dw.index_select(0, back).view(weights.shape)
+    if bias2 is not None:
+        of_weights += (dout @ bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
+    return combine(dx, back, None, weights.shape[1]), of_weights.to(weights.dtype), da1, db1, da2, db2
 
 
 @_backward.register_fake
@@ -138,17 +183,17 @@ def _(dout, hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, b2, *
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.act, ctx.by = inputs
+    tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:]
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 13
+        return (None,) * (TENSORS + len(ctx.options))
     *tensors, g, r1, r2 = ctx.saved_tensors
-    hidden, weights, *adapters = _backward(dout.contiguous(), *tensors, ctx.act, ctx.by, g, r1, r2)
-    return hidden, weights, None, None, None, None, None, *adapters, None, None
+    hidden, weights, *adapters = _backward(dout.contiguous(), *tensors, *ctx.options, g, r1, r2)
+    return hidden, weights, None, None, None, None, None, *adapters, None, None, *(None for _ in ctx.options)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)
@@ -166,50 +211,111 @@ def gather(states: Tensor, back: Tensor) -> Tensor:
     return out
 
 
-def combine(rows: Tensor, back: Tensor, weights: Tensor | None, k: int = 1) -> Tensor:
-    """[tokens, d]: of each token the sum of its rows, weighted by `weights` [tokens, k] if given."""
+def _expert_of(back: Tensor, ends: Tensor) -> Tensor:
+    """The expert of each pair (token, rank)."""
+    return torch.searchsorted(ends, back, right=True)
+
+
+def combine(
+    rows: Tensor,
+    back: Tensor,
+    weights: Tensor | None,
+    k: int = 1,
+    bias: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """[tokens, d]: of each token the sum of its rows, weighted by `weights` [tokens, k] if given. `bias` [experts, d]
+    is added to the rows of its expert first."""
     k = k if weights is None else weights.shape[1]
+    expert = None if bias is None or ends is None else _expert_of(back, ends)
     if rows.is_cuda:
         from fxtune.kernels.gated_experts_triton import add_up
 
-        return add_up(rows, back, weights, k)
-    each = _wide(rows).index_select(0, back).view(-1, k, rows.shape[1])
+        return add_up(rows, back, weights, k, bias, expert)
+    each = _wide(rows).index_select(0, back)
+    each = (each if bias is None else each + bias[expert]).unflatten(0, (-1, k))
     return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """h [rows, width] and r2 = h A2^T [rows, r]; g [rows, 2 width] comes without r1 B1^T."""
+def activate(
+    g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, bias: Tensor | None, ends: Tensor, act: Activation
+) -> tuple[Tensor, Tensor]:
+    """h [rows, width] and r2 = h A2^T [rows, r]; g [rows, 2 width] comes without r1 B1^T and `bias`."""
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import forward
 
-        return forward(g, r1, b1, a2, ends, act)
+        return forward(g, r1, b1, a2, bias, ends, act)
     h, r2 = g.new_empty(len(g), g.shape[1] // 2), g.new_empty(len(g), a2.shape[1])
     for expert, rows in segments(ends):
-        gated(act, g[rows], (r1[rows], b1[expert]), h[rows])
+        h[rows] = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)[0].to(h.dtype)
         torch.mm(h[rows], a2[expert].t(), out=r2[rows])
     return h, r2
 
 
 def activate_backward(
-    g: Tensor, r1: Tensor, b1: Tensor, dh: Tensor, dr2: Tensor, a2: Tensor, w: Tensor, ends: Tensor, act: str
+    g: Tensor,
+    r1: Tensor,
+    b1: Tensor,
+    dh: Tensor,
+    dr2: Tensor,
+    a2: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    act: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the gradient [rows] of the rows' weights `w` [rows, 1].
+    """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the gradient [rows] of the rows' weights `w` [rows, 1], as far as
+    it comes from h.
 
     `dh` [rows, width] comes without dr2 A2, and both without w. It is overwritten with w h.
     """
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import backward
 
-        return backward(g, r1, b1, dh, dr2, a2, w, ends, act)
+        return backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act)
     dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(len(g), dtype=_wide(w).dtype)
     for expert, rows in segments(ends):
         whole = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
-        h, nothing = whole * w[rows], (dr2[rows, :0], a2[expert, :0])
-        gated_backward(act, g[rows], h, (r1[rows], b1[expert]), nothing, dg[rows])  # h is now act(gate) * up
-        torch.mm(dg[rows], b1[expert], out=dr1[rows])
+        h, of_gate, of_up = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)
         dw[rows] = (whole * h).sum(1)
+        whole *= w[rows]
+        gate, up = _halves(dg[rows], act)
+        gate.copy_(whole * of_gate)
+        up.copy_(whole * of_up)
+        torch.mm(dg[rows], b1[expert], out=dr1[rows])
         dh[rows] = (h * w[rows]).to(dh.dtype)
     return dg, dr1, dw
+
+
+def _whole(g: Tensor, r1: Tensor, b1: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    """g of one expert's rows with r1 B1^T and the bias."""
+    inner = _wide(g).addmm(_wide(r1), _wide(b1).t())
+    return inner if bias is None else inner + bias[expert]
+
+
+def _halves(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
+    """gate and up as views of g or its gradient."""
+    if act.interleaved:
+        return inner[..., ::2], inner[..., 1::2]
+    gate, up = inner.chunk(2, -1)
+    return gate, up
+
+
+def act_of(inner: Tensor, act: Activation) -> Tensor:
+    """h [rows, width] of g [rows, 2 width], in plain torch."""
+    return _gated(inner, act)[0]
+
+
+def _gated(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """h, and its derivatives by gate and by up."""
+    gate, up = _halves(inner, act)
+    within = torch.ones_like(gate), torch.ones_like(up)
+    if act.limit:
+        within = (gate <= act.limit).to(gate.dtype), (up.abs() <= act.limit).to(up.dtype)
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+    value, slope = act_and_slope(act.name, act.alpha * gate)
+    value, up = value / act.alpha, up + act.shift
+    return value * up, slope * up * within[0], value * within[1]
 
 
 def _wide(x: Tensor) -> Tensor:

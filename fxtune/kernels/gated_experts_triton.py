@@ -9,6 +9,8 @@ All arithmetic is float32. Offsets of rows are int64. Import this module only on
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from fxtune.kernels.activation import activation
 from fxtune.kernels.triton_matrix import matrix
+
+if TYPE_CHECKING:
+    from fxtune.kernels.gated_experts import Activation
 
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""
@@ -37,40 +42,74 @@ def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def add_up(rows: Tensor, back: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given."""
+def add_up(
+    rows: Tensor,
+    back: Tensor,
+    weights: Tensor | None,
+    k: int,
+    bias: Tensor | None = None,
+    expert: Tensor | None = None,
+) -> Tensor:
+    """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given. `bias` [experts, d] of a
+    row's `expert` [tokens k] is added to it first."""
     width = rows.shape[1]
     out = rows.new_empty(len(back) // k, width)
     block = min(triton.next_power_of_2(width), COLUMNS)
     if len(out):
-        grid = len(out), triton.cdiv(width, block)
-        given = rows if weights is None else weights.contiguous()
-        _add_up[grid](*map(matrix, (rows, out)), back, given, width, K=k, BLOCK=block, WEIGHTED=weights is not None)
+        given = [rows if one is None else one.contiguous() for one in (weights, bias, expert)]
+        _add_up[len(out), triton.cdiv(width, block)](
+            *map(matrix, (rows, out)), back, *given, width,
+            K=k, BLOCK=block, WEIGHTED=weights is not None, BIASED=bias is not None,
+        )  # fmt: skip
     return out
 
 
-def forward(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: str) -> tuple[Tensor, Tensor]:
+def forward(
+    g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, bias: Tensor | None, ends: Tensor, act: Activation
+) -> tuple[Tensor, Tensor]:
     """See gated_experts.activate()."""
     rows, width = len(g), g.shape[1] // 2
     h, r2 = g.new_empty(rows, width), g.new_empty(rows, a2.shape[1])
     _forward[_grid(rows, ends, FORWARD)](
-        *map(matrix, (g, r1, h, r2)), b1.contiguous(), a2.contiguous(), ends, *_sizes(width, b1, a2, ends),
-        SILU=act == "silu", **_blocks(b1, a2, ends), **FORWARD,
+        *map(matrix, (g, r1, h, r2)), b1.contiguous(), a2.contiguous(), g if bias is None else bias.contiguous(), ends,
+        *_sizes(width, b1, a2, ends), **_kind(act, bias), **_blocks(b1, a2, ends), **FORWARD,
     )  # fmt: skip
     return h, r2
 
 
 def backward(
-    g: Tensor, r1: Tensor, b1: Tensor, dh: Tensor, dr2: Tensor, a2: Tensor, w: Tensor, ends: Tensor, act: str
+    g: Tensor,
+    r1: Tensor,
+    b1: Tensor,
+    dh: Tensor,
+    dr2: Tensor,
+    a2: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    act: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See gated_experts.activate_backward()."""
     rows, width = dh.shape
     dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(rows, dtype=torch.float32)
     _backward[_grid(rows, ends, BACKWARD)](
-        *map(matrix, (g, r1, dh, dr2, dg, dr1)), b1.contiguous(), a2.contiguous(), w.float().contiguous(), dw, ends,
-        *_sizes(width, b1, a2, ends), SILU=act == "silu", **_blocks(b1, a2, ends), **BACKWARD,
+        *map(matrix, (g, r1, dh, dr2, dg, dr1)), b1.contiguous(), a2.contiguous(),
+        g if bias is None else bias.contiguous(), w.float().contiguous(), dw, ends, *_sizes(width, b1, a2, ends),
+        **_kind(act, bias), **_blocks(b1, a2, ends), **BACKWARD,
     )  # fmt: skip
     return dg, dr1, dw
+
+
+def _kind(act: Activation, bias: Tensor | None) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    return dict(
+        SILU=act.name == "silu",
+        ALPHA=act.alpha,
+        LIMIT=act.limit,
+        SHIFT=act.shift,
+        INTERLEAVED=act.interleaved,
+        BIASED=bias is not None,
+    )
 
 
 def _grid(rows: int, ends: Tensor, launch: dict[str, int]) -> tuple[int]:
@@ -100,7 +139,19 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_up(rows, out, back, weights, width, K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
+def _add_up(
+    rows,
+    out,
+    back,
+    weights,
+    bias,
+    expert,
+    width,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -108,6 +159,9 @@ def _add_up(rows, out, back, weights, width, K: tl.constexpr, BLOCK: tl.constexp
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
         value = tl.load(rows[0] + row * rows[1] + column, mask=inside, other=0.0).to(tl.float32)
+        if BIASED:
+            at = bias + tl.load(expert + token * K + rank).to(tl.int64) * width + column
+            value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * K + rank).to(tl.float32)
         total += value
@@ -131,10 +185,73 @@ def _tile_of(ends, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _factor(factor, expert, length, width, ranks, column, rank):
-    """B1 of gate or up as [R, COLUMNS]: `factor` points to [experts, length, ranks]."""
-    at = factor + expert.to(tl.int64) * length * ranks + column.to(tl.int64) * ranks + rank
+def _factor(factor, row, width, ranks, column, rank):
+    """Rows of B1 as [R, COLUMNS]: `factor` points to [rows, ranks]."""
+    at = factor + row.to(tl.int64) * ranks + rank
     return tl.load(at, mask=(column < width) & (rank < ranks), other=0.0)
+
+
+@triton.jit
+def _load_pair(
+    line,
+    bias,
+    start,
+    width,
+    inside,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """gate and up [ROWS, COLUMNS] of the columns from `start`, as float32, with the bias. `line` [ROWS, 1]: the rows
+    of g; `inside` [ROWS, 1]: those that exist."""
+    if INTERLEAVED:
+        column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
+        both = _load(line + column, bias + column, inside, column < 2 * width, BIASED)
+        gate, up = tl.split(tl.reshape(both, (ROWS, COLUMNS, 2)))
+    else:
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        gate = _load(line + column, bias + column, inside, column < width, BIASED)
+        up = _load(line + width + column, bias + width + column, inside, column < width, BIASED)
+    return gate, up
+
+
+@triton.jit
+def _load(at, bias, inside, exists, BIASED: tl.constexpr):
+    value = tl.load(at, mask=inside & exists, other=0.0).to(tl.float32)
+    if BIASED:
+        value += tl.load(bias, mask=exists, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store_pair(
+    line, gate, up, start, width, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The reverse of _load_pair()."""
+    if INTERLEAVED:
+        column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
+        both = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
+        tl.store(line + column, both, mask=inside & (column < 2 * width))
+    else:
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        tl.store(line + column, gate, mask=inside & (column < width))
+        tl.store(line + width + column, up, mask=inside & (column < width))
+
+
+@triton.jit
+def _gated(gate, up, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """h, and its derivatives by gate and by up."""
+    if LIMIT > 0:
+        within = (gate <= LIMIT).to(tl.float32), (tl.abs(up) <= LIMIT).to(tl.float32)
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        value, slope = activation(gate * ALPHA, SILU)
+        value, up = value * (1 / ALPHA), up + SHIFT
+        return value * up, slope * up * within[0], value * within[1]
+    else:
+        value, slope = activation(gate * ALPHA, SILU)
+        value, up = value * (1 / ALPHA), up + SHIFT
+        return value * up, slope * up, value
 
 
 @triton.jit
@@ -145,12 +262,18 @@ def _forward(
     r2,
     b1,
     a2,
+    bias,
     ends,
     width,
     ranks1,
     ranks2,
     experts,
     SILU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BIASED: tl.constexpr,
     R1: tl.constexpr,
     R2: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -165,23 +288,21 @@ def _forward(
     low = tl.load(r1[0] + row * r1[1] + rank1[None, :], mask=(row < end) & (rank1[None, :] < ranks1), other=0.0)
     total = tl.zeros((ROWS, R2), tl.float32)
     a2 += expert.to(tl.int64) * ranks2 * width
+    b1 += expert.to(tl.int64) * 2 * width * ranks1
+    bias += expert.to(tl.int64) * 2 * width
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # from a column of gate to the next
+    to_up = 1 if INTERLEAVED else width
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < end) & (column < width)
-        at = g[0] + row * g[1] + column
-        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.dot(
-            low, _factor(b1, expert, 2 * width, width, ranks1, column, rank1[:, None]), gate, input_precision="ieee"
-        )
-        up = tl.dot(
-            low,
-            _factor(b1 + width * ranks1, expert, 2 * width, width, ranks1, column, rank1[:, None]),
-            up,
-            input_precision="ieee",
-        )
-        value, _ = activation(gate, SILU)
-        p = (value * up).to(h[0].dtype.element_ty)
+        gate, up = _load_pair(g[0] + row * g[1], bias, start, width, row < end, ROWS, COLUMNS, INTERLEAVED, BIASED)
+        of_gate = column * STEP
+        b_gate = _factor(b1, of_gate, width, ranks1, column, rank1[:, None])
+        b_up = _factor(b1, of_gate + to_up, width, ranks1, column, rank1[:, None])
+        gate = tl.dot(low, b_gate, gate, input_precision="ieee")
+        up = tl.dot(low, b_up, up, input_precision="ieee")
+        value, _, _ = _gated(gate, up, SILU, ALPHA, LIMIT, SHIFT)
+        p = value.to(h[0].dtype.element_ty)
         tl.store(h[0] + row * h[1] + column, p, mask=inside)
         a = tl.load(
             a2 + rank2[:, None].to(tl.int64) * width + column,
@@ -203,6 +324,7 @@ def _backward(
     dr1,
     b1,
     a2,
+    bias,
     weights,
     of_weights,
     ends,
@@ -211,6 +333,11 @@ def _backward(
     ranks2,
     experts,
     SILU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BIASED: tl.constexpr,
     R1: tl.constexpr,
     R2: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -229,17 +356,20 @@ def _backward(
     w = tl.load(weights + rows, mask=rows < end, other=0.0)
     total, of_w = tl.zeros((ROWS, R1), tl.float32), tl.zeros((ROWS,), tl.float32)
     a2 += expert.to(tl.int64) * ranks2 * width
+    b1 += expert.to(tl.int64) * 2 * width * ranks1
+    bias += expert.to(tl.int64) * 2 * width
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    to_up = 1 if INTERLEAVED else width
     kind = dg[0].dtype.element_ty
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < end) & (column < width)
-        at = g[0] + row * g[1] + column
-        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        gate, up = _load_pair(g[0] + row * g[1], bias, start, width, row < end, ROWS, COLUMNS, INTERLEAVED, BIASED)
         dh_at = dh[0] + row * dh[1] + column
         whole = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
-        b_gate = _factor(b1, expert, 2 * width, width, ranks1, column, rank1[:, None])
-        b_up = _factor(b1 + width * ranks1, expert, 2 * width, width, ranks1, column, rank1[:, None])
+        of_gate = column * STEP
+        b_gate = _factor(b1, of_gate, width, ranks1, column, rank1[:, None])
+        b_up = _factor(b1, of_gate + to_up, width, ranks1, column, rank1[:, None])
         a = tl.load(
             a2 + rank2[:, None].to(tl.int64) * width + column,
             mask=(rank2[:, None] < ranks2) & (column < width),
@@ -250,14 +380,11 @@ def _backward(
             tl.dot(low, b_up, up, input_precision=IEEE),
             tl.dot(above, a, whole, input_precision=IEEE),
         )
-        value, slope = activation(gate, SILU)
-        p = value * up
+        p, by_gate, by_up = _gated(gate, up, SILU, ALPHA, LIMIT, SHIFT)
         of_w += tl.sum(whole * p, 1)
         whole *= w[:, None]
-        d_gate, d_up = (whole * up * slope).to(kind), (whole * value).to(kind)
-        dg_at = dg[0] + row * dg[1] + column
-        tl.store(dg_at, d_gate, mask=inside)
-        tl.store(dg_at + width, d_up, mask=inside)
+        d_gate, d_up = (whole * by_gate).to(kind), (whole * by_up).to(kind)
+        _store_pair(dg[0] + row * dg[1], d_gate, d_up, start, width, row < end, ROWS, COLUMNS, INTERLEAVED)
         total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision=IEEE)
         total = tl.dot(d_up, tl.trans(b_up), total, input_precision=IEEE) + 0.0
         tl.debug_barrier()  # every thread reads its dh before one overwrites it

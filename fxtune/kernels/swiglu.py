@@ -62,7 +62,7 @@ def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
         forward(act, gate_up, out, share)
         return out
     gate, up = _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t()).chunk(2, -1)
-    return out.copy_(_act(act, gate)[0] * up)
+    return out.copy_(act_and_slope(act, gate)[0] * up)
 
 
 def gated_backward(
@@ -88,7 +88,7 @@ def gated_backward(
         backward(act, gate_up, dp, out, share, above)
         return out
     gate, up = _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t()).chunk(2, -1)
-    activated, slope = _act(act, gate)
+    activated, slope = act_and_slope(act, gate)
     gradient = _wide(dp).addmm(_wide(above[0]), _wide(above[1]))
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
@@ -105,7 +105,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _act(act: str, gate: Tensor) -> tuple[Tensor, Tensor]:
+def act_and_slope(act: str, gate: Tensor) -> tuple[Tensor, Tensor]:
     """act(gate) and its derivative."""
     if act == "silu":
         sigmoid = gate.sigmoid()

@@ -34,7 +34,8 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
     note = []
     if data.packing == AUTO:
         why = "data.buckets has lengths to pad to" if data.buckets else config.techniques.why_padded(facts)
-        why = why or isolation.why_not_isolated(hf_config)
+        by_bounds = config.techniques.attention.reads_bounds(replace(facts, packing=True))
+        why = why or isolation.why_not_isolated(hf_config, by_bounds)
         data = replace(data, packing=why is None)
         padding = "each row holds one document, with padding"
         if why and compile.enabled and compile.dynamic is Dynamic.never and not data.buckets:

@@ -66,6 +66,34 @@ def test_packed_documents_do_not_see_each_other(window, value_width):
         assert ours.is_contiguous()
 
 
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("dense", [False, True])
+def test_sinks_are_one_more_score_in_each_softmax(window, dense):
+    *qkv, cu_seqlens = inputs((6, 6))
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    given, bounds = ([x.unflatten(0, (2, 6)) for x in qkv], None) if dense else (qkv, cu_seqlens)
+    out, _ = flash4(*given, bounds, 6, 0.3, window, 0.0, sinks)
+    expected = []
+    for start in (0, 6):
+        q, k, v = (x[start : start + 6].transpose(0, 1) for x in qkv)
+        back = torch.arange(6)[:, None] - torch.arange(6)[None]
+        scores = (q @ k.repeat_interleave(2, 0).mT * 0.3).masked_fill((back < 0) | (back >= (window or 6)), -torch.inf)
+        with_sink = torch.cat([scores, sinks[:, None, None].expand(4, 6, 1)], -1)
+        expected.append((with_sink.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 0)).transpose(0, 1))
+    expected = torch.cat(expected)
+    torch.testing.assert_close(out.reshape(expected.shape), expected)
+    weight = torch.randn(expected.shape)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (*qkv, sinks), weight.view(out.shape)),
+        torch.autograd.grad(expected, (*qkv, sinks), weight),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    frozen, _ = flash4(*given, bounds, 6, 0.3, window, 0.0, sinks.detach())
+    assert torch.equal(frozen, out)
+    frozen.sum().backward()
+
+
 def test_rows_of_one_document_each():
     q, k, v, cu_seqlens = inputs((6, 6))
     packed, lse = flash4(q, k, v, cu_seqlens, 6, 0.3, 0, 0.0)
@@ -106,6 +134,7 @@ def test_operators_pass_opcheck(dense):
     *qkv, cu_seqlens = inputs((4, 5, 0))
     qkv = [x.detach().unflatten(0, (3, 3)).requires_grad_() for x in qkv] if dense else qkv
     torch.library.opcheck(OP, (*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0))
+    torch.library.opcheck(OP, (*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0, torch.ones(4, requires_grad=True)))
     out, lse = flash4(*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0)
     torch.library.opcheck(
         torch.ops.fxtune.flash4_backward.default,

@@ -6,51 +6,66 @@ import pytest
 import torch
 from support.runs import SUPPORT, interpreted
 
-from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.gated_experts import Activation, Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 
 TOKENS, K, EXPERTS, SIZE, WIDTH, RANKS = 7, 2, 4, 6, 5, (3, 2)
 INDEX = torch.tensor([[0, 2], [2, 0], [3, 2], [0, 3], [2, 3], [0, 2], [3, 0]])
 """No token uses expert 1."""
+GPT_OSS = Activation(alpha=1.702, limit=1.5, shift=1.0, interleaved=True)
+ACTIVATIONS = [Activation(), Activation("gelu_pytorch_tanh"), Activation(limit=0.5), GPT_OSS]
 
 
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def case():
+def case(biased=False):
     hidden, weights = draw(TOKENS, SIZE), draw(TOKENS, K, seed=1).abs()
     matrices = draw(EXPERTS, 2 * WIDTH, SIZE, seed=2), draw(EXPERTS, SIZE, WIDTH, seed=3)
     first = draw(EXPERTS, RANKS[0], SIZE, seed=4), draw(EXPERTS, 2 * WIDTH, RANKS[0], seed=5)
     last = draw(EXPERTS, RANKS[1], WIDTH, seed=6), draw(EXPERTS, SIZE, RANKS[1], seed=7)
+    biases = (draw(EXPERTS, 2 * WIDTH, seed=8), draw(EXPERTS, SIZE, seed=9)) if biased else (None, None)
     trained = [one.requires_grad_() for one in (hidden, weights, *first, *last)]
-    return trained, matrices
+    return trained, (matrices, biases)
 
 
-def operator(matrices, act, hidden, weights, a1, b1, a2, b2):
+def operator(frozen, act, hidden, weights, a1, b1, a2, b2):
     routing = Routing(INDEX, EXPERTS)
+    matrices, biases = frozen
+    if act.interleaved:  # then a model keeps them transposed, too
+        matrices = tuple(one.mT.contiguous().mT for one in matrices)
     adapters = Adapter(a1, b1), Adapter(a2, b2)
-    return gated_experts(hidden, weights, routing.order, routing.back, routing.ends, matrices, adapters, act)
+    rows = routing.order, routing.back, routing.ends
+    return gated_experts(hidden, weights, *rows, matrices, adapters, act, biases=biases)
 
 
-def plain(matrices, act, hidden, weights, a1, b1, a2, b2):
+def plain(frozen, act, hidden, weights, a1, b1, a2, b2):
     """Token by token, as transformers writes it, with the adapters added to the weights."""
-    gate_up, down = matrices[0] + b1 @ a1, matrices[1] + b2 @ a2
-    function = torch.nn.functional.silu if act == "silu" else lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    (gate_up, down), (bias1, bias2) = frozen
+    gate_up, down = gate_up + b1 @ a1, down + b2 @ a2
     out = []
     for token, experts in enumerate(INDEX.tolist()):
         total = 0
         for rank, expert in enumerate(experts):
-            gate, up = (gate_up[expert] @ hidden[token]).chunk(2)
-            total = total + weights[token, rank] * (down[expert] @ (function(gate) * up))
+            inner = gate_up[expert] @ hidden[token] + (0 if bias1 is None else bias1[expert])
+            gate, up = (inner[::2], inner[1::2]) if act.interleaved else inner.chunk(2)
+            if act.limit:
+                gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+            if act.name == "silu":
+                value = gate * torch.sigmoid(gate * act.alpha)
+            else:
+                value = torch.nn.functional.gelu(gate, approximate="tanh")
+            y = down[expert] @ (value * (up + act.shift)) + (0 if bias2 is None else bias2[expert])
+            total = total + weights[token, rank] * y
         out.append(total)
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
 def test_values_and_gradients(act):
-    trained, matrices = case()
-    found, wanted = (compute(matrices, act, *trained) for compute in (operator, plain))
+    trained, frozen = case(biased=act.limit > 0)
+    found, wanted = (compute(frozen, act, *trained) for compute in (operator, plain))
     torch.testing.assert_close(found, wanted)
     seed = draw(TOKENS, SIZE, seed=8)
     for mine, other in zip(
@@ -59,14 +74,15 @@ def test_values_and_gradients(act):
         torch.testing.assert_close(mine, other)
 
 
-def test_the_operators_are_described_to_the_compiler():
-    trained, matrices = case()
+@pytest.mark.parametrize("act", [Activation(), GPT_OSS])
+def test_the_operators_are_described_to_the_compiler(act):
+    trained, (matrices, biases) = case(biased=act.limit > 0)
     routing = Routing(INDEX, EXPERTS)
     hidden, weights, *adapters = trained
-    given = hidden, weights, routing.order, routing.back, routing.ends, *matrices, *adapters, "silu", "cublas"
+    given = hidden, weights, routing.order, routing.back, routing.ends, *matrices, *adapters, *biases, *act, "cublas"
     torch.library.opcheck(torch.ops.fxtune.gated_experts.default, given)
 
 
 def test_the_triton_kernels_against_the_references():
     pytest.importorskip("triton")
-    assert interpreted(SUPPORT / "interpreted_experts.py") == ["12", "compared"]
+    assert interpreted(SUPPORT / "interpreted_experts.py") == ["18", "compared"]

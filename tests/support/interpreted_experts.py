@@ -8,11 +8,17 @@ import itertools
 import torch
 
 from fxtune.kernels import gated_experts, gated_experts_triton
+from fxtune.kernels.gated_experts import Activation
 from fxtune.kernels.grouped_matmul import Routing
 
 gated_experts_triton.COLUMNS = 32
 gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)
 gated_experts_triton.BACKWARD.update(ROWS=16, COLUMNS=32)
+ACTIVATIONS = (
+    Activation(),
+    Activation("gelu_pytorch_tanh"),
+    Activation(alpha=1.702, limit=1.0, shift=1.0, interleaved=True),
+)
 KIND, CLOSE = torch.float16, dict(rtol=1e-2, atol=1e-2)
 
 
@@ -26,13 +32,15 @@ def tokens_and_rows(tokens: int, k: int, experts: int, width: int) -> Routing:
     states, weights = draw(tokens, width), torch.rand(tokens, k)
     rows = gated_experts_triton.scatter(states, routing.back, torch.empty(tokens * k, width, dtype=KIND))
     assert torch.equal(rows, gated_experts.gather(states, routing.back))
-    for given in (None, weights):
-        mine = gated_experts_triton.add_up(rows, routing.back, given, k)
-        torch.testing.assert_close(mine, gated_experts.combine(rows, routing.back, given, k), **CLOSE)
+    expert = torch.searchsorted(routing.ends, routing.back, right=True)
+    for given, bias in ((None, None), (weights, None), (weights, draw(experts, width))):
+        mine = gated_experts_triton.add_up(rows, routing.back, given, k, bias, expert)
+        wanted = gated_experts.combine(rows, routing.back, given, k, bias, routing.ends)
+        torch.testing.assert_close(mine, wanted, **CLOSE)
     return routing
 
 
-def activation(routing: Routing, width: int, ranks: tuple[int, int], act: str) -> None:
+def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activation) -> None:
     """Compare the activation forward and backward."""
     rows, experts = len(routing.back), len(routing.ends)
     g, r1, b1 = draw(rows, 2 * width), draw(rows, ranks[0]), draw(experts, 2 * width, ranks[0], scale=0.2)
@@ -42,16 +50,17 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: str) -
         draw(rows, ranks[1]),
         torch.rand(rows, 1),
     )
+    bias = draw(experts, 2 * width) if act.interleaved else None
     for mine, wanted in zip(
-        gated_experts_triton.forward(g, r1, b1, a2, routing.ends, act),
-        gated_experts.activate(g, r1, b1, a2, routing.ends, act),
+        gated_experts_triton.forward(g, r1, b1, a2, bias, routing.ends, act),
+        gated_experts.activate(g, r1, b1, a2, bias, routing.ends, act),
         strict=True,
     ):
         torch.testing.assert_close(mine, wanted, **CLOSE)
     first, second = dh.clone(), dh.clone()
     for mine, wanted in zip(
-        (*gated_experts_triton.backward(g, r1, b1, first, dr2, a2, w, routing.ends, act), first),
-        (*gated_experts.activate_backward(g, r1, b1, second, dr2, a2, w, routing.ends, act), second),
+        (*gated_experts_triton.backward(g, r1, b1, first, dr2, a2, w, bias, routing.ends, act), first),
+        (*gated_experts.activate_backward(g, r1, b1, second, dr2, a2, w, bias, routing.ends, act), second),
         strict=True,
     ):
         torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=5e-2)
@@ -60,7 +69,7 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: str) -
 torch.manual_seed(0)
 compared = 0
 for (tokens, k, experts), (width, ranks), act in itertools.product(
-    ((9, 2, 3), (40, 4, 6), (7, 1, 1)), ((40, (8, 16)), (64, (24, 3))), ("silu", "gelu_pytorch_tanh")
+    ((9, 2, 3), (40, 4, 6), (7, 1, 1)), ((40, (8, 16)), (64, (24, 3))), ACTIVATIONS
 ):
     activation(tokens_and_rows(tokens, k, experts, width), width, ranks, act)
     compared += 1

@@ -15,7 +15,7 @@ from fxtune.techniques.attention.packed import CUDNN, FLASH4, SDPA
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
-SINKS = {"gpt_oss"}
+SINKS = {"flint", "gpt_oss", "granite_swa", "granitemoe_swa"}
 """Models with an extra learned score in each softmax."""
 LARGEST_MASK = GIB
 """The most bytes for transformers' mask of packed rows."""
@@ -115,6 +115,8 @@ class Flash4(Backend):
     def _more(self, facts: Facts) -> Iterator[Reason]:
         if facts.deterministic and (facts.capability or (9, 0))[0] >= 12:
             yield "has no deterministic backward pass on this GPU", "Set run.deterministic=false, or use sdpa"
+        if _kind(facts) in SINKS and (facts.capability or (9, 0))[0] >= 12:
+            yield f"does not support {_kind(facts)}'s attention sinks on this GPU", "Use flex, or auto"
 
 
 class Cudnn(Backend):
@@ -173,6 +175,7 @@ BACKENDS: dict[str, Backend] = {
         r"^fxtune::flash4$",
         capability=((9, 0), (13, 0)),
         softcap=True,
+        sinks=True,
         packages=(("flash-attn-4", FLASH4_VERSION, "pip install 'fxtune[flash]'"),),
     ),
     "flash3": Backend(

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fxtune.models.structure import observed
-from fxtune.techniques.attention import recurrent
+from fxtune.techniques.attention import packed, recurrent
+from fxtune.techniques.attention.inputs import model_inputs
 
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
@@ -66,11 +67,14 @@ class Trial(NamedTuple):
     """How far a changed last token moved the logits before it, relative to its own; NaN if that is not known."""
 
 
-def why_not_isolated(hf_config: Any) -> str | None:
+def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
     """Why documents in one row may see each other in a model of this config, or None if they do not. A mask that
-    transformers makes separates them; kernels that read `cu_seqlens` are not tried."""
+    transformers makes separates them; `by_bounds`: or a kernel of packed.py, which reads their bounds."""
     text = hf_config.get_text_config()
-    return None if text.model_type in PROVEN else try_small_model(text).packed
+    if text.model_type in PROVEN:
+        return None
+    why = try_small_model(text).packed
+    return None if why and by_bounds and not try_small_model(text, by_bounds).packed else why
 
 
 def why_not_isolated_when_recurrent(text: dict[str, Any]) -> str | None:
@@ -96,14 +100,14 @@ def why_not_causal(hf_config: Any) -> str | None:
     )
 
 
-def try_small_model(text: Any) -> Trial:
-    """A trial of a decoder's config by a small model of its kind."""
+def try_small_model(text: Any, by_bounds: bool = False) -> Trial:
+    """A trial of a decoder's config by a small model of its kind; `by_bounds`: with flash4's reference."""
     kind: Any = type(text)
-    return _try_small_model(json.dumps(text.to_dict(), sort_keys=True, default=str), kind)
+    return _try_small_model(json.dumps(text.to_dict(), sort_keys=True, default=str), kind, by_bounds)
 
 
 @functools.lru_cache(maxsize=4)
-def _try_small_model(values: str, kind: Any) -> Trial:
+def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
     from transformers import AutoModelForCausalLM
 
     text = kind(**{key: value for key, value in json.loads(values).items() if key != "model_type"})
@@ -117,7 +121,11 @@ def _try_small_model(values: str, kind: Any) -> Trial:
             ids = torch.arange(2, 26).unsqueeze(0)
             positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)
             with observed(model), torch.no_grad():
-                row = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+                row: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+                if by_bounds:
+                    packed.register()
+                    model.set_attn_implementation(packed.FLASH4)
+                    row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
     except Exception as error:  # noqa: BLE001  a key that depends on a changed one: anything may happen here

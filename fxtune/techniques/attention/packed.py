@@ -7,7 +7,7 @@ so every model that works with those works with these. The names do not contain 
 would look for a kernel on the hub.
 
 A call without `cu_seqlens` (generation with a cache, rows padded on the left) runs torch's attention with the mask
-that transformers then builds, or plain operations if scores have a soft cap.
+that transformers then builds, or plain operations if scores have a soft cap or sinks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ OURS = (FLASH4, SDPA, CUDNN)
 CUDNN_STEPS = 8
 """cuDNN prepares a plan for each length. So lengths are padded: between two powers of two there are this many."""
 
-Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
-"""(q, k, v, cu_seqlens, scale, window, softcap) -> out; q, k, v and out as [rows, length, heads, d]. See flash4()."""
+Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor]], Tensor]
+"""(q, k, v, cu_seqlens, scale, window, softcap, sinks) -> out; q, k, v and out as [rows, length, heads, d]. See
+flash4(), which alone takes sinks."""
 
 _UNTRACED: dict[str, Callable[..., Tensor]] = {}
 
@@ -86,7 +87,7 @@ def _attend(
     **_: Any,
 ) -> Tensor:
     """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
-    if s_aux is not None or position_bias is not None:
+    if position_bias is not None or (s_aux is not None and core is not _by_flash4):
         raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
     dtype = compute_dtype(value)
     query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -95,14 +96,14 @@ def _attend(
         if attention_mask is not None and attention_mask.numel() == 0:
             why = "does not pass the documents' bounds to its attention, so documents would see each other"
             raise _unsupported(module, why)
-        return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal)
+        return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal, s_aux)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _unsupported(module, "is not causal, and this kernel is")
     if dropout:
         raise _unsupported(module, f"asks for dropout of {dropout}, and this kernel has no dropout")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
-    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0)
+    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0, s_aux)
 
 
 def _unsupported(module: nn.Module, why: str) -> ConfigError:
@@ -110,19 +111,26 @@ def _unsupported(module: nn.Module, why: str) -> ConfigError:
 
 
 def _by_flash4(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Optional[Tensor] = None,
 ) -> Tensor:
     rows, length = q.shape[:2]
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
     if one_document_a_row(rows, cu_seqlens):
-        return flash4(q, k, v, None, length, scale, window, softcap)[0]
+        return flash4(q, k, v, None, length, scale, window, softcap, sinks)[0]
     # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
     flat = [x.flatten(0, 1) for x in (q, k, v)]
-    return flash4(*flat, cu_seqlens, length, scale, window, softcap)[0].unflatten(0, (rows, length))
+    return flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks)[0].unflatten(0, (rows, length))
 
 
 def _by_torch(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
 ) -> Tensor:
     rows, length = q.shape[:2]
     left, right = (window - 1, 0) if window else (-1, -1)
@@ -136,7 +144,7 @@ def _by_torch(
 
 
 def _by_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
 ) -> Tensor:
     if one_document_a_row(len(q), cu_seqlens):
         return _cudnn_rows(q, k, v, scale)
@@ -182,9 +190,10 @@ def _masked(
     scale: float,
     softcap: Optional[float],
     is_causal: Optional[bool],
+    sinks: Optional[Tensor],
 ) -> Tensor:
     """A call outside training. `mask`: boolean, true where a token attends; None: is_causal decides."""
-    if not softcap:
+    if not softcap and sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
@@ -193,8 +202,12 @@ def _masked(
     if mask is None and query.shape[2] > 1:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    scores = softcap * ((query @ key.repeat_interleave(groups, 1).mT).float() * (scale / softcap)).tanh()
+    scores = (query @ key.repeat_interleave(groups, 1).mT).float() * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = F.dropout(scores.softmax(-1).to(query.dtype), dropout)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    weights = F.dropout(scores.softmax(-1)[..., : key.shape[2]].to(query.dtype), dropout)
     return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2)

@@ -133,6 +133,15 @@ class Attention(Technique):
         self._by_documents = self.backend == "sdpa" and on_gpu and not list(BY_DOCUMENTS.refuses(facts))
         return note
 
+    def reads_bounds(self, facts: Facts) -> bool:
+        """Whether the backend that resolve() takes is one of packed.py, which reads the bounds of documents."""
+        if not attention_layers(facts.text):
+            return False
+        names = [name for name in BACKENDS if self.backend in ("auto", name)]
+        name = next((name for name in names if not _passed_over(name, facts)), "")
+        by_documents = name == "sdpa" and facts.device == "cuda" and not list(BY_DOCUMENTS.refuses(facts))
+        return by_documents or (name in BACKENDS and BACKENDS[name].implementation in packed.OURS)
+
     def configure(self, hf_config: Any) -> None:
         implementation = self._implementation(hf_config)
         if implementation in packed.OURS:

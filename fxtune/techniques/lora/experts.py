@@ -14,6 +14,7 @@ saving and merging: the class of the outermost one becomes a subclass with anoth
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.gated_experts import Activation, Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import ACTS
@@ -193,7 +194,7 @@ def run_experts(
     hidden: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
-    act: str | None = None,
+    act: Activation | None = None,
     by: str = CUBLAS,
 ) -> torch.Tensor:
     """The experts' output [tokens, d] for `hidden` [tokens, d]; of each token its experts `index` and their `weights`,
@@ -208,16 +209,18 @@ def run_experts(
     first = FIRST[0] if experts.has_gate else FIRST[1]
     dtype = getattr(experts, first).dtype
     if act is not None and len(adapters) == 2:
+        matrices, biases = _frozen(experts)
         result = gated_experts(
             hidden.to(dtype),
             weights,
             routing.order,
             routing.back,
             routing.ends,
-            (experts.gate_up_proj, experts.down_proj),
+            matrices,
             (_halves(adapters[first], dtype), _halves(adapters[LAST], dtype)),
             act,
             by,
+            biases,
         )
         return result.to(hidden.dtype)
     rows = routing.gather(hidden.to(dtype))
@@ -229,18 +232,31 @@ def run_experts(
     return routing.combine(rows, weights).to(hidden.dtype)
 
 
-def one_operator(experts: Any) -> str | None:
-    """The activation of experts that compute down(act(gate) * up) without biases, which kernels/gated_experts.py does
-    as one operator; None if they compute something else."""
-    from transformers.integrations import moe
-
-    special = experts.has_bias or experts.is_transposed or getattr(experts, "has_post_expert_norm", False)
-    own_gate = getattr(type(experts), "_apply_gate", None) is not moe._default_apply_gate
-    if special or own_gate or not experts.has_gate:
+def one_operator(experts: Any) -> Activation | None:
+    """The activation of experts that kernels/gated_experts.py computes as one operator; None if they compute something
+    else. transformers gives the activation as code, so it is recognized by its values."""
+    if getattr(experts, "has_post_expert_norm", False) or not experts.has_gate:
         return None
-    x = torch.linspace(-4, 4, 33, dtype=torch.float64)
-    known = {"silu": F.silu(x), "gelu_pytorch_tanh": F.gelu(x, approximate="tanh")}
-    return next((act for act in ACTS if torch.allclose(experts.act_fn(x), known[act], atol=1e-12)), None)
+    alpha, limit = _number(experts, "alpha", "swiglu_alpha") or 1.0, _number(experts, "limit", "swiglu_limit")
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * (limit or 4)
+    found = experts._apply_gate(x)
+    shapes = itertools.product(ACTS, {1.0, alpha}, {0.0, limit}, (0.0, 1.0), (not experts.is_concatenated,))
+    known = (Activation(*shape) for shape in shapes)
+    return next((act for act in known if torch.allclose(found, act_of(x, act), atol=1e-12)), None)
+
+
+def _number(experts: Any, *names: str) -> float:
+    """The first of these attributes that is a number, or 0."""
+    return next(
+        (float(value) for name in names if isinstance(value := getattr(experts, name, None), (int, float))), 0.0
+    )
+
+
+def _frozen(experts: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """The tensors gate_up and down as [experts, out, in], and their biases."""
+    first, last = experts.gate_up_proj, experts.down_proj
+    matrices = (first.mT, last.mT) if experts.is_transposed else (first, last)
+    return matrices, (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
 
 
 def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tensor, routing: Routing) -> torch.Tensor:

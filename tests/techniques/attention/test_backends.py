@@ -82,7 +82,9 @@ def test_auto_is_sdpa_on_a_cpu_and_eager_with_a_soft_cap():
         (dict(kind="gemma2", packages={}), "flex", "sdpa does not support gemma2's soft cap"),
         (dict(changes={"attention_dropout": 0.1}), "flash2", "flash4 does not support llama's dropout"),
         (dict(changes={"head_dim": 512}, sequence_length=4096), "sdpa", "flash4 takes heads of 8 to 256"),
-        (dict(kind="gpt_oss", changes=SINKS), "flex", "flash4 does not support gpt_oss's attention sinks"),
+        (dict(kind="gpt_oss", changes=SINKS), "flash4", ""),
+        (dict(kind="gpt_oss", changes=SINKS, base=A100), "flex", "sdpa does not support gpt_oss's attention sinks"),
+        (dict(kind="gpt_oss", changes=SINKS, capability=(12, 0)), "flex", "attention sinks on this GPU"),
     ],
     ids=lambda value: value if isinstance(value, str) else "on",
 )

@@ -27,6 +27,11 @@ def test_kinds_whose_mask_ignores_documents_are_found_by_trying(kind):
     )
 
 
+@pytest.mark.parametrize(("kind", "apart"), [("bloom", False), ("gpt_oss", True), ("opt", True)])
+def test_a_kernel_that_reads_the_bounds_of_documents_separates_them(kind, apart):
+    assert (isolation.why_not_isolated(decoder(kind), by_bounds=True) is None) == apart
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next"])
 def test_recurrent_layers_are_tried_with_their_documents_apart(kind):
     assert isolation.why_not_isolated(decoder(kind)) is None

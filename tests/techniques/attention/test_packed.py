@@ -15,7 +15,7 @@ from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.pipeline import make_probe
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral_sliding"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral_sliding"])
 def test_a_plain_call_with_packed_positions_isolates_documents(family):
     """In a user's forward pass without cu_seqlens, transformers builds the mask."""
     models = [unchecked(backend, family).eval() for backend in ("eager", "flash4")]
@@ -54,9 +54,37 @@ def test_a_layer_that_drops_cu_seqlens_is_an_error():
         model(**probe)
 
 
+def test_packed_documents_of_gpt_oss_as_each_alone_in_plain_transformers():
+    """Sinks, a sliding window in every second layer, and rows whose documents transformers' mask would not separate."""
+    plain, mine = (unchecked(backend, "gpt_oss").eval() for backend in ("eager", "flash4"))
+    for model in (plain, mine):
+        for number, (name, weight) in enumerate(model.named_parameters()):
+            weight.data.normal_(std=1.0 if "sinks" in name else 0.3, generator=torch.Generator().manual_seed(number))
+    lengths = (3, 17, 40)
+    ids = torch.randint(2, 100, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    bounds = torch.tensor([0, 3, 20, 60, 60], dtype=torch.int32)
+    found = mine(**model_inputs(mine, ids, positions, bounds)).logits
+    wanted = torch.cat([plain(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)], 1)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    losses = [one.float().logsumexp(-1).sum() for one in (found, wanted)]
+    for ours, theirs in zip(
+        *(
+            torch.autograd.grad(loss, list(model.parameters()))
+            for loss, model in zip(losses, (mine, plain), strict=True)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item(), rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("what", "match"),
-    [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"), ({"is_causal": False}, "is not causal")],
+    [
+        ({"position_bias": torch.zeros(4)}, "position bias"),
+        ({"dropout": 0.1}, "no dropout"),
+        ({"is_causal": False}, "is not causal"),
+    ],
 )
 def test_unsupported_arguments_of_the_kernel_are_errors(what, match):
     from transformers import AttentionInterface

@@ -42,6 +42,7 @@ def test_experts_as_plain_transformers_and_peft(kind):
         for switch in (Switch.off, Switch.auto)
     )
     assert (len(grouped(plain)), len(grouped(mine))) == (0, LAYERS[kind])
+    assert all(one.expert_act is not None for one in grouped(mine)), "not as one operator"
     require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
 
 

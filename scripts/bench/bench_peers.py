@@ -1,6 +1,6 @@
 """Compares the speed of fxtune, TRL and Unsloth on this GPU with the same model, tokens and settings.
 
-    python scripts/bench/bench_peers.py --json peers.json                                    # all cases, 45 minutes
+    python scripts/bench/bench_peers.py --json peers.json                                    # all cases, over an hour
     python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json  # in parts: continues
     python scripts/bench/bench_peers.py --tools fxtune --cases 8b_4x4096 --set techniques.lora.fused=off
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
@@ -12,6 +12,10 @@ and alpha=32 on all linear layers of a block and all experts of a mixture, witho
 1e-4 and one micro-batch per optimizer step. All tools train on the same files. A file holds either documents of random
 tokens, each exactly as long as a row, or chats with log-normal lengths of mean 500. Each tool tokenizes and packs the
 chats itself into rows of the same length. The loss is over every token.
+
+Cases with `full` in their name train all weights, which are bfloat16 in each tool. On one card fxtune keeps AdamW's
+moments in float32, or in 8 bits where the name ends in `8bit`, and rounds the weights stochastically. TRL runs torch's
+fused AdamW, with moments in bfloat16, and rounds to nearest. Sharded over several cards fxtune does as TRL.
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
@@ -63,7 +67,10 @@ WORDS = 1000
 MEAN, SIGMA = 500, 1.0
 """Mean (in tokens) and sigma of the chats' log-normal lengths."""
 FAST = ("techniques=[lora,fast]",)
-FULLY = ("techniques=[full,fast]", "parallel.replicate=1")
+FULLY = ("techniques=[full,fast]", "model.dtype=bfloat16")
+ROUNDED = (*FULLY, "optimizer.stochastic_rounding=true")
+ROUNDED_8BIT = (*ROUNDED, "optimizer.name=adamw_8bit")
+SHARDED = (*FULLY, "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 
 MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
@@ -78,15 +85,21 @@ class Case:
     rows: int
     ours: tuple[str, ...] = FAST
     """Command-line keys of fxtune in addition to the common ones."""
+    several: Optional[tuple[str, ...]] = None
+    """The same on several cards, if they differ."""
     peer_case: Optional[str] = None
     """The case whose peer rows this case is compared with, if it has none of its own."""
     chats: bool = False
     steps: int = 8
     warm_up: int = 3
     full: bool = False
-    """Full fine-tuning, sharded over the cards, in place of LoRA."""
-    least_gpus: int = 1
-    """It needs so many cards."""
+    """Full fine-tuning in place of LoRA; sharded over the cards, if there are several."""
+    most_gpus: Optional[int] = None
+    """It runs on so many cards at most; None: on any number."""
+
+    def keys(self, gpus: int) -> tuple[str, ...]:
+        """fxtune's own keys on `gpus` cards."""
+        return self.ours if gpus == 1 or self.several is None else self.several
 
 
 CASES = {
@@ -101,7 +114,9 @@ CASES = {
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
     "70b_1x4096_fp8": Case("70b", 4096, 1, FP8),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
-    "8b_full_2x8192": Case("8b", 8192, 2, FULLY, full=True, least_gpus=2),
+    "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
+    "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
+    "8b_full_2x8192_8bit": Case("8b", 8192, 2, ROUNDED_8BIT, peer_case="8b_full_2x8192", full=True, most_gpus=1),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
 }
@@ -112,8 +127,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "unsloth": ((NONE,), ("checkpointing=unsloth",)),
 }
 """Each peer's settings, the fastest first. The first that fits gives its row."""
+FULL_ALONE = {"trl": VARIANTS["trl"], "unsloth": ()}
+"""The same for full fine-tuning on one card. Unsloth's is not among the cases."""
 FULL_FSDP = {"trl": (("fsdp=recompute", "liger=on"),), "unsloth": ()}
-"""The same for full fine-tuning. Unsloth has none over several cards."""
+"""The same on several cards. Unsloth has none there."""
 MIXTURE = {"trl": ((NONE, "liger=off"), (FULL, "liger=off")), "unsloth": VARIANTS["unsloth"]}
 """The same for a mixture of experts, with which Liger's kernels of TRL end in an error."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
@@ -186,7 +203,9 @@ def arguments() -> argparse.Namespace:
     if args.gpus < 1:
         parser.error("--gpus: give 1 or more")
     args.cases = args.cases or [
-        name for name, case in CASES.items() if (name in SMOKE) == args.smoke and args.gpus >= case.least_gpus
+        name
+        for name, case in CASES.items()
+        if (name in SMOKE) == args.smoke and args.gpus <= (case.most_gpus or args.gpus)
     ]
     for given, known in ((args.cases, CASES), (args.tools, TOOLS)):
         if unknown := set(given) - set(known):
@@ -286,7 +305,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "optimizer.weight_decay=0",
         "schedule.name=constant",
         "schedule.warmup_ratio=0",
-        *(["techniques=lora"] if args.smoke else case.ours),
+        *(["techniques=lora"] if args.smoke else case.keys(gpus)),
         *args.set,
     ]
 
@@ -295,10 +314,9 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
     """Run one case with a peer, with its fastest settings that fit."""
     case, began = CASES[name], time.monotonic()
     steps = args.steps or case.steps
-    variants = PACKED_TRL if case.chats and tool == "trl" else LONG[tool] if case.length > 16384 else VARIANTS[tool]
-    variants = FULL_FSDP[tool] if case.full else MIXTURE[tool] if "num_experts" in SHAPES[case.shape] else variants
+    variants = settings_to_try(case, tool, args.gpus)
     if not variants:
-        return {"error": "cannot do this"}
+        return {"error": "not compared here"}
     out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"
     request = dict(
         tool=tool,
@@ -355,6 +373,17 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         tried.append(f"{', '.join(variant)}: {why}")
         found = {"error": why, "tried": tried, "log": str(log)}
     return found
+
+
+def settings_to_try(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
+    """A peer's settings for a case on `gpus` cards, the fastest first; none if it is not compared there."""
+    if case.full:
+        return (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
+    if "num_experts" in SHAPES[case.shape]:
+        return MIXTURE[tool]
+    if case.chats and tool == "trl":
+        return PACKED_TRL
+    return (LONG if case.length > 16384 else VARIANTS)[tool]
 
 
 def first_cards(gpus: int) -> dict[str, str]:

@@ -45,11 +45,12 @@ def fxtune_words(monkeypatch):
     return words
 
 
-@pytest.mark.parametrize("name", bench_peers.CASES)
-def test_every_case_composes_with_the_settings_of_the_peers(name, fxtune_words, cwd, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "gpus"), [*((name, 1) for name in bench_peers.CASES), ("1b_full_8x4096", 2), ("8b_full_2x8192", 2)]
+)
+def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_words, cwd, monkeypatch):
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
     case = bench_peers.CASES[name]
-    gpus = case.least_gpus
     config = load(fxtune_words(name, "--gpus", str(gpus), *(["--smoke"] if case_is_small(name) else [])))
     assert (config.data.sequence_length, config.train.micro_batch_size) == (case.length, case.rows)
     assert config.train.global_batch_size == gpus * config.train.micro_batch_size, "one micro-batch a card and step"
@@ -67,7 +68,10 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, fxtune_words, 
     mixture = "num_experts" in bench_peers.SHAPES[case.shape]
     assert lora.rank_pattern == ({"gate_up_proj": 16} if mixture else {})
     assert bool(peers.get("target_parameters")) == mixture
-    assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 1e-4, 0.0)
+    optimizer = "adamw_8bit" if name.endswith("8bit") else "adamw"
+    assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == (optimizer, 1e-4, 0.0)
+    assert config.optimizer.stochastic_rounding == (case.full and gpus == 1)
+    assert config.model.dtype.value == ("bfloat16" if case.full else "auto")
     assert config.model.architecture == bench_peers.SHAPES[case.shape]
     assert case.peer_case is None or bench_peers.CASES[case.peer_case].rows == case.rows
     assert lora.enabled != case.full
@@ -197,10 +201,17 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (8 + 3) * 4
 
 
-def test_peer_that_cannot_do_a_case_is_reported(cwd, monkeypatch):
+def test_peer_that_is_not_compared_in_a_case_is_reported(cwd, monkeypatch):
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
     args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=2)
-    assert bench_peers.run_peer("8b_full_2x8192", "unsloth", args, 60.0) == {"error": "cannot do this"}
+    assert bench_peers.run_peer("8b_full_2x8192", "unsloth", args, 60.0) == {"error": "not compared here"}
+
+
+def test_full_fine_tuning_is_sharded_on_several_cards_only():
+    case = bench_peers.CASES["8b_full_2x8192"]
+    alone, sharded = (bench_peers.settings_to_try(case, "trl", gpus) for gpus in (1, 2))
+    assert alone == (("checkpointing=none", "liger=on"), ("checkpointing=full", "liger=on"))
+    assert sharded == (("fsdp=recompute", "liger=on"),)
 
 
 def test_peers_see_the_first_cards_only(monkeypatch):

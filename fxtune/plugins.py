@@ -37,6 +37,8 @@ from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
 GROUP = "fxtune.plugins"
 FILES = "FXTUNE_PLUGINS"
 """The environment variable with the files of the command line, as in PATH."""
+DIGEST = "sha256 "
+"""How the identity of a plugin's file begins."""
 PLUGIN_ADDS = "A plugin adds others: --plugin FILE.py (docs/plugins.md)"
 Value = TypeVar("Value")
 
@@ -155,6 +157,22 @@ def technique(name: str) -> Callable[[Any], Any]:
     return lambda kind: TECHNIQUES.add(name, _guarded_class(kind))
 
 
+def require_unchanged(plugin: Plugin) -> None:
+    """Raise ConfigError if the file of a plugin was edited since it was loaded: other processes load the new one."""
+    if not plugin.identity.startswith(DIGEST):
+        return
+    try:
+        same = plugin.identity == _identity(plugin.file.read_bytes())
+    except OSError:
+        same = False
+    if not same:
+        raise ConfigError(f"The plugin {plugin.file} was edited while it was used. Give the same command again.")
+
+
+def _identity(source: bytes) -> str:
+    return f"{DIGEST}{hashlib.sha256(source).hexdigest()[:16]}"
+
+
 @contextmanager
 def files_used(files: Sequence[str | Path]) -> Iterator[None]:
     """Load these plugins for the body, and for the processes that it starts. Raises ConfigError."""
@@ -205,7 +223,7 @@ def load_file(path: Path) -> Plugin:
         raise ConfigError(f"--plugin {path}: {error.strerror or error}. Give the Python file of a plugin.") from error
     if file.suffix != ".py" or os.pathsep in str(file):
         raise ConfigError(f"--plugin {path}: a plugin is a Python file: NAME.py, with no `{os.pathsep}` in its path.")
-    plugin = Plugin(file.stem, file, f"sha256 {hashlib.sha256(source).hexdigest()[:16]}")
+    plugin = Plugin(file.stem, file, _identity(source))
 
     def run() -> None:
         module = ModuleType(f"fxtune_plugin_{file.stem}")

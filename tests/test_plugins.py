@@ -127,6 +127,16 @@ def test_row_format_converts_rows_and_its_errors_are_bad_rows(cwd):
         list(open_source(source).rows())
 
 
+def test_tokens_of_a_plugin_that_is_edited_meanwhile_are_not_kept(cwd, capsys):
+    Path("rows.jsonl").write_text("\n".join(json.dumps({"a": text}) for text in ("x", "y")))
+    edits = 'import pathlib\nimport fxtune\n\n@fxtune.row_format("mine")\ndef read(row):\n'
+    edits += '    with pathlib.Path(__file__).open("a") as own:\n        own.write("# edited")\n    return {"text": row["a"]}\n'
+    sources = ["data.sources=[{path: rows.jsonl, format: mine}]", f"data.cache_dir={cwd / 'cache'}"]
+    said = refused(capsys, "preview", *written(edits), "+recipe=quickstart", *sources, "data.questions.path=null")
+    assert "mine.py was edited while it was used. Give the same command again." in said
+    assert not list((cwd / "cache").rglob("table.json"))
+
+
 def test_rows_of_no_known_format_are_refused_with_their_columns(cwd):
     Path("rows.jsonl").write_text('{"a": "x"}\n')
     written('import fxtune\n\n@fxtune.row_format("mine")\ndef read(row):\n    return {"other": row["a"]}\n')

@@ -300,9 +300,10 @@ class Checkpoints:
         self._host_copy.wait_on_device()
 
     def save_timings(self) -> dict[str, float]:
-        """Timings of a save that ended since the last call; reports a failed save.
+        """Timings of the saves that ended since the last call; reports a failed save.
 
-        `checkpoint/stall_seconds`: how long the loop stopped. `checkpoint/seconds`: until the save was on the disk.
+        `checkpoint/stall_seconds`: how long the loop stopped, for all of them. `checkpoint/seconds`: until the last
+        one was on the disk.
         """
         if self._save and not self._save.is_alive():
             self._end_save()
@@ -342,7 +343,8 @@ class Checkpoints:
         if save.error is None:
             self._saved_state = _without_clock(save.text)
             if save.written:
-                self._timings = {"checkpoint/stall_seconds": save.stall, "checkpoint/seconds": save.seconds}
+                stalled = self._timings.get("checkpoint/stall_seconds", 0.0) + save.stall
+                self._timings = {"checkpoint/stall_seconds": stalled, "checkpoint/seconds": save.seconds}
             return
         if not (isinstance(save.error, OSError) or out_of_memory_reason(save.error)):
             raise save.error  # a bug in fxtune, or the device or another rank died

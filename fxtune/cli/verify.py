@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fxtune.cli.options import write_json
-from fxtune.cli.run_output import find_output, run_folder
+from fxtune.cli.run_output import ADAPTER_FILE, find_output, run_folder
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
@@ -99,7 +99,9 @@ def saved(run: str) -> None:
     Needs no base and no GPU. Raises CheckError for a file that changed since, StorageError for a folder without proof.
     """
     folder = run_folder(run)
-    folders = [path.parent for path in sorted(folder.glob(f"*/{PROOF}"))] or [find_output(run).folder]
+    exported = [path.parent for name in (ADAPTER_FILE, "config.json") for path in folder.glob(f"*/{name}")]
+    proven = [path.parent for path in folder.glob(f"*/{PROOF}")]
+    folders = sorted({*exported, *proven}) or [find_output(run).folder]
     changed = []
     for one in folders:
         proof, lines = changed_since(one)

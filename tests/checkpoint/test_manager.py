@@ -127,6 +127,15 @@ def test_loop_continues_during_a_save_and_at_most_one_is_in_flight(tmp_path, slo
     assert checkpoints.save_timings() == {}  # reported once
 
 
+def test_all_stalls_since_the_last_log_line_are_counted(tmp_path):
+    checkpoints, stalls = Checkpoints(tmp_path, CheckpointConfig()), []
+    for step in (1, 2, 3):
+        checkpoints.save(TrainState(step=step), {"w": torch.zeros(4)}, {})
+        stalls.append(checkpoints._save)
+    checkpoints.wait()
+    assert checkpoints.save_timings()["checkpoint/stall_seconds"] == sum(save.stall for save in stalls)
+
+
 def test_unexpected_error_in_the_save_thread_is_raised_in_the_loop(tmp_path, monkeypatch):
     def broken(*_):
         raise AssertionError("ours")

@@ -255,6 +255,9 @@ def test_unmutated_exports_are_proven(adapted, full, tokenizer, tmp_path, monkey
     said = capsys.readouterr().err
     assert re.search(r"adapter/adapter_model\.safetensors has [\d,]+ bytes, and [\d,]+ were saved", said)
     assert "adapter_model.bin was added" in said
+    (tmp_path / "adapter" / "proof.json").unlink()
+    assert main(["verify", str(tmp_path)]) == StorageError.exit_code, "although the other export is proven"
+    assert "adapter holds no proof.json" in capsys.readouterr().err
 
 
 def test_fused_adapters_are_proven_over_the_frozen_weights_that_they_share(tmp_path, tokenizer):

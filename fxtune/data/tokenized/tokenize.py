@@ -33,7 +33,7 @@ from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, StorageError
-from fxtune.plugins import ROW_FORMATS
+from fxtune.plugins import ROW_FORMATS, require_unchanged
 from fxtune.system.console import say
 from fxtune.system.host import cores
 from fxtune.system.progress import phase
@@ -154,6 +154,8 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
                 writer.append(part)
                 work.advance(size / 1e6)
             source.require_unchanged()
+            if converter := source.config.converter:
+                require_unchanged(ROW_FORMATS.added()[converter])
             _require_targets(writer, source, encoder, data)
             version = ENCODING_VERSION if writer.is_newly_read else LAST_VERSION
             writer.finish(fingerprint=_hash([version, *settings]), name=source.name, format=encoder.format.value)

@@ -39,6 +39,7 @@ FREE_ON_RESUME = (
     "refresh",
     "loader",
     "checkpoint",
+    "optimizer.in_backward",
     "train.log_every",
     "train.max_minutes",
     "train.pause_after",

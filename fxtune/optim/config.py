@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import FloatNode
 
 from fxtune.system.facts import APEX, MachineFacts, c_compiler
+from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
 
@@ -27,6 +28,11 @@ class OptimizerName(str, Enum):
     adafactor = "adafactor"
     lion = "lion"
     muon = "muon"
+
+
+class Moments(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -55,7 +61,14 @@ class OptimizerConfig:
     have; otherwise bitsandbytes if it is installed, as it compiles nothing."""
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small ones add up instead of being lost. For
-    `adamw`, whose moments are then float32, and for `adamw_8bit` of torchao."""
+    `adamw`, and for `adamw_8bit` of torchao."""
+    moments: Moments = Moments.float32
+    """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16`: half the memory, 4 bytes a weight, and
+    they are rounded stochastically, too."""
+    in_backward: Switch = Switch.auto
+    """Update each weight in the backward pass, as soon as its gradient is whole, and free the gradient: full
+    fine-tuning then holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on
+    one card. `auto`: where these hold and the forecast says that all gradients at once would not fit."""
 
     def __post_init__(self) -> None:
         if self.lr != AUTO:  # as OmegaConf reads a float: 1, "1e-4"
@@ -127,6 +140,13 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _no_stochastic_rounding(config, facts)
+    if config.moments is not Moments.float32 and not (
+        config.name is OptimizerName.adamw and config.stochastic_rounding
+    ):
+        yield (
+            f"optimizer.moments: {config.moments.value} is read by adamw with stochastic_rounding=true only. Set "
+            "them, or leave it out."
+        )
     if facts.degrees.shard > 1 and config.name is OptimizerName.adafactor and not facts.techniques.lora.enabled:
         yield (
             "optimizer.name: adafactor keeps means over whole matrices, and parallel.shard="

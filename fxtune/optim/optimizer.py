@@ -11,7 +11,9 @@ as AdamW; during an evaluation and a save it needs one or two more copies of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,12 +40,17 @@ TRAINED = "trained"
 
 
 class Optimizer:
-    """The trainable parameters of a model and the library optimizers that update them: with Muon two, else one."""
+    """The trainable parameters of a model and the library optimizers that update them: with Muon two, else one. If the
+    caller updates weights one by one, or if updates draw random bits, each weight has its own."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False):
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False, one_by_one: bool = False
+    ):
         """`keep_gradients`: zero gradients in place and never drop them, because the next replay of a CUDA graph
         overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
         still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
+
+        `one_by_one`: update() is called for each weight in place of step().
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
@@ -62,7 +69,10 @@ class Optimizer:
                 self.divided[own] = weight
             self.names[own] = name
         self.sharding = sharding_of(model)
-        self.parts = _library_optimizers(model, config, list(self.names), rows)
+        self.rounds, self.one_by_one = config.stochastic_rounding, one_by_one
+        names = list(self.names)
+        together = [[name] for name in names] if self.rounds or one_by_one else [names]
+        self.parts = [part for few in together for part in _library_optimizers(model, config, few, rows)]
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
         """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with others."""
@@ -120,28 +130,42 @@ class Optimizer:
         device = next(iter(self.names)).device
         return torch.nn.utils.get_total_norm(list(gradients), foreach=True).to(device)
 
-    def step(self, lr: float, finite: torch.Tensor) -> None:
+    def step(self, lr: float, finite: torch.Tensor, seed: int = 0) -> None:
         """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the
-        gradients.
+        gradients. `seed`: of this step's stochastic rounding.
         """
         for parameter in self.kept:
             if self.names[parameter] not in self.reached:
                 parameter.grad = None  # until drop()
+        on_host = functools.cache(finite.item)  # at most one host sync
         for part in self.parts:
-            for group in part.param_groups:
-                if isinstance(group["lr"], torch.Tensor):  # torchao would recompile for a new constant
-                    group["lr"].fill_(lr)
-                else:
-                    group["lr"] = lr
-            if part.defaults.get("fused"):
-                part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # as GradScaler tells fused kernels
-                part.step()
-                continue
-            with _eager_on_cpu(part):
-                taken = part in self.guards and self.guards[part].step(finite)
-                if not taken and finite.item():  # cannot skip on the device: one host sync a step
-                    part.step()
+            self.update(part, lr, finite, seed, on_host)
         self.drop()
+
+    def update(
+        self,
+        part: torch.optim.Optimizer,
+        lr: float,
+        finite: torch.Tensor,
+        seed: int,
+        on_host: Callable[[], Any] | None = None,
+    ) -> None:
+        """step() of one of `parts`, which leaves its gradients. `on_host`: reads `finite`."""
+        for group in part.param_groups:
+            if isinstance(group["lr"], torch.Tensor):  # torchao would recompile for a new constant
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self.rounds:  # the bits of a weight do not depend on when it is updated
+            torch.manual_seed(_seed(seed, self.names[part.param_groups[0]["params"][0]]))
+        if part.defaults.get("fused"):
+            part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # as GradScaler tells fused kernels
+            part.step()
+            return
+        with _eager_on_cpu(part):
+            taken = part in self.guards and self.guards[part].step(finite)
+            if not taken and (on_host or finite.item)():  # cannot skip on the device: the host waits for it
+                part.step()
 
     def drop(self) -> None:
         """Drop the gradients, or zero kept ones."""
@@ -233,6 +257,11 @@ def _state_of_group(part: torch.optim.Optimizer) -> tuple[str, ...]:
     return STATE_OF_GROUP.get(type(part).__module__.partition(".")[0], ())
 
 
+def _seed(step: int, name: str) -> int:
+    """The seed of a weight's random bits, from that of the step."""
+    return int.from_bytes(hashlib.blake2b(f"{step}/{name}".encode(), digest_size=8).digest()) >> 1
+
+
 def _mark_reached(reached: set[str], name: str, _: torch.Tensor) -> None:
     reached.add(name)
 
@@ -293,7 +322,7 @@ def _library_optimizers(
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if config.stochastic_rounding:
             use_cache_folder()  # its step is compiled
-            return StochasticAdamW(groups, **adam)
+            return StochasticAdamW(groups, moments=getattr(torch, config.moments.value), **adam)
         return torch.optim.AdamW(groups, fused=config.fused, **adam)
 
     if config.name is OptimizerName.adamw:
@@ -334,10 +363,10 @@ def _library_optimizers(
     options: dict[str, Any] = dict(momentum=config.momentum, adjust_lr_fn="match_rms_adamw", **shared)
     divided = [Matrix(own, weight.shape) for weight, own in rows.items() if own.ndim == 2 and own not in tables]
     if divided and (sharding := sharding_of(model)) is not None:
-        muon: torch.optim.Optimizer = DividedMuon(divided, sharding, **options)
+        parts: list[torch.optim.Optimizer] = [DividedMuon(divided, sharding, **options)]
     else:
-        muon = torch.optim.Muon(matrices, **options)
-    return [muon, adamw(_groups(rest, config.weight_decay))] if rest else [muon]
+        parts = [torch.optim.Muon(matrices, **options)] if matrices else []
+    return [*parts, adamw(_groups(rest, config.weight_decay))] if rest else parts
 
 
 def _torchao_adamw(
@@ -372,7 +401,9 @@ def moment_bytes(optimizer: str, parts: Iterable[torch.optim.Optimizer]) -> int:
     total = 0
     for part in parts:
         each = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
-        in_float32 = "8bit" in optimizer or isinstance(part, StochasticAdamW)
         for weight in (weight for group in part.param_groups for weight in group["params"]):
-            total += int(each * weight.numel() * (4 if in_float32 else weight.element_size()))
+            size = 4 if "8bit" in optimizer else weight.element_size()
+            if isinstance(part, StochasticAdamW):
+                size = part.moments_of(weight).itemsize
+            total += int(each * weight.numel() * size)
     return total

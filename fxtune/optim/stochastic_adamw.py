@@ -3,12 +3,12 @@
 A bfloat16 has 8 significant bits: rounded to nearest, an update below 1/512 of a weight is lost, and one below 1/256
 may be. A fine-tuning update is about as large as the learning rate, 1e-5. Here the update is computed in float32, 16
 random bits are added below the bits that stay, and the sum is truncated: a weight changes rarely, but by the right
-amount on average (arXiv 2010.06192). The moments are float32: in bfloat16 the second moment, which changes by 1/1000 a
-step, would never change.
+amount on average (arXiv 2010.06192). The moments are float32 or bfloat16. Rounded to nearest, a second moment in
+bfloat16, which changes by 1/1000 a step, would never change; so moments are rounded stochastically, too.
 
-Memory per weight: 2 bytes + 8 for the moments + 2 for the gradient; float32 weights take 4 + 8 + 4. The random bits
-come from torch's generator of the device, which is seeded in each step, so a resumed run draws the same. On a GPU the
-update is compiled to one kernel a tensor, for any size; on a CPU the same code runs eagerly.
+Memory per weight: 2 bytes + 8 for the moments (4 in bfloat16) + 2 for the gradient; float32 weights take 4 + 8 + 4.
+The random bits come from torch's generator of the device. The caller seeds it for each weight and step, so a resumed
+run draws the same. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU it runs eagerly.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ def update(
 ) -> None:
     """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `kept` is 1 - lr x weight decay.
 
-    weight: bfloat16 or float32; first, second: the moments, float32 of its shape; step, lr, kept, finite: scalars on
-    the same device, so that a change causes no host sync and no recompilation. `step` includes this step.
+    weight, and first and second, the moments of its shape: each bfloat16 or float32; step, lr, kept, finite: scalars
+    on the same device, so that a change causes no host sync and no recompilation. `step` includes this step.
     """
     fine = gradient.float()
-    mean = torch.lerp(first, fine, 1 - beta1)
-    square = second * beta2 + fine * fine * (1 - beta2)
+    mean = torch.lerp(first.float(), fine, 1 - beta1)
+    square = second.float() * beta2 + fine * fine * (1 - beta2)
     denominator = (square / (1 - beta2**step)).sqrt() + eps
     moved = weight.float() * kept - lr / (1 - beta1**step) * mean / denominator
-    rounded = stochastic_round(moved) if weight.dtype is torch.bfloat16 else moved
-    weight.copy_(torch.where(finite, rounded, weight))
-    first.copy_(torch.where(finite, mean, first))
-    second.copy_(torch.where(finite, square, second))
+    for old, new in ((weight, moved), (first, mean), (second, square)):
+        rounded = stochastic_round(new) if old.dtype is torch.bfloat16 else new
+        old.copy_(torch.where(finite, rounded, old))
 
 
 COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
@@ -73,14 +72,25 @@ def _compiled() -> Callable[..., None]:
 class StochasticAdamW(torch.optim.Optimizer):
     """AdamW for bfloat16 weights (and float32 ones, which need no rounding). It is used like torch's fused AdamW: the
     caller sets `found_inf`, a float scalar on the device, before step(); if it is not 0, no weight, moment or counter
-    changes.
+    changes. `moments`: their dtype; those of float32 weights are float32.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        moments: torch.dtype = torch.float32,
     ):
+        self.moments = moments
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True))
         self.found_inf: torch.Tensor | None = None
+
+    def moments_of(self, weight: torch.Tensor) -> torch.dtype:
+        """The dtype of this weight's moments."""
+        return self.moments if weight.dtype is torch.bfloat16 else torch.float32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -97,10 +107,11 @@ class StochasticAdamW(torch.optim.Optimizer):
             )
             for parameter in parameters:
                 if not self.state[parameter]:
+                    dtype = self.moments_of(parameter)
                     self.state[parameter].update(
                         step=torch.zeros((), device=device),
-                        exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
-                        exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32),
+                        exp_avg=torch.zeros_like(parameter, dtype=dtype),
+                        exp_avg_sq=torch.zeros_like(parameter, dtype=dtype),
                     )
             torch._foreach_add_(
                 [self.state[parameter]["step"] for parameter in parameters], [finite.float()] * len(parameters)

@@ -28,7 +28,11 @@ class Facts(MachineFacts):
     micro_batch_size: int = 1
     optimizer: str = "adamw"
     stochastic_rounding: bool = False
-    """Whether the optimizer rounds weights stochastically, and so keeps its moments in float32."""
+    """Whether the optimizer rounds weights stochastically."""
+    moments: str = "float32"
+    """The dtype of its moments then."""
+    in_backward: bool = False
+    """Whether each weight is updated in the backward pass, so that not all gradients exist at once."""
     deterministic: bool = False
     """Whether two runs must give the same bits."""
     degrees: Degrees = field(default_factory=Degrees)

@@ -44,7 +44,7 @@ from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
 from fxtune.techniques import divided_weights
-from fxtune.techniques.attention import context, isolation
+from fxtune.techniques.attention import context, isolation, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.estimate.memory import trained_parameters
@@ -53,12 +53,12 @@ from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
-from fxtune.training import noise_scale, oom_advice
+from fxtune.training import in_backward, noise_scale, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.ranks import facts_on_ranks, share
 from fxtune.training.resume_check import ResumeCheck
-from fxtune.training.rows import decide_rows
+from fxtune.training.rows import decide_rows, documents_padding
 from fxtune.training.step import TrainStep
 
 
@@ -98,7 +98,13 @@ class RunBuilder:
             self.world = self.world.divided(degrees)
             self.facts = replace(self.facts, degrees=degrees)
             notes += [f"parallel: {why}"] * (self.world.size > 1)
-        refused = [*update_rule.check(config.optimizer, self.facts), *noise_scale.refusals(config, self.world.degrees)]
+        refused = [
+            *update_rule.check(config.optimizer, self.facts),
+            *noise_scale.refusals(config, self.world.degrees),
+            *in_backward.refusals(config, self.facts),
+        ]
+        self.facts, in_backward_note = in_backward.decide(config, self.facts)
+        notes += [in_backward_note] if in_backward_note else []
         # By rank 0: some kernels are chosen by timing them, and two ranks may measure differently.
         self.techniques, self.decided = self.world.from_main(
             partial(config.techniques.resolved, self.facts, refused), "waiting for rank 0 to choose kernels"
@@ -143,6 +149,8 @@ class RunBuilder:
             found = guess(config.optimizer, self.facts, data.training.documents_per_step)
             self.config = replace(config, optimizer=replace(config.optimizer, lr=found.rate))
             self.decided.append(found.text)
+        if self.facts.packing and recurrent.has_mixers(self.facts.model):
+            self.decided.append(documents_padding(data.training))
         return tokenizer, data
 
     @phase("Building the model")
@@ -195,6 +203,9 @@ class RunBuilder:
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
             observed = [*self.techniques.verify(model.model, probe), *model.evidence]
+            if self.facts.in_backward:
+                with self.techniques.precision.context(self.world.device):
+                    observed.append(in_backward.observe(model.model, probe))
             if self.world.context_ranks > 1:
                 with self.techniques.precision.context(self.world.device):
                     layers = attention_layers(self.facts.text)
@@ -222,7 +233,8 @@ class RunBuilder:
             if (sharding := sharding_of(model.model)) is not None and self.facts.device == "cuda":
                 spare = self.facts.free_memory - self.techniques.memory_need(self.facts).device
                 sharding.accumulates = 4 * trained_parameters(self.facts) < spare
-            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients)
+            one_by_one = self.facts.in_backward
+            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients, one_by_one)
             loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
             return TrainStep(
                 model,
@@ -278,7 +290,8 @@ class RunBuilder:
         rows = rows or self.facts.micro_batch_size
         width = width or self.facts.row_length
         facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
-        need, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase)
+        freeing = in_backward.change_for(self.config, facts)
+        need, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase, freeing)
         return HardwareError(f"{message}\n{oom_advice.to_text(need, changes, phase, rows, width)}")
 
 

@@ -46,16 +46,17 @@ class Change:
 
 
 def advice(
-    facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase
+    facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase, freeing: str = ""
 ) -> tuple[int, list[Change]]:
     """The estimated bytes that `phase` needs, and up to three changes that save memory, the best one first.
 
-    `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided.
+    `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided. `freeing`: the keys
+    by which gradients are freed in the backward pass, if there are such.
     """
     before = _phase_bytes(techniques.memory_need(facts), phase)
     need = before - (CONTEXT if facts.device == "cpu" else 0)
     changes = []
-    for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase):
+    for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase, freeing):
         try:
             ready, _ = pipeline.resolved(changed_facts)
         except ConfigError:
@@ -86,7 +87,7 @@ def _phase_bytes(need: Need, phase: MemoryPhase) -> int:
 
 
 def _candidates(
-    facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase
+    facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase, freeing: str
 ) -> Iterator[tuple[str, Facts, Pipeline]]:
     """Yield each candidate change as (setting, facts with it, techniques with it)."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
@@ -102,6 +103,8 @@ def _candidates(
         eight = replace(config, name=OptimizerName.adamw_8bit)
         if config.name is OptimizerName.adamw and not list(update_rule.check(eight, facts)):
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
+        if freeing:
+            yield freeing, replace(facts, in_backward=True), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:
         setting = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
         nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False)

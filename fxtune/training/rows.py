@@ -6,12 +6,32 @@ from dataclasses import replace
 from typing import Any
 
 from fxtune.config.root import Config
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, DataConfig
 from fxtune.distributed.world import World
 from fxtune.models import load as models
 from fxtune.techniques.attention import isolation
+from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Dynamic
 from fxtune.techniques.facts import Facts
+
+LOOKS = 8
+"""Steps whose documents documents_padding() looks at."""
+
+
+def documents_padding(plan: Plan) -> str:
+    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
+    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
+    most = 1.0
+    for step in range(min(LOOKS, plan.steps)):
+        for micro in range(plan.micro_batches(step)):
+            lengths = [part.length for row in plan.contents(step, micro) for part in row]
+            most = max(most, len(lengths) * max(lengths) / (plan.micro_rows(step) * plan.max_row_length(step)))
+    return (
+        f"recurrent layers: padded to the longest, the documents of a packed micro-batch have up to {most:.1f} times "
+        f"the tokens of its rows (in the first {min(LOOKS, plan.steps)} steps), which the forecast of memory leaves "
+        "out. data.packing=false pads rows instead."
+    )
 
 
 def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfig, list[str], Facts]:
@@ -26,6 +46,8 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
         micro_batch_size=config.train.micro_batch_size,
         optimizer=config.optimizer.name.value,
         stochastic_rounding=config.optimizer.stochastic_rounding,
+        moments=config.optimizer.moments.value,
+        in_backward=config.optimizer.in_backward is Switch.on,
         deterministic=config.run.deterministic,
         degrees=world.degrees,
         sum_bytes=config.parallel.sum_bytes,

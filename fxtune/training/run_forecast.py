@@ -27,7 +27,7 @@ from fxtune.techniques.estimate.degrees import decided_with, sent
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
 from fxtune.techniques.estimate.step_time import micro_batch_seconds, update_seconds
 from fxtune.techniques.facts import Facts
-from fxtune.training import oom_advice
+from fxtune.training import in_backward, oom_advice
 from fxtune.training.oom_advice import Change, MemoryPhase
 from fxtune.training.ranks import share
 from fxtune.training.rows import decide_rows
@@ -136,8 +136,10 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     if degrees.ranks > 1:
         notes.append(f"parallel: {why}")
     shared = replace(facts, degrees=degrees)
-    config.techniques.check(shared)
-    facts = decided_with(facts, degrees)
+    config.techniques.check(shared, list(in_backward.refusals(config, shared)))
+    shared, note = in_backward.decide(config, shared)
+    notes += [note] if note else []
+    facts = decided_with(replace(facts, in_backward=shared.in_backward), degrees)
     notes += config.techniques.decided(shared, measure=False)[1]
     return _forecast(config, facts, notes, lengths)
 
@@ -182,7 +184,8 @@ def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths |
 def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, bool]]:
     """Single changes of the recipe that save the most memory, the best one first, each with whether it is enough."""
     facts = forecast.facts
-    _, changes = oom_advice.advice(facts, facts.techniques, config.optimizer, MemoryPhase.training)
+    freeing = in_backward.change_for(config, facts)
+    _, changes = oom_advice.advice(facts, facts.techniques, config.optimizer, MemoryPhase.training, freeing)
     return [(one, forecast.need.device - one.saves <= facts.free_memory) for one in changes]
 
 

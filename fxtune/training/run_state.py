@@ -163,6 +163,7 @@ class RunState:
 
     def save(self) -> None:
         """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together."""
+        assert not self.train_step.torn, "some weights are a step ahead of the state"
         since = time.perf_counter()
         self.world.heartbeat.doing(SAVING)
         self.average()

@@ -31,6 +31,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.compile.cuda_graphs import Recorder
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.training import noise_scale
+from fxtune.training.in_backward import InBackward
 from fxtune.training.rank_report import UPDATE, RankReport
 from fxtune.training.spikes import SpikeWindow
 
@@ -74,6 +75,7 @@ class TrainStep:
         parallel = parallel or ParallelConfig()
         self.rank_report = RankReport(self.world)
         self.sharding = sharding_of(model.model)
+        self.in_backward = InBackward(optimizer) if optimizer.one_by_one else None
         self.gradient_sum: GradientSum | None = None
         self.weight_average: WeightAverage | None = None
         """With parallel.average_every, in place of the sum of gradients."""
@@ -84,6 +86,10 @@ class TrainStep:
             overlap = final and self.world.context_ranks == 1 and self.sharding is None
             self.gradient_sum = GradientSum(self.world, optimizer.whole, parallel, bucket_bytes, overlap)
         self._index = 0
+        self._lr: float | None = None
+        """The rate at which this step's backward pass updates weights; None: it leaves gradients."""
+        self._spike_limit = torch.full((), math.inf)
+        """Of a step whose backward pass updates weights."""
         self._names: tuple[str, ...] = ("loss",)
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
@@ -93,22 +99,31 @@ class TrainStep:
         updated), `loss_scale`, and `spike_limit`, the loss above which this step is a spike.
         """
         normalizer = self.objective.normalizer(plan, step.index)
-        backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.own)
+        backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.own, lr)
         metrics = self.sum_over_ranks(self.rank_report.timed(backward))
         with self.rank_report.timer.part(UPDATE):
             self.clip(metrics)
             self.update(metrics, lr)
         return metrics
 
-    def backward(self, batches: Iterable[Batch], normalizer: float, index: int = 0, own: int | None = None) -> Metrics:
+    def backward(
+        self,
+        batches: Iterable[Batch],
+        normalizer: float,
+        index: int = 0,
+        own: int | None = None,
+        lr: float | None = None,
+    ) -> Metrics:
         """Run forward and backward: leaves the gradients of the mean in the parameters and returns the means, each of
         this rank's micro-batches only.
 
         `index`: of the step. Dropout depends only on it, the micro-batch's place in the step and the seed, so a
         resumed run repeats it exactly, with any number of ranks.
         `own`: see StepBatches; further micro-batches add zeros.
+        `lr`: with optimizer.in_backward the weights are updated at this rate, and no gradients are left; None: they
+        are left.
         """
-        self._index = index
+        self._index, self._lr = index, lr
         totals: torch.Tensor | None = None
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
@@ -150,21 +165,25 @@ class TrainStep:
         """Clip the gradient; adds `grad_norm`, `finite` and `spike_limit` to what backward() returned. In a local step
         `grad_norm` is the mean of the ranks' norms, so a step that is not finite on one rank is skipped by all.
         """
-        metrics["grad_norm"] = self.optimizer.clip(self.max_grad_norm)
+        updating = self.in_backward if self._lr is not None else None
+        metrics["grad_norm"] = updating.norm() if updating else self.optimizer.clip(self.max_grad_norm)
         if self.weight_average:
             metrics["grad_norm"] = metrics["grad_norm"] / self.world.size
             totals = self.world.sum(torch.stack([value.float() for value in metrics.values()]), "adding up losses")
             metrics.update(zip(list(metrics), totals.unbind(), strict=True))
         loss = metrics["loss"]
         metrics["finite"] = torch.isfinite(metrics["grad_norm"]) & torch.isfinite(loss)
-        metrics["spike_limit"] = self.spikes.limit(loss)
+        metrics["spike_limit"] = self._spike_limit if updating else self.spikes.limit(loss)
 
     def update(self, metrics: Metrics, lr: float) -> None:
         """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`."""
         finite = metrics["finite"]
-        updates = self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite)
-        torch.manual_seed(_seed(self.seed, self._index))  # stochastic rounding draws the same on any number of ranks
-        self.optimizer.step(lr, updates)
+        if self.in_backward and self._lr is not None:
+            self.in_backward.end()
+            self.optimizer.drop()
+        else:
+            updates = self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite)
+            self.optimizer.step(lr, updates, _seed(self.seed, self._index))  # the same on any number of ranks
         if self.gradient_sum and self.gradient_sum.compression:
             self.gradient_sum.compression.keep(updates)
         if self.weight_average:
@@ -173,10 +192,18 @@ class TrainStep:
         self.loss_scale.update(finite)
 
     def drop(self) -> None:
-        """Forget an incomplete step: its gradients hold a part of the sum."""
+        """Forget an incomplete step: its gradients hold a part of the sum. Not one that has updated weights."""
+        assert not self.torn
+        if self.in_backward:
+            self.in_backward.end()
         if self.gradient_sum:
             self.gradient_sum.drop()
         self.optimizer.drop()
+
+    @property
+    def torn(self) -> bool:
+        """Whether a backward pass has updated some weights and its step did not end. They belong to no step then."""
+        return self.in_backward is not None and self.in_backward.torn
 
     @property
     def keeps_rank_state(self) -> bool:
@@ -224,6 +251,11 @@ class TrainStep:
             mean = loss / normalizer
         if self.norms:
             self.norms.begin()
+        if self.in_backward and self._lr is not None:
+            loss = mean.detach()
+            self._spike_limit = self.spikes.limit(loss)
+            updates = self.spikes.updates_weights(self._spike_limit, loss, torch.isfinite(loss))
+            self.in_backward.begin(self._lr, updates, _seed(self.seed, self._index))
         self.loss_scale.scaled(mean).backward()
         values = {"loss": mean.detach(), **{name: metric.detach() / normalizer for name, metric in metrics.items()}}
         if self.norms:

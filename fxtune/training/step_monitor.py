@@ -158,10 +158,18 @@ class StepStatistics:
 
 
 class StepMonitor:
-    """Watches a run for losses and gradients that are not finite, and for spikes. `scaled`: a loss scale is in use."""
+    """Watches a run for losses and gradients that are not finite, and for spikes. `scaled`: a loss scale is in use;
+    `in_backward`: weights are updated in the backward pass."""
 
-    def __init__(self, config: TrainConfig, spikes: SpikeWindow, bad_batches: BadBatches, scaled: bool) -> None:
-        self.config, self.spikes, self.bad_batches = config, spikes, bad_batches
+    def __init__(
+        self,
+        config: TrainConfig,
+        spikes: SpikeWindow,
+        bad_batches: BadBatches,
+        scaled: bool,
+        in_backward: bool = False,
+    ) -> None:
+        self.config, self.spikes, self.bad_batches, self.in_backward = config, spikes, bad_batches, in_backward
         self.statistics = StepStatistics(scaled=scaled, skips_spikes=config.spikes is Spikes.skip)
 
     def read(self) -> dict[str, Any]:
@@ -207,9 +215,12 @@ class StepMonitor:
 
     def stop_error(self, checkpoints: Path) -> NumbersError:
         """The error to raise if must_stop. `checkpoints`: the folder where the state is saved."""
+        untouched = "None of them touched the weights, and those"
+        if self.in_backward:
+            untouched = "No gradient that was not finite touched a weight, and the weights"
         return self._error(
             f"The loss or the gradient was not finite in {self.statistics.consecutive_bad} steps in a row, up to step "
-            f"{self.statistics.step}. None of them touched the weights, and those are saved: {checkpoints}."
+            f"{self.statistics.step}. {untouched} are saved: {checkpoints}."
         )
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:

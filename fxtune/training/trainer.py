@@ -199,7 +199,11 @@ class Trainer:
         self.rank_report = self.train_step.rank_report
         self.rank_report.energy = self.energy
         self.monitor = StepMonitor(
-            config.train, self.train_step.spikes, self.bad_batches, self.train_step.loss_scale.active
+            config.train,
+            self.train_step.spikes,
+            self.bad_batches,
+            self.train_step.loss_scale.active,
+            self.facts.in_backward,
         )
         self.run_state = RunState(
             folder, config.checkpoint, self.model, self.train_step, self.monitor, self.clock, screen.note
@@ -411,10 +415,12 @@ class Trainer:
         counted = phase(
             name, self.plan.micro_batches(step.index) // self.world.data_ranks, MICRO_BATCHES, announce=first
         )
+        if take.in_backward:  # the pass changes the weights
+            self.run_state.checkpoints.wait_for_copy()
         # Interruptible, because nothing has changed yet, and compiling can take minutes.
-        with self._interruptible(), counted as work:
+        with self._interruptible(changes=take.in_backward is not None), counted as work:
             batches = work.over(step.micro_batches)
-            passes = partial(take.backward, batches, normalizer, step.index, step.own)
+            passes = partial(take.backward, batches, normalizer, step.index, step.own, lr)
             backward = partial(self.rank_report.timed, passes)
             agree = self.rank_report.agree if self._collects(step.index + 1) else None
             # A signal between two averages of the ranks' weights waits for the next: what is saved there goes on as if
@@ -448,9 +454,10 @@ class Trainer:
             self._drop_recordings()
 
     @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """A signal ends the body at once. With several ranks it waits: they must agree first, to stop together."""
-        with SIGNALS.interruptible() if self.world.size == 1 else SIGNALS.held():
+    def _interruptible(self, changes: bool = False) -> Iterator[None]:
+        """A signal ends the body at once, unless it `changes` the weights. With several ranks it waits, too: they must
+        agree first, to stop together."""
+        with SIGNALS.interruptible() if self.world.size == 1 and not changes else SIGNALS.held():
             yield
 
     def _collects(self, step: int) -> bool:
@@ -459,6 +466,8 @@ class Trainer:
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
+        if self.train_step.in_backward:  # two micro-batches would need all gradients
+            raise self._out_of_memory_error("training", self.plan.sizes.micro_batch_size, found.reason)
         self.batch_sizes.free_memory()  # which also waits for gradients that are still being added up
         self.train_step.drop()
         sizes = self.plan.sizes
@@ -486,11 +495,13 @@ class Trainer:
             if self.unlogged_lr is not None:
                 self._log_line(self.unlogged_lr)
             try:
-                self._ensure_saved()
-                if self.state.step:
-                    message += (
-                        f"\nSaved after step {self.state.step}: the same command resumes there, given more memory."
-                    )
+                if self.train_step.torn:
+                    self.run_state.checkpoints.wait()
+                    message += "\nSome weights of this step were updated and others were not, so it is not saved."
+                else:
+                    self._ensure_saved()
+                if saved := self.run_state.saved:
+                    message += f"\nSaved after step {saved}: the same command resumes there, given more memory."
             except StorageError as error:
                 message += f"\n{error}"
         if part == "training":

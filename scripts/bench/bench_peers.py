@@ -13,9 +13,9 @@ and alpha=32 on all linear layers of a block and all experts of a mixture, witho
 tokens, each exactly as long as a row, or chats with log-normal lengths of mean 500. Each tool tokenizes and packs the
 chats itself into rows of the same length. The loss is over every token.
 
-Cases with `full` in their name train all weights, which are bfloat16 in each tool. On one card fxtune keeps AdamW's
-moments in float32, or in 8 bits where the name ends in `8bit`, and rounds the weights stochastically. TRL runs torch's
-fused AdamW, with moments in bfloat16, and rounds to nearest. Sharded over several cards fxtune does as TRL.
+Cases with `full` in their name train all weights, which are bfloat16 in each tool, and so are AdamW's moments; where the
+name ends in `8bit`, fxtune's have 8 bits. On one card fxtune rounds weights and moments stochastically. TRL runs torch's
+fused AdamW, which rounds to nearest. Sharded over several cards fxtune does as TRL.
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
@@ -68,8 +68,8 @@ MEAN, SIGMA = 500, 1.0
 """Mean (in tokens) and sigma of the chats' log-normal lengths."""
 FAST = ("techniques=[lora,fast]",)
 FULLY = ("techniques=[full,fast]", "model.dtype=bfloat16")
-ROUNDED = (*FULLY, "optimizer.stochastic_rounding=true")
-ROUNDED_8BIT = (*ROUNDED, "optimizer.name=adamw_8bit")
+ROUNDED = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.moments=bfloat16")
+ROUNDED_8BIT = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.name=adamw_8bit")
 SHARDED = (*FULLY, "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 

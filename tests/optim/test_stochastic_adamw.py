@@ -7,7 +7,7 @@ import torch
 from support.optimizers import CASES, YES
 from torch import nn
 
-from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import COMPILING, stochastic_round, update
 
@@ -20,9 +20,8 @@ def test_stochastic_rounding_adds_up_updates_below_bfloat16_resolution(case):
         nn.init.ones_(linear.weight)
         optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName(CASES[case].get("name")), **options))
         for step in range(steps):
-            torch.manual_seed(step)
             linear.weight.grad = torch.ones_like(linear.weight)
-            optimizer.step(1e-4, YES)  # a constant gradient: AdamW moves each weight by lr
+            optimizer.step(1e-4, YES, seed=step)  # a constant gradient: AdamW moves each weight by lr
         return 1 - linear.weight.double().mean().item()
 
     assert moved(100) == 0
@@ -37,6 +36,20 @@ def test_stochastic_rounding_is_unbiased_and_keeps_exact_values():
     assert all(len(draws[:, i].unique()) <= 2 for i in range(200)), "always one of the two neighbours"
     fits = values.bfloat16()
     assert torch.equal(stochastic_round(fits.float()), fits)
+
+
+def test_bfloat16_moments_follow_the_gradient_on_average():
+    """Rounded to nearest, the second moment would stop at half of its value, where 1/1000 of it is below a rounding."""
+    linear = nn.Linear(64, 64, bias=False).bfloat16()
+    config = OptimizerConfig(stochastic_rounding=True, moments=Moments.bfloat16)
+    optimizer, steps = Optimizer(linear, config), 2000
+    for step in range(steps):
+        linear.weight.grad = torch.ones_like(linear.weight)
+        optimizer.step(0.0, YES, seed=step)
+    state = optimizer.parts[0].state[linear.weight]
+    assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.bfloat16
+    assert state["exp_avg"].double().mean().item() == pytest.approx(1, rel=0.005)
+    assert state["exp_avg_sq"].double().mean().item() == pytest.approx(1 - 0.999**steps, rel=0.005)
 
 
 def test_compiled_update_copies_nothing_from_the_host_and_shares_one_graph():

@@ -71,6 +71,7 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     optimizer = "adamw_8bit" if name.endswith("8bit") else "adamw"
     assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == (optimizer, 1e-4, 0.0)
     assert config.optimizer.stochastic_rounding == (case.full and gpus == 1)
+    assert (config.optimizer.moments.value == "bfloat16") == (case.full and gpus == 1 and optimizer == "adamw")
     assert config.model.dtype.value == ("bfloat16" if case.full else "auto")
     assert config.model.architecture == bench_peers.SHAPES[case.shape]
     assert case.peer_case is None or bench_peers.CASES[case.peer_case].rows == case.rows

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
-from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.quantize import Library
 
@@ -33,15 +33,17 @@ CASES = {
     **{name.value: {} for name in OptimizerName},
     "adamw_8bit/bitsandbytes": {"name": "adamw_8bit", "library": Library.bitsandbytes},
     "adamw/stochastic": {"name": "adamw", "stochastic_rounding": True},
+    "adamw/stochastic/bfloat16": {"name": "adamw", "stochastic_rounding": True, "moments": Moments.bfloat16},
     "adamw_8bit/stochastic": {"name": "adamw_8bit", "stochastic_rounding": True},
 }
 
 
-def make(case, **options):
+def make(case, one_by_one=False, **options):
     torch.manual_seed(0)
     known = dict(CASES[case])
     model = Small().bfloat16() if "stochastic" in case else Small()
-    return model, Optimizer(model, OptimizerConfig(name=OptimizerName(known.pop("name", case)), **known, **options))
+    config = OptimizerConfig(name=OptimizerName(known.pop("name", case)), **known, **options)
+    return model, Optimizer(model, config, one_by_one=one_by_one)
 
 
 def backward(model, seed):

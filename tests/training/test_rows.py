@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from support.architectures import CPU, random_model
 
@@ -10,7 +12,7 @@ from fxtune.data.config import AUTO, DataConfig
 from fxtune.models.load import load_config
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.rows import decide_rows
+from fxtune.training.rows import decide_rows, documents_padding
 
 
 def decided(**data: object) -> tuple[DataConfig, list[str], object]:
@@ -50,3 +52,14 @@ def test_what_the_recipe_says_is_not_decided(asked):
     _, notes, facts = decided(packing=str(asked).lower())
     assert facts.packing is asked
     assert notes == []
+
+
+def test_padding_of_packed_documents_is_said():
+    def contents(step: int, micro: int) -> list[list[SimpleNamespace]]:
+        return [[SimpleNamespace(length=length) for length in row] for row in ([40, 24], [60, 2, 2])]
+
+    plan = SimpleNamespace(
+        steps=2, micro_batches=lambda _: 1, contents=contents, micro_rows=lambda _: 2, max_row_length=lambda _: 64
+    )
+    line = documents_padding(plan)
+    assert f"have up to {5 * 60 / 128:.1f} times the tokens of its rows (in the first 2 steps)" in line

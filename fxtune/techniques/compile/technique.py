@@ -162,6 +162,8 @@ class Compile(OptionalTechnique):
             yield "each length of a row is recorded, and rows have any length. Set data.packing=true, or data.buckets"
         if self.mode is CompileMode.reduce_overhead:
             yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default"
+        if facts.in_backward:
+            yield "a replayed graph calls no hooks, in which weights are updated. Set optimizer.in_backward=off"
         if facts.degrees.context > 1:
             yield "ranks exchange pieces of rows inside a pass (parallel.context). Set parallel.context=1"
         if facts.degrees.shard > 1:

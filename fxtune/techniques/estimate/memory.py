@@ -12,7 +12,8 @@ Layers with low levels come first (`RecomputePlan.levels`), and the memory of th
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
 those of two layers. Outside the layers there are weights, for each trained parameter its gradient and the optimizer's
 moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the layers' backward
-pass begins.
+pass begins. If weights are updated in the backward pass (`Facts.in_backward`), gradients are those of a layer, or of
+the embedding or the head; where these two are one tensor, both.
 
 The forecast is that of one rank. Replicas add up their gradients in a buffer as large as all of them, in float32
 unless the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights,
@@ -26,6 +27,7 @@ high.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,19 +41,25 @@ from fxtune.techniques.lora.targets import gate_up_parts
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
+    from fxtune.techniques.lora.technique import Lora
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Numbers that an optimizer keeps for each parameter: of the parameter's dtype, or float32 for stochastic rounding and
-8-bit optimizers. Muon's are for the hidden matrices that it updates; AdamW updates the rest (see
+"""Numbers that an optimizer keeps for each parameter: of the parameter's dtype, of `Facts.moments` for stochastic
+rounding, float32 for 8-bit optimizers. Muon's are for the hidden matrices that it updates; AdamW updates the rest (see
 optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
 CONTEXT = 3 << 28
 """Bytes for libraries' workspaces."""
 MLP = ("gate_proj", "up_proj", "down_proj")
-GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
-"""Groups of linears that read the same input, with the number of linears."""
+GROUPS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Groups of linears that read the same input, by their names in a layer of Llama."""
 
 PEAKS = {
     # The gradients of the product, gate and up; peft adds each adapter's part and a scaled copy of each.
@@ -195,7 +203,7 @@ class LayerBytes:
         lora = self.facts.techniques.lora
         if not lora.enabled:
             return 0
-        ranks = [GROUPS[name] * lora.r for name in groups]
+        ranks = [sum(rank_of(lora, name) for name in GROUPS[group]) for group in groups]
         return self.number * sum(padded_rank([rank]) if self.fused else rank for rank in ranks)
 
 
@@ -234,7 +242,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     """Bytes of weights, and of gradients and moments."""
     number, lora, quantize = BYTES.get(facts.dtype, 4), facts.techniques.lora, facts.techniques.quantize
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
-    each = 4 if facts.stochastic_rounding or "8bit" in facts.optimizer else number
+    each = BYTES[facts.moments] if facts.stochastic_rounding else number
+    each = 4 if "8bit" in facts.optimizer else each
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
     if not lora.enabled:
         # Divided weights are gathered in autocast's dtype, so nothing is copied.
@@ -244,7 +253,9 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
         experts = shape.experts * shape.layers * 3 * shape.hidden * shape.inner if shape.experts > 1 else 0
         rest = shape.other_parameters + int(experts) if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * each
-        return number * total + copies, int(total * (number + moments * each) + extra)
+        layer = shape.linear_parameters // shape.layers
+        gradients = total if not facts.in_backward else end + layer if shape.tied else max(end, layer)
+        return number * total + copies, int(number * gradients + total * moments * each + extra)
     adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
@@ -253,7 +264,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
-    linears = adapters - shape.layers * lora.r * _expert_widths(facts, shape)
+    linears = adapters - _expert_parameters(facts, shape)
     packed = number * linears if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
     return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
 
@@ -278,17 +289,26 @@ def trained_parameters(facts: Facts) -> int:
     if not lora.enabled:
         return shape.linear_parameters + shape.other_parameters
     adapted = [
-        inward + outward
-        for name, (inward, outward) in shape.linears.items()
-        if (name in lora.target_modules or "all-linear" in lora.target_modules)
-        and not (shape.expert_count > 1 and name in MLP)
+        rank_of(lora, path, layer) * sum(shape.linears[name])
+        for path in (path for group in GROUPS.values() for path in group)
+        if (name := path.partition(".")[2]) in lora.target_modules or "all-linear" in lora.target_modules
+        if not (shape.expert_count > 1 and name in MLP)
+        for layer in lora.layers_to_transform or range(shape.layers)
     ]
-    return shape.layers * lora.r * (sum(adapted) + _expert_widths(facts, shape))
+    return sum(adapted) + _expert_parameters(facts, shape)
 
 
-def _expert_widths(facts: Facts, shape: Shape) -> int:
-    """Input and output widths of all adapted products of a layer's experts: two for each expert, since gate and up are
-    one. peft may give that one a multiple of the rank."""
+def rank_of(lora: Lora, path: str, layer: int = 0, rank: int | None = None) -> int:
+    """The rank of the adapter of `path` in a layer: `rank` (None: techniques.lora.r), or that of rank_pattern, whose
+    patterns peft compares with the end of the full name."""
+    full = f"model.layers.{layer}.{path}"
+    found = (one for pattern, one in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", full))
+    return next(found, lora.r if rank is None else rank)
+
+
+def _expert_parameters(facts: Facts, shape: Shape) -> int:
+    """Parameters of the adapters of all layers' experts: two for each expert, since gate and up are one product. peft
+    may give that one a multiple of the rank."""
     lora = facts.techniques.lora
     if (
         shape.expert_count == 1
@@ -297,8 +317,15 @@ def _expert_widths(facts: Facts, shape: Shape) -> int:
     ):
         return 0
     hidden, inner = shape.hidden, shape.expert_inner
-    gate_up = gate_up_parts(str(facts.model.get("model_type"))) * (hidden + 2 * inner)
-    return shape.expert_count * (gate_up + inner + hidden)
+    joined = lora.r * gate_up_parts(str(facts.model.get("model_type")))
+    return sum(
+        shape.expert_count
+        * (
+            rank_of(lora, "mlp.experts.gate_up_proj", layer, joined) * (hidden + 2 * inner)
+            + rank_of(lora, "mlp.experts.down_proj", layer) * (inner + hidden)
+        )
+        for layer in lora.layers_to_transform or range(shape.layers)
+    )
 
 
 def linear_bytes(facts: Facts) -> float:

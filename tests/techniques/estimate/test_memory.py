@@ -158,3 +158,18 @@ def test_adapters_of_experts_are_forecast(kind):
     model = built(apart, tiny_model(kind), packing=False)
     wanted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert trained_parameters(facts_of(tiny_model(kind), techniques=apart)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"rank_pattern": {"layers.0.mlp.down_proj": 8, "q_proj": 2}}),
+        ("llama", {"layers_to_transform": [1]}),
+        ("qwen3_moe", {"rank_pattern": {"gate_up_proj": 4}}),
+    ],
+)
+def test_other_ranks_of_some_modules_are_forecast(kind, options):
+    model = built(lora(r=4, **options), tiny_model(kind), packing=False)
+    wanted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained_parameters(facts_of(tiny_model(kind), techniques=lora(r=4, **options))) == wanted
+    assert trained_parameters(facts_of(tiny_model(kind), techniques=lora(r=4))) != wanted

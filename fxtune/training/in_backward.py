@@ -1,0 +1,212 @@
+"""The optimizer's step in the backward pass: a weight is updated as soon as its gradient is whole, and the gradient is
+freed. So not all gradients exist at once: 16 GB less for 8B in bfloat16, at most those of one layer instead.
+
+Autograd calls a hook on each weight once per backward pass, when nothing in the pass adds to its gradient or reads the
+weight any more. There the weight's own part of the optimizer takes its step. The arithmetic and the random bits of a
+weight do not depend on other weights, so the bits are those of an ordinary step.
+
+What needs all gradients before the first update is refused: clipping by the global norm, sums over micro-batches and
+over ranks, a loss scale. The loss is known before, so a step whose loss is not finite, or a spike that is skipped,
+updates nothing. If the loss is finite and a gradient is not, that weight and all whose gradients come later are left
+as they are; those before it have had their own, finite gradients. The step counts as not finite.
+
+An error in the middle leaves some weights updated and others not (`torn`): nothing is saved then, and the run resumes
+from its last checkpoint. Signals wait for the end of the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError
+from fxtune.models.structure import observed
+from fxtune.optim.config import OptimizerName
+from fxtune.optim.optimizer import Optimizer
+from fxtune.system.units import GIB
+from fxtune.techniques.base import Evidence, Switch
+from fxtune.techniques.compile.technique import Scope
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.precision import Autocast
+
+COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
+"""Optimizers that count steps for all weights together."""
+
+
+def refusals(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
+    if config.optimizer.in_backward is Switch.on:
+        for _, why, change in _obstacles(config, facts):
+            yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
+
+
+def change_for(config: Config, facts: Facts) -> str:
+    """The keys that would turn this on, as a user types them; empty if it is on, or if they are not enough."""
+    if facts.in_backward:
+        return ""
+    keys = []
+    for key, _, change in _obstacles(config, facts):
+        if key != "train.max_grad_norm":
+            return ""
+        keys.append(change)
+    return " ".join(["optimizer.in_backward=on", *keys])
+
+
+def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
+    """`facts` with the decision of optimizer.in_backward, and a line on it if it was `auto` and is on. No technique
+    need be resolved."""
+    wish = config.optimizer.in_backward
+    if wish is not Switch.auto:
+        return replace(facts, in_backward=wish is Switch.on), ""
+    if facts.device != "cuda" or any(_obstacles(config, facts)):
+        return facts, ""
+    needs = []
+    for freed in (False, True):
+        one = replace(facts, in_backward=freed)
+        needs.append(one.techniques.decided(one, measure=False)[0].memory_need(one).device)
+    if needs[0] <= facts.free_memory or needs[1] >= needs[0]:
+        return facts, ""
+    kept, least, free = (bytes_ / GIB for bytes_ in (*needs, facts.free_memory))
+    why = f"{least:.1f} of {free:.1f} GiB free by the forecast, and {kept:.1f} with all gradients at once"
+    return replace(facts, in_backward=True), f"optimizer: each weight is updated in the backward pass ({why})"
+
+
+def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """(key, why it stands in the way, what to set instead) of each obstacle."""
+    train, techniques, optimizer = config.train, facts.techniques, config.optimizer
+    if techniques.lora.enabled:
+        yield (
+            "techniques.lora",
+            "adapters' gradients are small, so nothing would be saved",
+            "techniques.lora.enabled=false",
+        )
+    if train.max_grad_norm:
+        yield (
+            "train.max_grad_norm",
+            f"train.max_grad_norm={train.max_grad_norm:g} clips by the norm of all gradients, which then never exist "
+            "together",
+            "train.max_grad_norm=0",
+        )
+    if train.largest_batch != train.micro_batch_size:
+        key = "train.batch_ramp" if train.batch_ramp else "train.global_batch_size"
+        yield (
+            key,
+            f"steps of {train.largest_batch} rows in micro-batches of {train.micro_batch_size} add up gradients, so "
+            "all of them are kept",
+            "train.batch_ramp=[]" if train.batch_ramp else f"train.global_batch_size={train.micro_batch_size}",
+        )
+    if facts.degrees.ranks > 1:
+        yield (
+            "run.gpus",
+            f"this run has {facts.degrees}, which add up gradients before the update",
+            "run.gpus=1, or divide the gradients by parallel.shard",
+        )
+    if optimizer.name in COUNTS_FOR_ALL:
+        yield (
+            "optimizer.name",
+            f"{optimizer.name.value} counts steps for all weights together",
+            "optimizer.name=adamw",
+        )
+    if techniques.precision.enabled and techniques.precision.autocast is Autocast.float16:
+        yield (
+            "techniques.precision.autocast",
+            "float16's loss scale is divided out of all gradients after the backward pass",
+            "techniques.precision.autocast=bfloat16",
+        )
+    if techniques.compile.enabled and techniques.compile.scope is Scope.model:
+        yield (
+            "techniques.compile.scope",
+            "techniques.compile.scope=model is one graph, which returns all gradients at once",
+            "techniques.compile.scope=layers",
+        )
+    if train.noise_scale:
+        yield "train.noise_scale", "train.noise_scale compares several micro-batches", "train.noise_scale=false"
+
+
+class InBackward:
+    """Updates the weights of `optimizer`, which has a part for each, in the backward pass that follows begin()."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parts = {part.param_groups[0]["params"][0]: part for part in optimizer.parts}
+        self.norms: dict[torch.Tensor, torch.Tensor] = {}
+        """The norm of each gradient of this step, scalars on the device."""
+        self.torn = False
+        """Whether some weights are updated and others may not be."""
+        self._armed = False
+        self._lr, self._seed = 0.0, 0
+        self._updates = torch.ones((), dtype=torch.bool)
+        # Through a weak reference, or the hooks of a model would keep the moments of every optimizer that it had.
+        arrived = weakref.WeakMethod(self._arrived)
+        for weight in self.parts:
+            weight.register_post_accumulate_grad_hook(partial(_call, arrived))
+
+    def begin(self, lr: float, updates: torch.Tensor, seed: int) -> None:
+        """The next backward pass is a whole step at rate `lr`. `updates`: whether weights change at all, a bool on the
+        device; `seed`: of the random bits of stochastic rounding."""
+        assert not self._armed, "a step has one backward pass"
+        self._lr, self._updates, self._seed, self._armed = lr, updates, seed, True
+        self.norms.clear()
+
+    def norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, a scalar on the device."""
+        reached = [self.norms[weight] for weight in self.optimizer.names if weight in self.norms]
+        return torch.linalg.vector_norm(torch.stack(reached)) if reached else torch.zeros_like(self._updates.float())
+
+    def end(self) -> None:
+        """All weights have taken the step, or none has and it is forgotten."""
+        self._armed = self.torn = False
+
+    def _arrived(self, weight: torch.Tensor) -> None:
+        """The gradient of `weight` is whole."""
+        if not self._armed:
+            return
+        if weight in self.norms:
+            raise ConfigError(
+                f"optimizer.in_backward: the backward pass adds to the gradient of {self.optimizer.names[weight]} "
+                "more than once, so it is not whole when the weight is updated. Set it to off."
+            )
+        assert weight.grad is not None
+        self.norms[weight] = norm = torch.nn.utils.get_total_norm([weight.grad], foreach=True)
+        self._updates = self._updates & torch.isfinite(norm)
+        self.torn = True
+        self.optimizer.update(self.parts[weight], self._lr, self._updates, self._seed)
+        weight.grad = None
+
+
+def _call(arrived: weakref.WeakMethod[Any], weight: torch.Tensor) -> None:
+    """A hook of autograd."""
+    if (method := arrived()) is not None:
+        method(weight)
+
+
+def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:
+    """Free each gradient of a small backward pass when it is whole, and count how many exist at once."""
+    weights: list[torch.Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
+    most, arrived = 0, dict.fromkeys(weights, 0)
+
+    def count(weight: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(one.grad is not None for one in weights))
+        arrived[weight] += 1
+        weight.grad = None
+
+    hooks = [weight.register_post_accumulate_grad_hook(count) for weight in weights]
+    try:
+        with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            model(**probe).logits.float().square().mean().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    again = sum(times > 1 for times in arrived.values())
+    seen = f"at most {most} of {sum(map(bool, arrived.values()))} gradients exist at once" + (
+        f"; {again} are added up in several parts" if again else ""
+    )
+    return Evidence("optimizer.in_backward", "gradients freed one by one", seen, not again and most < len(weights))

@@ -1,0 +1,262 @@
+"""The optimizer's step in the backward pass: the bits of an ordinary step, gradients that are gone, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.bad_steps import interrupt_at
+from support.forecasts import card
+from support.optimizers import CASES, YES, backward, make
+
+from fxtune.config.root import Config
+from fxtune.distributed.parallel import Degrees
+from fxtune.errors import ConfigError, HardwareError
+from fxtune.objectives.causal_lm import CausalLM
+from fxtune.optim.config import OptimizerName
+from fxtune.optim.optimizer import Optimizer
+from fxtune.techniques.base import Switch
+from fxtune.techniques.checkpointing.plan import RecomputePlan
+from fxtune.techniques.compile.technique import Scope
+from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.precision import Autocast
+from fxtune.training import in_backward, trainer
+from fxtune.training.builder import RunBuilder
+from fxtune.training.in_backward import COUNTS_FOR_ALL, InBackward, change_for, decide, refusals
+
+
+@pytest.fixture
+def full(narrow, cwd) -> Config:
+    """Full fine-tuning of which each step is one micro-batch, updated in the backward pass."""
+    narrow.techniques.lora.enabled, narrow.optimizer.in_backward = False, Switch.on
+    narrow.train.max_grad_norm, narrow.train.micro_batch_size = 0.0, 8
+    narrow.run.dir = "run"
+    return narrow
+
+
+def weights(run: str) -> dict[str, torch.Tensor]:
+    return load_file(next(Path(run, "model").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in COUNTS_FOR_ALL])
+def test_each_optimizer_has_the_bits_of_an_ordinary_step(case):
+    (plain, ordinary), (model, optimizer) = make(case, weight_decay=0.1), make(case, True, weight_decay=0.1)
+    pass_ = InBackward(optimizer)
+    for seed in range(3):
+        backward(plain, seed)
+        norm = ordinary.clip(0)
+        ordinary.step(1e-2, YES, seed)
+        pass_.begin(1e-2, YES, seed)
+        backward(model, seed)
+        assert torch.equal(pass_.norm(), norm)
+        assert all(weight.grad is None for weight in model.parameters())
+        pass_.end()
+    assert all(torch.equal(*pair) for pair in zip(plain.parameters(), model.parameters(), strict=True))
+    (ours, ours_too), (theirs, theirs_too) = optimizer.state(), ordinary.state()
+    assert ours.keys() == theirs.keys()
+    assert ours_too == theirs_too
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_state_goes_from_one_kind_of_step_to_the_other():
+    model, optimizer = make("adamw", one_by_one=True)
+    pass_ = InBackward(optimizer)
+    pass_.begin(1e-2, YES, 0)
+    backward(model, 0)
+    pass_.end()
+    other, ordinary = make("adamw")
+    other.load_state_dict(model.state_dict())
+    ordinary.load(*copy.deepcopy(optimizer.state()))
+    pass_.begin(1e-2, YES, 1)
+    for each in (model, other):
+        backward(each, 1)
+    ordinary.step(1e-2, YES)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_one_gradient_exists_at_a_time(full):
+    builder = RunBuilder(full)
+    plan = builder.read()[1].training
+    model = builder.build()
+    alive, hooked = [], [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in hooked:  # these hooks run before the optimizer's
+        weight.register_post_accumulate_grad_hook(lambda _: alive.append(sum(one.grad is not None for one in hooked)))
+    step = builder.train_step(builder.language_model(model.train()), CausalLM())
+    before = [weight.clone() for weight in hooked]
+    step.backward([plan.batch(0, 0)], 1.0, lr=1e-2)
+    assert alive == [1] * len(hooked)
+    assert not any(torch.equal(*pair) for pair in zip(before, hooked, strict=True))
+    step.optimizer.drop()
+    step.in_backward.end()
+    alive.clear()
+    step.backward([plan.batch(0, 0)], 1.0)  # as `fxtune verify` does, to compare gradients
+    assert alive == list(range(1, len(hooked) + 1))
+
+
+def test_a_run_has_the_weights_of_ordinary_steps_also_if_it_is_interrupted_and_goes_on_with_them(full, monkeypatch):
+    full.train.max_steps, full.checkpoint.every = 4, 2
+    trainer.run(full)
+    evidence = [one for one in json.loads(Path("run/evidence.json").read_text()) if "in_backward" in one["technique"]]
+    assert [one["observed"].partition(" of ")[0] for one in evidence] == ["at most 1"]
+    full.optimizer.in_backward, full.run.dir = Switch.off, "ordinary"
+    trainer.run(full)
+    full.optimizer.in_backward, full.run.dir = Switch.on, "interrupted"
+    with monkeypatch.context() as patch:
+        interrupt_at(full, 3, patch)
+    full.optimizer.in_backward = Switch.off
+    trainer.run(full)
+    ours = weights("run")
+    for run in ("ordinary", "interrupted"):
+        other = weights(run)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items()), run
+
+
+def test_memory_that_runs_out_in_the_middle_saves_nothing_and_the_run_resumes(full, monkeypatch):
+    full.train.max_steps, full.checkpoint.every, full.run.dir = 4, 2, "undisturbed"
+    trainer.run(full)
+    full.run.dir = "run"
+    update, calls = Optimizer.update, []
+
+    def short(self, *given, **named):
+        calls.append(given)
+        if len(calls) == 3 * len(self.parts) + 4:  # in the fourth step
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        update(self, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "update", short)
+        with pytest.raises(HardwareError) as stopped:
+            trainer.run(full)
+    lines = str(stopped.value).splitlines()
+    assert lines[1:3] == [
+        "Some weights of this step were updated and others were not, so it is not saved.",
+        "Saved after step 2: the same command resumes there, given more memory.",
+    ]
+    trainer.run(full)
+    ours, other = weights("run"), weights("undisturbed")
+    assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())
+
+
+def test_a_gradient_that_is_not_finite_touches_no_weight():
+    model, optimizer = make("adamw", one_by_one=True)
+    pass_ = InBackward(optimizer)
+    model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    pass_.begin(1e-2, YES, 0)
+    backward(model, 0)
+    moved = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved == {"head.weight", "wide.weight"} | ({"norm.bias"} & moved), "those before it have their gradients"
+    assert not torch.isfinite(pass_.norm())
+    assert all(torch.isfinite(weight).all() for weight in model.parameters())
+
+
+def test_a_loss_that_is_not_finite_updates_nothing(full, monkeypatch):
+    builder = RunBuilder(full)
+    plan = builder.read()[1].training
+    step = builder.train_step(builder.language_model(builder.build().train()), CausalLM())
+    real, factor = CausalLM.loss, [float("nan")]
+    monkeypatch.setattr(CausalLM, "loss", lambda *given: (real(*given)[0] * factor[0], {}))
+    for value, moves in ((float("nan"), False), (1.0, True)):
+        factor[0] = value
+        before = [weight.clone() for weight in step.optimizer.names]
+        metrics = step.backward([plan.batch(0, 0)], 1.0, lr=1e-2)
+        step.clip(metrics)
+        step.update(metrics, 1e-2)
+        assert bool(metrics["finite"]) == moves
+        assert set(metrics) == {"loss", "grad_norm", "finite", "loss_scale", "spike_limit"}
+        assert moves == any(not torch.equal(*pair) for pair in zip(before, step.optimizer.names, strict=True))
+
+
+def test_weight_whose_gradient_comes_in_parts_is_an_error():
+    model, optimizer = make("adamw", one_by_one=True)
+    pass_ = InBackward(optimizer)
+    pass_.begin(1e-2, YES, 0)
+    backward(model, 0)
+    with pytest.raises(ConfigError, match=r"adds to the gradient of .* more than once.* Set it to off\."):
+        backward(model, 0)
+
+
+BATCHES = "optimizer.in_backward: steps of 16 rows in micro-batches of 8 add up gradients"
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts", "said"),
+    [
+        ({"train.max_grad_norm": 1.0}, {}, "Set train.max_grad_norm=0, or in_backward=off."),
+        ({"train.global_batch_size": 16}, {}, f"{BATCHES}, so all of them are kept. Set train.global_batch_size=8,"),
+        ({"train.batch_ramp": [[0.5, 16]]}, {}, f"{BATCHES}, so all of them are kept. Set train.batch_ramp=[],"),
+        ({"techniques.lora.enabled": True}, {}, "adapters' gradients are small"),
+        ({}, {"degrees": Degrees(2, 1, 1)}, "Set run.gpus=1, or divide the gradients by parallel.shard"),
+        ({"optimizer.name": OptimizerName.apex_adamw}, {}, "apex_adamw counts steps for all weights together"),
+        ({"techniques.precision.autocast": Autocast.float16}, {}, "float16's loss scale"),
+        ({"techniques.compile.enabled": True, "techniques.compile.scope": Scope.model}, {}, "is one graph"),
+        ({"train.noise_scale": True}, {}, "train.noise_scale compares several micro-batches"),
+    ],
+)
+def test_each_refusal_says_what_to_change(full, keys, facts, said):
+    seen = replace(card(139, 4096, techniques={}), techniques=full.techniques)
+    assert not list(refusals(full, seen))
+    for key, value in keys.items():
+        *path, last = key.split(".")
+        place = full
+        for name in path:
+            place = getattr(place, name)
+        setattr(place, last, value)
+    (reason,) = refusals(full, replace(seen, **facts))
+    assert reason.startswith("optimizer.in_backward: ")
+    assert said in reason
+    full.optimizer.in_backward = Switch.auto
+    assert not list(refusals(full, replace(seen, **facts)))
+    assert not decide(full, replace(seen, free_memory=1, **facts))[0].in_backward
+
+
+def test_a_refusal_comes_before_a_weight_is_loaded(full):
+    full.train.max_grad_norm = 1.0
+    with pytest.raises(ConfigError, match=r"train\.max_grad_norm=1 clips by the norm of all gradients"):
+        RunBuilder(full)
+
+
+def test_forecast_counts_the_gradients_of_a_layer_and_auto_frees_what_does_not_fit(full):
+    full.optimizer.in_backward = Switch.auto
+    facts = replace(card(139, 4096, techniques={}), optimizer="adamw_8bit")
+    facts = replace(facts, techniques=full.techniques)
+    kept, freed = (forecast(replace(facts, in_backward=on), RecomputePlan("input")) for on in (False, True))
+    end = 2 * 128256 * 4096  # the head is larger than a layer
+    assert kept.trained - freed.trained == pytest.approx(8.03e9 * 2 - end, rel=0.01)
+    assert decide(full, facts) == (facts, ""), "there is room for all gradients"
+    need = facts.techniques.memory_need(facts).device
+    chosen, note = decide(full, replace(facts, free_memory=need - 2**30))
+    assert chosen.in_backward
+    assert "updated in the backward pass" in note
+    full.optimizer.in_backward = Switch.off
+    assert not decide(full, replace(facts, free_memory=need - 2**30))[0].in_backward
+
+
+def test_advice_names_the_keys_that_free_gradients(full):
+    full.optimizer.in_backward, full.train.max_grad_norm = Switch.auto, 1.0
+    facts = replace(card(40, 4096, techniques={}), techniques=full.techniques)
+    assert change_for(full, facts) == "optimizer.in_backward=on train.max_grad_norm=0"
+    assert change_for(full, replace(facts, in_backward=True)) == ""
+    full.train.global_batch_size = 16
+    assert change_for(full, facts) == "", "steps of one micro-batch are another recipe"
+
+
+def test_proof_counts_the_gradients_that_exist_at_once():
+    class Parts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            class Out:
+                logits = self.other(self.one(x))
+
+            return Out
+
+    evidence = in_backward.observe(Parts(), {"x": torch.ones(2, 4)})
+    assert (evidence.observed, evidence.acted) == ("at most 1 of 4 gradients exist at once", True)

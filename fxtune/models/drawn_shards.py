@@ -8,7 +8,8 @@ of one matrix, and hands over the last value of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,26 +30,48 @@ def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[]
 
     Raises ConfigError for a model that does not draw its matrices one by one.
     """
+    places = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
+    fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))
+
+    def take(name: str, value: torch.Tensor) -> None:
+        parameter, piece = places[name]
+        fill_piece(model, parameter, piece, lambda _, first, end: value[first:end])
+
+    each({name: piece.shape for name, (_, piece) in places.items()}, build, take)
+
+
+def each(
+    wanted: Mapping[str, tuple[int, ...]], build: Callable[[], Any], take: Callable[[str, torch.Tensor], None]
+) -> None:
+    """Hand each parameter of `wanted`, by name and shape, to `take`, one at a time. Raises as draw()."""
     with _Writes() as counted:
         names = {_storage(one): name for name, one in build().named_parameters()}
     # A constructor's values are replaced by those of the model's own init function.
     last = {name: turn for turn, storage in enumerate(counted.turns) if (name := names.get(storage)) is not None}
-    places = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
-    wanted = {turn: places[name] for name, turn in last.items() if name in places}
-    fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))
+    turns = {turn: name for name, turn in last.items() if name in wanted}
 
-    def take_whole(name: str, piece: Piece, value: torch.Tensor) -> None:
-        fill_piece(model, name, piece, lambda _, first, end: value.view(piece.shape)[first:end])
+    def written(turn: int, value: torch.Tensor) -> None:
+        if turn in turns:
+            with _usual_defaults():
+                take(turns[turn], value.view(wanted[turns[turn]]))
 
-    def take(turn: int, value: torch.Tensor) -> None:
-        if turn in wanted:
-            take_whole(*wanted[turn], value)
-
-    with _Writes(take):
+    with _Writes(written):
         built = build()
     for name, vector in built.named_parameters():
-        if name in places and not vector.is_meta:
-            take_whole(*places[name], vector)
+        if name in wanted and not vector.is_meta:
+            take(name, vector.detach())
+
+
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """The default dtype and device of torch, which a constructor's caller has changed."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 class _Writes(TorchDispatchMode):

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -201,21 +201,49 @@ def build(
     return built
 
 
+def each_weight(
+    model: ModelConfig,
+    hf_config: Any,
+    built: Any,
+    world: World,
+    seed: int,
+    wanted: Mapping[str, tuple[int, ...]],
+    take: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Read or draw weights of a model that build() made without them, and hand each of `wanted`, by name and shape, to
+    `take`, whole and on world.device. One at a time: `take` must not keep it."""
+    dtype, code = resolve_dtype(model, world), model.trust_remote_code
+    if model.init is Init.random:
+        drawn_shards.each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
+    else:
+        shards.each(_found(model, built), built, wanted, world, dtype, str(model.path), take)
+
+
 def fill(
-    model: ModelConfig, hf_config: Any, built: Any, pieces: Mapping[str, list[shards.Piece]], world: World, seed: int
+    model: ModelConfig,
+    hf_config: Any,
+    built: Any,
+    pieces: Mapping[str, list[shards.Piece]],
+    world: World,
+    seed: int,
+    elsewhere: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Read or draw the weights of a model that build() made without them: of each the rows that this rank holds.
 
-    `pieces`: shards.pieces_of() the model before its parameters got memory. The other arguments are those of build().
+    `pieces`: shards.pieces_of() the model before its parameters got memory. `elsewhere`: what each_weight() has handed
+    out. The other arguments are those of build().
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world), model.trust_remote_code
         drawn_shards.draw(built, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
     else:
-        # The files that build() found, also if the hub has newer ones since.
-        found = _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
-        shards.read(found, built, pieces, world, str(model.path))
+        shards.read(_found(model, built), built, pieces, world, str(model.path), elsewhere)
     shards.complete(built, world)
+
+
+def _found(model: ModelConfig, built: Any) -> Origin:
+    """The files that build() found, also if the hub has newer ones since."""
+    return _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
 
 
 def silence_libraries() -> None:

@@ -8,6 +8,8 @@ One process does the same with a model that it quantizes as it reads its rows, b
     read(...)                     those rows, from the files
     complete(built, ...)          what modules compute from the rows of all ranks
 
+each() hands out whole tensors before that, to what cannot quantize the rows of a matrix by themselves (nf4, int8).
+
 A module whose weight is not stored as the files have it (fp8) has a method `store_rows(into, first, rows)`: write the
 rows of the files that begin at row `first` of its weight to `into`, this rank's memory of them. If it computes more
 from them, its method `complete_rows(world)` does that, on all ranks together.
@@ -20,8 +22,8 @@ it reads them (experts of a mixture) are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -124,31 +126,67 @@ def complete(model: nn.Module, world: World) -> None:
             cast(Any, module).complete_rows(world)
 
 
-def read(origin: Origin, model: Any, pieces: Mapping[str, list[Piece]], world: World, path: str) -> None:
-    """Read this rank's rows from the files of `origin`. `path`: model.path, for messages.
+def read(
+    origin: Origin,
+    model: Any,
+    pieces: Mapping[str, list[Piece]],
+    world: World,
+    path: str,
+    elsewhere: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Read this rank's rows from the files of `origin`. `path`: model.path, for messages; `elsewhere`: what each() has
+    read of them.
 
     Raises StorageError on all ranks if weights are missing, have another shape, or are not finite.
     """
+    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+    with _opened(origin, model, {**wanted, **(elsewhere or {})}, path) as rows:
+        fill(model, pieces, rows)
+    broken = [name for name, parameter in model.named_parameters() if name in pieces and not _finite(local(parameter))]
+    if found := next((one for one in world.gather(broken[:1], "comparing the weights") if one), []):
+        raise _not_finite(origin, path, found[0])
+
+
+def each(
+    origin: Origin,
+    model: Any,
+    wanted: Mapping[str, tuple[int, ...]],
+    world: World,
+    dtype: torch.dtype,
+    path: str,
+    take: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Hand each tensor of `wanted`, by name and shape, to `take`, whole, on world.device in `dtype`, one at a time.
+    `model`: empty(). Raises as read()."""
+    every = {piece.name: piece.shape for parts in pieces_of(model).values() for piece in parts}
+    with _opened(origin, model, every, path) as rows:
+        for name, shape in wanted.items():
+            weight = rows(name, 0, shape[0]).to(world.device, dtype)
+            if not _finite(weight):
+                raise _not_finite(origin, path, name)
+            take(name, weight)
+
+
+@contextmanager
+def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], path: str) -> Iterator[Read]:
+    """Reads rows of `wanted`, tensors by name and shape, which must be all that the files of `origin` hold."""
     from safetensors import safe_open
 
     files = weights.readable_files(origin)
-    place = f"model.path={path}: the weights in {origin.folder}"
     with ExitStack() as opened:
         stored: dict[str, Any] = {}
         for file in files:
             handle = opened.enter_context(safe_open(file, framework="pt"))
             stored.update(dict.fromkeys(handle.keys(), handle))
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
         keys = {name: key for name in wanted if (key := _key(name, stored, base.base_model_prefix)) is not None}
-        _require_fit(stored, wanted, keys, base, place)
+        _require_fit(stored, wanted, keys, base, _place(origin, path))
 
         def rows(name: str, first: int, end: int) -> torch.Tensor:
             tensor: torch.Tensor = stored[keys[name]].get_slice(keys[name])[first:end]
             return tensor
 
-        fill(model, pieces, rows)
-    _require_finite(model, pieces, world, place)
+        yield rows
 
 
 def _key(name: str, stored: Mapping[str, Any], prefix: str) -> str | None:
@@ -185,21 +223,22 @@ def _require_fit(
     )
     if troubles:
         raise StorageError(
-            f"{place} cannot be read row by row, which parallel.shard and fp8 models larger than the memory need: "
-            f"each tensor must have its name in the architecture. {troubles}. Use a complete copy, saved by "
+            f"{place} cannot be read row by row, which parallel.shard and quantized models larger than the memory "
+            f"need: each tensor must have its name in the architecture. {troubles}. Use a complete copy, saved by "
             "transformers; or parallel.shard=1 and a device or host that holds the model, if this family's weights "
             "are converted as they are read (experts of a mixture)."
         )
 
 
-def _require_finite(model: nn.Module, pieces: Mapping[str, Any], world: World, place: str) -> None:
-    broken = [name for name, parameter in model.named_parameters() if name in pieces and not _finite(local(parameter))]
-    found = next((one for one in world.gather(broken[:1], "comparing the weights") if one), [])
-    if found:
-        raise StorageError(
-            f"{place} hold NaN or infinite numbers, or numbers too large for model.dtype, in {found[0]}. Use another "
-            "copy of the model, or the dtype that it was saved in."
-        )
+def _place(origin: Origin, path: str) -> str:
+    return f"model.path={path}: the weights in {origin.folder}"
+
+
+def _not_finite(origin: Origin, path: str, name: str) -> StorageError:
+    return StorageError(
+        f"{_place(origin, path)} hold NaN or infinite numbers, or numbers too large for model.dtype, in {name}. Use "
+        "another copy of the model, or the dtype that it was saved in."
+    )
 
 
 def _finite(own: torch.Tensor) -> bool:

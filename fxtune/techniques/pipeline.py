@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -39,7 +40,7 @@ from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.fuse import fuses_mlps
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize import Quantize, Type
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router, observe_routers
 
@@ -271,11 +272,16 @@ class Pipeline:
         if not self.lora.enabled:  # adapters freeze the whole base
             for parameter in beside_text(built):
                 parameter.requires_grad_(False)
+        elsewhere: dict[str, tuple[int, ...]] = {}
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for _, technique in self.enabled():
                 # As in verify(): adapters are compared with the base under training's autocast both times.
                 with self.precision.context(world.device):
+                    if technique is self.quantize and by_rows and self.quantize.type is not Type.fp8:
+                        each = partial(models.each_weight, model, hf_config, built, world, seed)
+                        elsewhere = self.quantize.apply_as_read(built, world, each)
+                        continue
                     built = technique.apply(built, world)
                 if technique is self.lora and model.adapter:
                     self.lora.start_from(built, model.adapter)
@@ -285,12 +291,12 @@ class Pipeline:
                 materialize(built, world.device)
             else:
                 divided_weights.divide(built, world, self.precision)
-            models.fill(model, hf_config, built, pieces, world, seed)
+            models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
-        """Whether weights are quantized row by row as they are read: those of a model that has room neither on the
-        device nor in host memory before it is quantized, on any rank."""
+        """Whether weights are quantized as they are read: those of a model that has room neither on the device nor in
+        host memory before it is quantized, on any rank."""
         if not self.quantize.enabled or not self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world)

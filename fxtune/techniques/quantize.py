@@ -10,15 +10,15 @@ bfloat16's speed, over activations that each call quantizes row by row (kernels/
 Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
 needed (`transpose`).
 
-A model need not fit on the card before quantization: each linear goes to the card as it is replaced. In fp8 it
-need not fit in host memory either: then its rows are quantized as they are read (models/shards.py). Only the adapter
-is saved; it loads onto the plain base.
+A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
+in host memory either: then its linears are quantized one by one as they are read, in fp8 row by row
+(models/shards.py). Only the adapter is saved; it loads onto the plain base.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -51,6 +51,8 @@ from fxtune.techniques.quantized_modules import (
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
+EachWeight = Callable[[Mapping[str, tuple[int, ...]], Callable[[str, torch.Tensor], None]], None]
+"""Hands each weight, of those by name and shape, to a function."""
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
 """The oldest compute capability that the kernels support."""
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8"}
@@ -299,10 +301,9 @@ class Quantize(Technique):
         return bytes_per_weight(self.type.value, self.double, self.transpose is not Switch.off)
 
     def takes_rows(self, lora: Any, model: nn.Module | None) -> bool:
-        """Whether the weights of `model`, a skeleton, can be quantized row by row as they are read, so that they need
-        not fit anywhere in 16 bits."""
-        needs_whole = lora.dora or lora.factored or lora.modules_to_save
-        if self.type is not Type.fp8 or needs_whole or model is None:
+        """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that they need not fit
+        anywhere in 16 bits."""
+        if lora.dora or lora.factored or lora.modules_to_save or model is None:
             return False
         # transformers converts the files of mixtures as it reads them.
         return not any(map(follows_interface, model.modules()))
@@ -329,6 +330,21 @@ class Quantize(Technique):
 
     def apply(self, model: Any, world: World) -> nn.Module:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""
+        return self._replace_linears(model, world)
+
+    def apply_as_read(self, model: Any, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
+        """apply() to a model without memory, whose linears cannot be quantized row by row. Returns the names and
+        shapes of the weights that it has read by `each_weight`."""
+        wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in self._targets(model)}
+        self._replace_linears(model, world, partial(each_weight, wanted))
+        return wanted
+
+    def _replace_linears(
+        self,
+        model: Any,
+        world: World,
+        each_weight: Callable[[Callable[[str, torch.Tensor], None]], None] | None = None,
+    ) -> nn.Module:
         compute = getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model))
         if not targets:  # check() cannot know models with code of their own
@@ -337,17 +353,28 @@ class Quantize(Technique):
         share = sum(linear.weight.numel() for *_, linear in targets) / every
         before = after = 0
         error = math.nan
-        for index, (_, parent, name, linear) in enumerate(targets):
+        waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
+        del targets[:]
+
+        def replace(path: str, weight: torch.Tensor) -> None:
+            nonlocal before, after, error
+            parent, name, linear = waiting.pop(path)
+            linear.weight = nn.Parameter(weight.detach(), requires_grad=False) if each_weight else linear.weight
             options = self.type.value, self.library.value, self.double, compute, world.device
             made = quantized(linear, *options, self.transpose is not Switch.off)
-            if index == 0 and not linear.weight.is_meta:
+            if math.isnan(error) and not linear.weight.is_meta:
                 whole = linear.weight.detach().to(world.device).float()
                 error = ((dequantized(made).float() - whole).norm() / whole.norm()).item()
                 del whole
             before += linear.weight.nbytes
             after += stored_bytes(made)
             setattr(parent, name, made)
-            targets[index] = ("", parent, name, made)  # drops the last reference to the unquantized weight
+
+        count = len(waiting)
+        if each_weight is not None:
+            each_weight(replace)
+        for path in list(waiting):
+            replace(path, waiting[path][2].weight)
         ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":
@@ -355,7 +382,7 @@ class Quantize(Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = _Done(len(targets), before, after, error, share, ends)
+        model.quantization = _Done(count, before, after, error, share, ends)
         return model
 
     def _quantize_ends(self, model: Any, compute: torch.dtype, world: World) -> list[str]:

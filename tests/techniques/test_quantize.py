@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.architectures import built, facts_of, logits, lora, on_disk, random_model, trained
 from support.quantized import KINDS, kinds
 from support.runs import losses
 
 from fxtune.cli.merge import merge
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, StorageError
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
+from fxtune.techniques import quantize
 from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora.technique import AdapterInit
@@ -243,7 +245,7 @@ def refused(
             "enabled: the quantized model takes 0.0 GiB, and the card has 0.0 GiB free",
         ),
         (
-            {"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}},
+            {"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}, "dora": True},
             "enabled: before quantization the model takes",
         ),
     ],
@@ -265,7 +267,8 @@ def test_check_refuses_with_what_to_change(options, reason):
         {"kind": "int8", "dora": True},
         {"modules_to_save": ["lm_head", "norm"]},
         {"modules_to_save": ["down_proj"], "skip": ("down_proj",)},
-        {"facts": {**H200, "free_memory": 110_000, "host_memory": 2**30}},
+        {"facts": {**H200, "free_memory": 110_000, "host_memory": 2**30}, "dora": True},
+        {"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}},
         {"family": "gemma"},
     ],
 )
@@ -303,3 +306,43 @@ def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, 
     made = models.build(model, load_config(model), World(torch.device("cuda", 0)), seed=0, shrinks=True)
     assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao"])
+def test_a_model_that_fits_nowhere_is_quantized_as_it_is_read(kind, pretrained, tmp_path, monkeypatch):
+    """The same bits as a model that is read whole, and never more than one matrix in 16 bits beside what is no linear."""
+    sizes = {**WIDE, "attention_bias": True}
+    model = (
+        ModelConfig(path=str(on_disk(tmp_path / "base", **sizes))) if pretrained else random_model("llama", **sizes)
+    )
+    model.dtype = DType.bfloat16
+    pipeline = qlora(kind, ComputeDtype.bfloat16)
+    whole = built(pipeline, model)
+    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    held, most = weakref.WeakSet(), [0]
+    real = quantize.quantized
+
+    def watched(linear, *options):
+        held.add(linear.weight)
+        most[0] = max(most[0], len(held))
+        assert not linear.weight.is_meta
+        return real(linear, *options)
+
+    monkeypatch.setattr(quantize, "quantized", watched)
+    mine = built(pipeline, model)
+    assert most == [1]
+    assert all(one.acted for one in pipeline.prove(mine, make_probe(mine)))
+    assert torch.equal(logits(mine), logits(whole))
+    assert mine.state_dict().keys() == whole.state_dict().keys()
+
+
+def test_broken_weight_is_found_as_it_is_quantized(tmp_path, monkeypatch):
+    folder = on_disk(tmp_path / "base", **WIDE)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    with pytest.raises(StorageError, match=r"hold NaN .* in model\.layers\.1\.mlp\.up_proj\.weight"):
+        built(qlora(), ModelConfig(path=str(folder)))

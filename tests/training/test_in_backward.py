@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from support.optimizers import CASES, YES, backward, make
 
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
-from fxtune.errors import ConfigError, HardwareError
+from fxtune.errors import ConfigError, HardwareError, Stopped
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.optim.config import OptimizerName
 from fxtune.optim.optimizer import Optimizer
@@ -137,6 +139,28 @@ def test_memory_that_runs_out_in_the_middle_saves_nothing_and_the_run_resumes(fu
         "Some weights of this step were updated and others were not, so it is not saved.",
         "Saved after step 2: the same command resumes there, given more memory.",
     ]
+    trainer.run(full)
+    ours, other = weights("run"), weights("undisturbed")
+    assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())
+
+
+def test_signal_in_the_middle_waits_for_the_end_of_the_step(full, monkeypatch):
+    full.train.max_steps, full.run.dir = 4, "undisturbed"
+    trainer.run(full)
+    full.run.dir = "run"
+    update, calls = Optimizer.update, []
+
+    def signalled(self, *given, **named):
+        calls.append(given)
+        if len(calls) == len(self.parts) + 4:  # in the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        update(self, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "update", signalled)
+        with pytest.raises(Stopped):
+            trainer.run(full)
+    assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000002"]
     trainer.run(full)
     ours, other = weights("run"), weights("undisturbed")
     assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())

@@ -4,12 +4,12 @@
     runs/NAME.refresh/
         current -> ../NAME      the run that serves: a link, replaced atomically when a refresh is promoted
         lineage.json            each refresh: parent, digests of the data, decisions and figures
-        run-1/                  the run of a refresh: its adapter, checkpoints, config, promoted or not
+        run-1/                  the run of a refresh: its adapter or model, checkpoints, config, promoted or not
         run-1.yaml              its recipe
         run-1.rows-0.jsonl      the new rows that it learned from
 
-So `runs/NAME.refresh/current/adapter` is the adapter to serve, whatever was promoted last. To go back, replace the
-link.
+So `runs/NAME.refresh/current/adapter`, or `current/model` of runs that train the whole model, is what to serve,
+whatever was promoted last. To go back, replace the link.
 """
 
 from __future__ import annotations

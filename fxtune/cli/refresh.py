@@ -1,13 +1,13 @@
-"""`fxtune refresh`: one command for cron or CI. Is a run's adapter worse on new rows? If so it is trained further, and
+"""`fxtune refresh`: one command for cron or CI. Is a run's model worse on new rows? If so it is trained further, and
 replaced if the result is better.
 
     fxtune refresh quickstart 'data.sources=[{path: new.jsonl}]'            # a run's name, or its folder
     fxtune refresh runs/quickstart 'data.sources=[{path: new.jsonl}]' refresh.alpha=0.001 optimizer.lr=1e-3
     fxtune refresh quickstart 'data.sources=[{path: new.jsonl}]' --force    # train although there is no drift
 
-The adapter that serves is always runs/quickstart.refresh/current/adapter: `current` is a link to a run, replaced
-atomically. Each refresh starts from the run that it names, and lineage.json beside it keeps all figures and decisions.
-The first run is never changed.
+What serves is always runs/quickstart.refresh/current/adapter, or current/model where the run trained the whole model:
+`current` is a link to a run, replaced atomically. Each refresh starts from the run that it names, and lineage.json
+beside it keeps all figures and decisions. The first run is never changed.
 
 Exit codes: 0 promoted, 10 no drift, 11 rejected (what was trained is not better, and nothing is replaced); others as
 for every command. Killed at any moment, the same command goes on.
@@ -37,6 +37,7 @@ from fxtune.config.root import Config
 from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, StorageError
+from fxtune.models.load import starting_from
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say, table
 from fxtune.system.redact import redact, redact_arguments
@@ -53,7 +54,7 @@ FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
 DECIDED = {
     "run.dir": "the folder is beside that of the run",
     "run.resume": "the same command goes on by itself",
-    "model.path": "the base is that of the run",
+    **dict.fromkeys(("model.path", "model.revision", "model.init"), "the model is that of the run"),
     "model.adapter": "the adapter is that of the run",
     "train.epochs": "refresh.epochs says how long it trains",
     "train.max_steps": "refresh.epochs says how long it trains",
@@ -70,7 +71,7 @@ def run(
     """Refresh `run` with `overrides`, and raise Ended with the exit code of the decision. `json`: a file for the entry
     of lineage.json.
 
-    Raises ConfigError for a run that is not there, not finished or no LoRA, and for keys that a refresh decides;
+    Raises ConfigError for a run that is not there or not finished, and for keys that a refresh decides;
     DataError for rows that are no use; otherwise as a run does.
     """
     _check(overrides)
@@ -103,6 +104,8 @@ class _Refresh:
 
     def __init__(self, lineage: Lineage, overrides: list[str], force: bool, trust: bool) -> None:
         self.lineage, self.overrides, self.force, self.trust = lineage, overrides, force, trust
+        self.kind = "adapter"
+        """What the run exported: `adapter` or `model`, as the folder in it."""
 
     def decide(self) -> dict[str, Any]:
         """The entry of lineage.json, with its decision."""
@@ -114,7 +117,7 @@ class _Refresh:
         data = RefreshData(parent, before.data, config)
         key = {
             "parent": os.path.relpath(parent, lineage.folder),
-            "adapter": _digest(parent / "adapter" / "adapter_model.safetensors"),
+            self.kind: _digest(parent / self.kind),
             "data": data.digests(),
             "keys": redact_arguments([text for text in self.overrides if not text.startswith("data.sources=")]),
         }
@@ -157,17 +160,20 @@ class _Refresh:
         before = compose.of_run(parent, self.trust)
         if not (parent / RESULT).exists():
             raise ConfigError(f"{parent} is not finished, so it cannot be refreshed. Give its command again first.")
-        if not (parent / "adapter" / ADAPTER_FILE).exists():
-            why = "its adapter is gone" if before.techniques.lora.enabled else "it trained the whole model"
-            raise ConfigError(f"{parent} has no adapter to refresh: {why}. A refresh takes runs with techniques.lora.")
+        self.kind = "adapter" if before.techniques.lora.enabled else "model"
+        weights = parent / self.kind
+        if not (weights / (ADAPTER_FILE if self.kind == "adapter" else "config.json")).exists():
+            raise ConfigError(f"{weights} is gone, so {parent} cannot be refreshed. Bring it back.")
         config = compose.of_run(parent, self.trust, self.overrides)
+        if config.techniques.lora.enabled != before.techniques.lora.enabled:
+            raise ConfigError(f"`techniques.lora.enabled` cannot be set here: {parent} has exported its {self.kind}.")
         if config.data.mix.long_share is not None:
             raise ConfigError(
                 f"{parent} mixes short and long documents (data.mix), and a refresh mixes old and new rows. Set "
                 "data.mix.long_share=null to mix by these alone."
             )
-        config.model.adapter = str(parent / "adapter")
-        config.data.length_schedule = []  # the adapter knows the longest rows
+        config.model = starting_from(config.model, weights)
+        config.data.length_schedule = []  # the model knows the longest rows
         return before, config
 
     def _begin(self, key: dict[str, Any], data: RefreshData, parent: Path) -> dict[str, Any]:
@@ -186,7 +192,7 @@ class _Refresh:
         }
         if data.known:
             say(f"{data.known:,} documents of data.sources are known to the run, and are left out.")
-        drift = data.drift(str(parent / "adapter"))
+        drift = data.drift(parent / self.kind)
         entry["drift"] = {**dataclasses.asdict(drift), "token_distance": old.distance(new)}
         entry["decision"] = DRIFT if drift.found else NO_DRIFT
         say(_drift_table(entry["drift"], old, new))
@@ -198,7 +204,7 @@ class _Refresh:
         """Write the new rows and the recipe of the run that learns from them."""
         folder, name = self.lineage.folder, self._candidate(entry).name
         rows = data.write_new_rows(folder, name)
-        config = data.candidate(str(parent / "adapter"), self._candidate(entry), rows)
+        config = data.candidate(parent / self.kind, self._candidate(entry), rows)
         values = redact(json_text.loads(json_text.dumps(dataclasses.asdict(config))))
         values["run"]["dir"] = values["data"]["cache_dir"] = None  # a recipe cannot lead out of the working directory
         text = f"# The run of refresh {entry['number']} of {parent}\n# @package _global_\n"
@@ -219,8 +225,8 @@ class _Refresh:
             *(text for text in self.overrides if text.startswith("data.cache_dir=")),
         ]
         config = compose.load(words)
+        gc.collect()  # the model of the tests
         if ranks_of(config) > 1:
-            gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # the ranks need the memory that the tests took
             if code := launch(ranks_of(config), ["train", *words]):
@@ -231,8 +237,8 @@ class _Refresh:
             trainer.run(config)
 
     def _judge(self, entry: dict[str, Any], data: RefreshData, parent: Path) -> None:
-        """Compare the adapters, and let the new one serve if it passes."""
-        gate = data.gate(str(parent / "adapter"), str(self._candidate(entry) / "adapter"))
+        """Compare the models, and let the new one serve if it passes."""
+        gate = data.gate(parent / self.kind, self._candidate(entry) / self.kind)
         entry["gate"] = dataclasses.asdict(gate)
         entry["decision"] = PROMOTING if gate.passed else REJECTED
         self.lineage.save()
@@ -245,12 +251,17 @@ class _Refresh:
         self.lineage.save()
 
 
-def _digest(file: Path) -> str:
+def _digest(weights: Path) -> str:
+    """Of the weights in a folder."""
+    digest = hashlib.sha256()
     try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        for file in sorted(weights.glob("*.safetensors")):
+            with file.open("rb") as stream:
+                while part := stream.read(1 << 20):
+                    digest.update(part)
     except OSError as error:
-        raise StorageError(f"{file} cannot be read: {error.strerror or error}. Use a complete run.") from error
+        raise StorageError(f"{weights} cannot be read: {error.strerror or error}. Use a complete run.") from error
+    return digest.hexdigest()
 
 
 def _drift_table(drift: dict[str, Any], old: Profile, new: Profile) -> Any:
@@ -297,8 +308,8 @@ def _say_gate(entry: dict[str, Any], config: Config) -> None:
             f"better by more than {gain:g}: p = {gate['p_better']:.2g}",
         ],
     ]
-    columns = ["", "documents", "old adapter", "new adapter", f"shown at refresh.alpha={alpha:g}"]
-    say(table("Old and new adapter, loss per token", columns, rows))
+    columns = ["", "documents", "old model", "new model", f"shown at refresh.alpha={alpha:g}"]
+    say(table("Old and new model, loss per token", columns, rows))
     if entry["decision"] == PROMOTED:
         say(f"Promoted: run-{entry['number']} serves now.")
         return

@@ -157,10 +157,10 @@ class TrainConfig:
 
 @dataclass
 class RefreshConfig:
-    """`fxtune refresh RUN data.sources=[...]`: a run's adapter on new rows."""
+    """`fxtune refresh RUN data.sources=[...]`: a run's model on new rows."""
 
     alpha: float = field(default=0.01, metadata={"min": 0.001, "below": 0.5})
-    """The rate of false alarms of each test: how often rows like the old ones count as drift, and how often an adapter
+    """The rate of false alarms of each test: how often rows like the old ones count as drift, and how often a model
     that is not better passes the gate's test."""
     sample: int = field(default=1000, metadata={"min": 10})
     """Documents, old and new each, that are compared at most."""
@@ -171,10 +171,10 @@ class RefreshConfig:
     epochs: float = field(default=3.0, metadata={"above": 0})
     """Passes over the new rows at most; early stopping may end the run before."""
     bound: float = field(default=0.02, metadata={"above": 0})
-    """The new adapter must be shown to be worse on the old held-out rows by less than this, in nats per supervised
+    """The new model must be shown to be worse on the old held-out rows by less than this, in nats per supervised
     token; 0.02 is a perplexity 2 % higher."""
     gain: float = field(default=0.001, metadata={"min": 0})
-    """The new adapter must be shown to be better on the new held-out rows by more than this, in the same unit."""
+    """The new model must be shown to be better on the new held-out rows by more than this, in the same unit."""
 
 
 def _place_in(section: str) -> Callable[[Keys], str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -61,6 +62,14 @@ class ModelConfig:
     """A folder or a hub id for the tokenizer; null: that of `path`."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Needs a revision that is a full commit hash."""
+
+
+def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
+    """`model` with the weights that its run exported to `folder`: an adapter over the same base, or a whole model with
+    its tokenizer."""
+    if (Path(folder) / "adapter_config.json").exists():
+        return dataclasses.replace(model, adapter=str(folder))
+    return dataclasses.replace(model, path=str(folder), revision=None, init=Init.pretrained, architecture={})
 
 
 def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:

@@ -1,10 +1,12 @@
-"""The loss of each document under an adapter: what two-sample and paired tests over documents compare."""
+"""The loss of each document under a run's weights: what two-sample and paired tests over documents compare."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import HardwareError, NumbersError
+from fxtune.models.load import starting_from
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system import console
 from fxtune.system.oom import BatchSizes, out_of_memory_message
@@ -63,13 +66,15 @@ class DocumentLosses:
         return DocumentLosses(self.digests[kept], self.summed[kept], self.targets[kept])
 
 
-def measure(config: Config, adapter: str, documents: Sequence[Documents], pad_id: int) -> list[DocumentLosses]:
-    """The losses of each group of `documents` under `adapter`, by the model of `config`, in this process.
+def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_id: int) -> list[DocumentLosses]:
+    """The losses of each group of `documents` in this process, by the model of `config` with the weights that its run,
+    or one that followed it, exported to the folder `weights`.
 
     Raises NumbersError if one is not finite, otherwise as RunBuilder and its methods do.
     """
+    gc.collect()  # the model of an earlier call
     alone = ParallelConfig()  # the run may divide its weights over ranks
-    builder = RunBuilder(replace(config, model=replace(config.model, adapter=adapter), parallel=alone))
+    builder = RunBuilder(replace(config, model=starting_from(config.model, weights), parallel=alone))
     config = builder.config
     model = builder.build()
     language_model = builder.language_model(model)
@@ -91,8 +96,8 @@ def measure(config: Config, adapter: str, documents: Sequence[Documents], pad_id
         found.append(sizes.run("evaluation", config.train.micro_batch_size, losses))
         if not np.isfinite(found[-1].summed).all():
             raise NumbersError(
-                f"{adapter}: the loss of {int((~np.isfinite(found[-1].summed)).sum()):,} documents is not finite. Use "
-                "another copy of the adapter, or model.dtype=float32."
+                f"{weights}: the loss of {int((~np.isfinite(found[-1].summed)).sum()):,} documents is not finite. Use "
+                "another copy of these weights, or model.dtype=float32."
             )
     return found
 

@@ -1,11 +1,11 @@
-"""`fxtune refresh`: is a run's adapter worse on new rows; if so, a run that goes on from it on new and old rows, and a
-gate that says whether its adapter replaces the old one.
+"""`fxtune refresh`: is a run's model worse on new rows; if so, a run that goes on from it on new and old rows, and a
+gate that says whether its model replaces the old one. A model is an adapter over its base, or a whole model.
 
 1. **Drift.** The loss of each new document is compared with that of each document that the run held out, by a
    permutation test of the means. It is drift if the new ones have a higher loss, at refresh.alpha.
-2. **Training.** The adapter is trained further on a mixture: a share of new rows, and a share of the old ones
+2. **Training.** The model is trained further on a mixture: a share of new rows, and a share of the old ones
    (refresh.replay), so that what they taught is kept. Early stopping judges by the held-out rows of both.
-3. **Gate.** Old and new adapter are compared on the same held-out documents, by tests of the paired differences: the
+3. **Gate.** Old and new model are compared on the same held-out documents, by tests of the paired differences: the
    new one must be better on the new rows by more than refresh.gain, and on the old ones not worse by refresh.bound or
    more. Both must be shown at refresh.alpha: with too few documents nothing is promoted.
 
@@ -61,18 +61,18 @@ class Drift:
 
 @dataclass(frozen=True)
 class Gate:
-    """Differences: the new adapter's loss less the old one's, nats per supervised token, the mean over documents."""
+    """Differences: the new model's loss less the old one's, nats per supervised token, the mean over documents."""
 
     old_documents: int
     new_documents: int
     old_loss: tuple[float, float]
-    """On the old held-out rows, of the old adapter and of the new one."""
+    """On the old held-out rows, of the old model and of the new one."""
     new_loss: tuple[float, float]
     """The same on the new ones."""
     p_kept: float
-    """Of "the new adapter is worse on the old rows, by refresh.bound or more"."""
+    """Of "the new model is worse on the old rows, by refresh.bound or more"."""
     p_better: float
-    """Of "the new adapter is no better on the new rows, or by refresh.gain or less"."""
+    """Of "the new model is no better on the new rows, or by refresh.gain or less"."""
     passed: bool
 
 
@@ -86,8 +86,8 @@ def find_drift(old: DocumentLosses, new: DocumentLosses, settings: RefreshConfig
 def judge(
     old: tuple[DocumentLosses, DocumentLosses], new: tuple[DocumentLosses, DocumentLosses], settings: RefreshConfig
 ) -> Gate:
-    """Whether an adapter may replace another. `old`, `new`: the losses on the old and the new held-out documents, each
-    of the (old, new) adapter."""
+    """Whether a model may replace another. `old`, `new`: the losses on the old and the new held-out documents, each
+    of the (old, new) model."""
     kept, better = (after.means - before.means for before, after in (old, new))
     p_kept, p_better = lower_mean(kept, settings.bound), lower_mean(better, -settings.gain)
     losses = [(float(before.means.mean()), float(after.means.mean())) for before, after in (old, new)]
@@ -195,15 +195,15 @@ class RefreshData:
         old, new = (profile(group.tables, group.digests, self.tokenizer) for group in (self.old, self.new))
         return old, new
 
-    def drift(self, adapter: str) -> Drift:
-        """Whether the new rows have a higher loss under `adapter`."""
-        old, new = measure(self.config, adapter, (self.old, self.new), self.pad_id)
+    def drift(self, weights: Path) -> Drift:
+        """Whether the new rows have a higher loss under the weights in the folder `weights`."""
+        old, new = measure(self.config, weights, (self.old, self.new), self.pad_id)
         return find_drift(old, new, self.settings)
 
-    def gate(self, before: str, after: str) -> Gate:
-        """Whether the adapter `after` may replace `before`."""
+    def gate(self, before: Path, after: Path) -> Gate:
+        """Whether the weights in the folder `after` may replace those in `before`."""
         groups = self.old, Documents(self.new_tables, self.new_held_out)
-        one, two = (measure(self.config, adapter, groups, self.pad_id) for adapter in (before, after))
+        one, two = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
         return judge((one[0], two[0]), (one[1], two[1]), self.settings)
 
     def digests(self) -> list[dict[str, Any]]:
@@ -212,8 +212,8 @@ class RefreshData:
             {"path": table.name, "documents": len(table), "digest": table.fingerprint} for table in self.new_tables
         ]
 
-    def candidate(self, adapter: str, folder: Path, rows: Sequence[SourceConfig]) -> Config:
-        """The config of the run that goes on from `adapter`, in `folder`. `rows`: the new sources without known rows,
+    def candidate(self, weights: Path, folder: Path, rows: Sequence[SourceConfig]) -> Config:
+        """The config of the run that goes on from `weights`, in `folder`. `rows`: the new sources without known rows,
         as write_new_rows() returns them."""
         config, before, replay = self.config, self.before, self.settings.replay
         old, new = (
@@ -239,7 +239,7 @@ class RefreshData:
         return replace(
             config,
             run=replace(config.run, dir=str(folder), resume=Resume.auto, export=Export.best),
-            model=replace(config.model, adapter=adapter),
+            model=models.starting_from(config.model, weights),
             data=replace(old, sources=weighted, eval_limit=limit, on_overlap=OnOverlap.drop),
             train=replace(
                 config.train,

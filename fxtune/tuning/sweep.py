@@ -113,15 +113,20 @@ class Trial:
     folder: Path
     steps: int = 0
     """Of the whole run."""
-    first: int = 1
-    """Steps up to the first rung."""
+    parts: int = 1
+    """Rung r is near r / parts of the run."""
+    every: int = 1
+    """Steps between two evaluations."""
 
     @property
     def title(self) -> str:
         return ", ".join(f"{key}={shown(value)}" for key, value in self.values.items())
 
     def step_of(self, rung: int) -> int:
-        return min(self.steps, rung * self.first)
+        """The step of a rung: of the evaluation that is nearest to its share of the run."""
+        if rung == self.parts:
+            return self.steps
+        return min(self.steps, max(1, round(rung * self.steps / (self.parts * self.every))) * self.every)
 
     def curve(self) -> list[tuple[int, float]]:
         """(step, held-out loss) of each evaluation."""
@@ -246,7 +251,7 @@ class Sweep:
 
     def _add(self, entrant: Entrant, values: dict[str, Any]) -> Trial:
         self.race.add(entrant)
-        trial = Trial(entrant, values, self.folder / f"trial-{entrant.number}")
+        trial = Trial(entrant, values, self.folder / f"trial-{entrant.number}", parts=self.plan.parts)
         self.trials.append(trial)
         self._measure(trial)
         return trial
@@ -254,8 +259,7 @@ class Sweep:
     def _measure(self, trial: Trial) -> None:
         """Set the steps of the run, if they are known."""
         trial.steps = self._steps.get(_length_key(trial), 0)
-        every = self.config.train.eval_every or 1
-        trial.first = max(1, -(-trial.steps // (self.plan.parts * every))) * every
+        trial.every = self.config.train.eval_every or max(1, -(-trial.steps // self.plan.parts))
 
     def run(self, look: Callable[[], None]) -> None:
         """Race until it is over. `look` is called each second. Raises Stopped after all runs are saved; StorageError
@@ -432,7 +436,7 @@ class Sweep:
         name, wandb = self.config.run.name, self.config.tracking.wandb
         quoted = str(trial.folder).replace("\\", "\\\\").replace("'", "\\'")
         words = [*self.overrides, *(one.override(trial.values[one.key]) for one in self.plan.space)]
-        words += [f"train.eval_every={self.config.train.eval_every or trial.first}"]
+        words += [f"train.eval_every={self.config.train.eval_every or trial.every}"]
         if rung is not None:
             words += [
                 f"run.dir='{quoted}'",
@@ -462,7 +466,7 @@ class Sweep:
     @property
     def runs(self) -> float:
         """What was trained so far, in whole runs."""
-        return sum(trial.entrant.reached for trial in self.trials) / self.plan.parts
+        return sum(trial.step_of(trial.entrant.reached) / trial.steps for trial in self.trials if trial.entrant.losses)
 
 
 def _length_key(trial: Trial) -> str:

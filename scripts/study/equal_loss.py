@@ -2,7 +2,8 @@
 
     python scripts/study/equal_loss.py --out build/equal --minutes 8 --json equal_loss.json  # one H200; again: continues
     python scripts/study/equal_loss.py --out build/equal --minutes 0 --json equal_loss.json --plot p.svg  # table and plot
-    python scripts/study/equal_loss.py --out /tmp/equal --smoke         # a short test on a CPU, 20 s
+    python scripts/study/equal_loss.py --out build/moe --moe --minutes 9 --json moe.json   # the same for a mixture of experts
+    python scripts/study/equal_loss.py --out /tmp/equal --smoke         # a short test on a CPU, 20 s; with --moe, too
 
 1. gather.py collects text of this machine: Python sources and documentation for the base, C and C++ for tuning. Some
    documents of each are held out. A tokenizer is trained on the first text. The text stays in --out.
@@ -17,6 +18,10 @@
 4. Each variant computes its held-out loss. Plain transformers also computes the held-out loss of fxtune's adapters
    over the bfloat16 base. For each seed the final losses must be within 0.5 % (fxtune) and 1 % (fp8) of plain;
    otherwise the exit code is 1.
+
+With --moe the base is a mixture of experts (Qwen3-MoE), pre-trained in bfloat16 with stochastic rounding. All variants
+have adapters on attention and on all experts, the bound is 0.1 %, and fp8 runs only where --variants names it.
+`plain32` is plain in float32: it tells which of two unequal sides is nearer to the exact result.
 
 The JSON file keeps finished runs, which do not run again; --out keeps the base. A refused run (fp8 on a CPU) has a row
 too.
@@ -36,7 +41,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +79,15 @@ SMOKE = dict(
     micro_tokens=1024,
 )
 """The defaults with --smoke."""
+MOE = dict(
+    hidden=512, layers=8, experts=16, pretrain_minutes=0.7, megabytes=80.0, steps=160, variants=["plain", "fxtune"]
+)
+"""The defaults with --moe."""
 BASE_OPTIONS = (
     "hidden",
     "layers",
     "head",
+    "experts",
     "vocabulary",
     "context",
     "megabytes",
@@ -110,7 +120,11 @@ VARIANTS = {
         0.01,
         ("techniques.quantize.enabled=true", "techniques.quantize.type=fp8"),
     ),
+    "plain32": Variant("plain transformers + peft, float32"),
 }
+PLAIN = ("plain", "plain32")
+MOE_BOUND = 0.001
+"""The bound of each variant with --moe."""
 ALL_TECHNIQUES = ("techniques=[fast,lora]",)
 CPU_TECHNIQUES = (
     "techniques=[lora,selective]",
@@ -118,6 +132,7 @@ CPU_TECHNIQUES = (
     "techniques.liger.fused_linear_cross_entropy='on'",
 )
 """Without compilation, which takes longer on a CPU than everything else."""
+CPU_MOE_TECHNIQUES = ("techniques=[lora,selective]", "techniques.lora.grouped_experts='on'")
 
 
 class TimeOver(Exception):
@@ -201,8 +216,9 @@ def gpu_name() -> str | None:
 def make_base(args: argparse.Namespace) -> dict[str, Any]:
     """Write text, tokenizer and base to --out, from scratch. Returns the figures of the base."""
     from fxtune.data.config import SourceConfig
-    from fxtune.models.load import load_config
+    from fxtune.models.load import DType, load_config
     from fxtune.models.structure import skeleton
+    from fxtune.techniques.precision import Autocast
 
     data = args.out / "data"
     for folder in (data, args.out / "base", args.out / "base-trial"):
@@ -210,7 +226,11 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
     data.mkdir(parents=True)
     gather(args, data)
     config = base_config(args.out, "base", 0)
-    config.model = random_llama(data / "tokenizer", args.hidden, args.layers, args.head, args.context)
+    config.model = random_llama(data / "tokenizer", args.hidden, args.layers, args.head, args.context, args.experts)
+    if args.experts and gpu_name():  # transformers runs experts as grouped matmuls of bfloat16
+        config.model.dtype = DType.bfloat16
+        config.techniques.precision.autocast = Autocast.none
+        config.techniques.compile.enabled, config.optimizer.stochastic_rounding = False, True
     built = skeleton(load_config(config.model).to_dict())
     assert built is not None, "transformers has the Llama architecture"
     count = sum(parameter.numel() for parameter in built.parameters())
@@ -388,6 +408,7 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"sizes": sizes, "base": None, "runs": {}}
     if args.json.exists():
         record = json.loads(args.json.read_text())
+        record["sizes"].setdefault("experts", 0)
         if args.minutes > 0 and record["sizes"] != sizes:
             different = [
                 f"{name}={record['sizes'].get(name)}" for name in sizes if record["sizes"].get(name) != sizes[name]
@@ -396,6 +417,7 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     file = args.out / "base.json"
     if args.minutes > 0 and file.exists():
         base = json.loads(file.read_text())
+        base["sizes"].setdefault("experts", 0)
         if base["sizes"] != {name: sizes[name] for name in BASE_OPTIONS}:
             raise SystemExit(f"{args.out} holds a base with other options: name another folder in --out.")
         if record["base"] and record["base"]["id"] != base["id"]:
@@ -425,7 +447,7 @@ def measure(args: argparse.Namespace, record: dict[str, Any], ours: Worker, plai
     missing = [
         (variant, seed)
         for seed in args.seeds
-        for variant in VARIANTS
+        for variant in args.variants
         if seed not in finished_runs(record).get(variant, {})
     ]  # a refused or failed run is tried again
     names = [f"{variant} {seed}" for variant, seed in missing]
@@ -467,7 +489,7 @@ def prepare_seed(
 ) -> plain_tune.Job:
     """Write a seed's rows and initial adapter. Both depend only on the seed, so a later call writes the same ones."""
     base, start, rows = (args.out / name for name in ("base/model", f"start-{seed}", f"rows-{seed}.npz"))
-    plain.call(left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r)
+    plain.call(left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r, bool(args.experts))
     fields = ours.call(left(), write_rows, words(args, "plain", seed, ["techniques=lora"], gpu), rows)
     return plain_tune.Job(str(base), str(start), str(rows), **fields)
 
@@ -485,14 +507,14 @@ def run_variant(
     """Run one variant. Plain transformers also evaluates fxtune's adapters."""
     began = time.monotonic()
     techniques = [
-        *(ALL_TECHNIQUES if gpu else CPU_TECHNIQUES),
+        *(ALL_TECHNIQUES if gpu else CPU_MOE_TECHNIQUES if args.experts else CPU_TECHNIQUES),
         f"techniques.lora.r={args.r}",
         f"techniques.lora.alpha={2.0 * args.r}",
         *VARIANTS[variant].keys,
     ]
     try:
-        if variant == "plain":
-            run = plain.call(left(), plain_tune.tune, job)
+        if variant in PLAIN:
+            run = plain.call(left(), plain_tune.tune, replace(job, float32=variant == "plain32"))
         else:
             run = ours.call(left(), tune, words(args, variant, seed, techniques, gpu))
             if "error" not in run:
@@ -534,14 +556,15 @@ def verdicts(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """The result of each comparison, and whether it is within its bound."""
     results = []
     for name, variant in VARIANTS.items():
+        bound = MOE_BOUND if record["sizes"].get("experts") else variant.bound
         for suffix, judged in (("", False), (", its adapters in plain transformers", True)):
             if variant.bound and (by_seed := differences(record, name, judged)):
                 worst = max(by_seed.values(), key=abs)
                 results.append(
                     (
                         f"{variant.title}{suffix}: at most {abs(worst):.3%} from plain over {len(by_seed)} seeds (bound "
-                        f"{variant.bound:.1%})",
-                        abs(worst) <= variant.bound,
+                        f"{bound:.1%})",
+                        abs(worst) <= bound,
                     )
                 )
     return results
@@ -583,7 +606,7 @@ def table(record: dict[str, Any]) -> list[str]:
         speed = f"{1000 * statistics.median(run['step_seconds'] for run in runs[name].values()):.1f}"
         final = {seed: run["held_out"][-1][1] for seed, run in runs[name].items()}
         lines.append(
-            _table_row(variant.title, seeds, final, differences(record, name) if variant.bound else {}, speed)
+            _table_row(variant.title, seeds, final, {} if name == "plain" else differences(record, name), speed)
         )
         if variant.bound:
             judged = {seed: run["judged"] for seed, run in runs[name].items()}
@@ -625,7 +648,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
     )
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6))
     runs = finished_runs(record)
-    styles = {"plain": ("black", "-", 2.2), "fxtune": ("tab:orange", "-", 1.1), "fp8": ("tab:blue", "--", 1.1)}
+    styles = {
+        "plain": ("black", "-", 2.2),
+        "fxtune": ("tab:orange", "-", 1.1),
+        "fp8": ("tab:blue", "--", 1.1),
+        "plain32": ("gray", ":", 1.1),
+    }
     for name, by_seed in runs.items():
         color, dashes, width = styles[name]
         for first, (seed, run) in enumerate(sorted(by_seed.items())):
@@ -643,10 +671,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
                     [100 * (loss / reference[step] - 1) for step, loss in zip(steps, held, strict=True)],
                     **style,
                 )
-    for variant in VARIANTS.values():
-        if variant.bound:
-            for sign in (-1, 1):
-                right.axhline(100 * sign * variant.bound, color="lightgray", linestyle=":", linewidth=1)
+    for bound in {MOE_BOUND} if record["sizes"].get("experts") else {one.bound for one in VARIANTS.values()} - {0.0}:
+        for sign in (-1, 1):
+            right.axhline(100 * sign * bound, color="lightgray", linestyle=":", linewidth=1)
     seeds = len({seed for by_seed in runs.values() for seed in by_seed})
     for axes, title in (
         (left, "training loss, nats per token"),
@@ -670,7 +697,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file of the results (default: equal_loss.json in --out)")
     parser.add_argument("--plot", type=Path, help="an .svg or .png file")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test that the script runs")
+    parser.add_argument("--moe", action="store_true", help="a mixture of experts, with a bound of 0.1 %%")
     parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2])
+    parser.add_argument(
+        "--variants",
+        type=lambda text: text.split(","),
+        default=["plain", "fxtune", "fp8"],
+        help=f"of {','.join(VARIANTS)} (default plain,fxtune,fp8; with --moe plain,fxtune)",
+    )
     parser.add_argument(
         "--roots", type=Path, nargs="+", help="folders with text (default: stdlib, site-packages, includes)"
     )
@@ -678,6 +712,7 @@ def arguments() -> argparse.Namespace:
         ("hidden", 1024, "hidden size"),
         ("layers", 10, ""),
         ("head", 128, "size of an attention head"),
+        ("experts", 0, "experts of a layer, two of them for each token; 0: no mixture"),
         ("vocabulary", 8192, ""),
         ("context", 1024, "tokens per row"),
         ("megabytes", 150.0, "megabytes of text for pre-training"),
@@ -695,9 +730,14 @@ def arguments() -> argparse.Namespace:
         ("r", 16, "rank of the adapters"),
     ):
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (%(default)s)".strip())
-    if parser.parse_known_args()[0].smoke:
-        parser.set_defaults(**SMOKE)
+    asked = parser.parse_known_args()[0]
+    if asked.moe:
+        parser.set_defaults(**MOE)
+    if asked.smoke:
+        parser.set_defaults(**SMOKE, experts=4 if asked.moe else 0)
     args = parser.parse_args()
+    if unknown := set(args.variants) - set(VARIANTS):
+        parser.error(f"--variants: {', '.join(sorted(unknown))} is none of {', '.join(VARIANTS)}")
     args.json = args.json or args.out / "equal_loss.json"
     return args
 

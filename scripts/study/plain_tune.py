@@ -37,15 +37,24 @@ class Job:
     betas: tuple[float, float]
     eps: float
     clip: float
+    float32: bool = False
+    """In float32, also on a GPU."""
 
 
-def make_start(base: str, folder: str, seed: int, r: int, alpha: float) -> None:
-    """Draw an adapter for all linear layers of `base` and write it to `folder`. All variants start from it."""
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of attention, and of the experts: peft knows these names, although transformers keeps the experts in one tensor."""
+
+
+def make_start(base: str, folder: str, seed: int, r: int, alpha: float, mixture: bool) -> None:
+    """Draw an adapter for all linear layers of `base`, but a mixture's routers, and write it to `folder`. All variants
+    start from it."""
     import peft
     import torch
 
     torch.manual_seed(seed)
-    lora = peft.LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=r, lora_alpha=alpha, target_modules=list(LINEARS) if mixture else "all-linear", task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(_load_base(base), lora)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -62,7 +71,7 @@ def tune(job: Job) -> dict[str, Any]:
     import torch
 
     rows = dict(np.load(job.rows))  # np.load reads an array again at each access
-    model = _load_adapted(job.base, job.start).train()
+    model = _load_adapted(job.base, job.start, job.float32).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job.rates[0], betas=job.betas, eps=job.eps, weight_decay=0.0)
     losses: list[float] = []
@@ -99,22 +108,22 @@ def _device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _load_base(base: str) -> Any:
-    """The base in bfloat16 on a GPU, or in float32 on a CPU."""
+def _load_base(base: str, float32: bool = False) -> Any:
+    """The base in bfloat16 on a GPU, or in float32 on a CPU and with `float32`."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     device = _device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" and not float32 else torch.float32
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa").to(device)
 
 
-def _load_adapted(base: str, adapter: str) -> Any:
+def _load_adapted(base: str, adapter: str, float32: bool = False) -> Any:
     import peft
 
-    return peft.PeftModel.from_pretrained(_load_base(base), Path(adapter), is_trainable=True)
+    return peft.PeftModel.from_pretrained(_load_base(base, float32), Path(adapter), is_trainable=True)
 
 
 def _held_out_loss(model: Any, rows: Any) -> float:
@@ -144,7 +153,7 @@ def _summed_loss(model: Any, ids: Any, targets: Any, positions: Any) -> tuple[An
     length = ids.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     mask = (document[:, :, None] == document[:, None, :]) & before
-    with _autocast(device.type):
+    with _autocast(device.type if model.dtype is torch.bfloat16 else "float32"):
         logits = model(input_ids=ids, attention_mask=mask[:, None], position_ids=positions, use_cache=False).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
     return losses, int((targets != -100).sum())

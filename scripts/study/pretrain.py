@@ -108,22 +108,32 @@ def base_config(out: Path, name: str, seed: int) -> Any:
     return config
 
 
-def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int) -> Any:
+def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int, experts: int = 0) -> Any:
     """The model config of a Llama with random weights, `hidden` / `head` attention heads and half as many key-value
-    heads.
+    heads. With `experts`, of a Qwen3-MoE with so many of them in each layer, of which a token gets two.
     """
     from transformers import PreTrainedTokenizerFast
 
     from fxtune.models.load import DType, Init, ModelConfig
 
     heads = max(hidden // head, 2)
+    kind: dict[str, Any] = {"model_type": "llama"}
+    if experts:
+        kind = {
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden,
+            "norm_topk_prob": True,
+            "head_dim": hidden // heads,
+        }
     return ModelConfig(
         path=None,
         tokenizer=str(tokenizer),
         init=Init.random,
         dtype=DType.float32,
         architecture={
-            "model_type": "llama",
+            **kind,
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "intermediate_size": round(hidden * 2.7 / 64) * 64,

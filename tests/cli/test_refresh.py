@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
+from support.runs import history
 
 from fxtune.checkpoint import lineage as lineages
 from fxtune.cli import refresh
@@ -138,6 +142,44 @@ def test_growing_file_has_only_its_new_rows_learned_and_the_refreshed_run_is_the
     assert entries()[-1]["parent"] == "run-1"
 
 
+@pytest.mark.slow
+def test_whole_model_goes_on_from_its_exported_weights(narrow, parent, capsys, monkeypatch):
+    whole = parent.with_name("whole")
+    narrow.run.dir, narrow.techniques.lora.enabled, narrow.train.max_steps = str(whole), False, 20
+    trainer.run(narrow)
+    before, current = snapshot(whole), Path("runs/whole.refresh/current")
+
+    def command(path: str, words: list[str], seed: int) -> list[str]:
+        _, _, *rest = write(path, words, seed)
+        return ["refresh", "runs/whole", *rest, "refresh.bound=2"]
+
+    assert main(command("same.jsonl", LIKE, 5)) == 10
+    assert current.resolve() == whole
+    new = command("new.jsonl", UNLIKE, 6)
+    assert main([*new, "techniques.lora.enabled=true"]) == 2
+    assert "runs/whole has exported its model" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(refresh._Refresh, "_judge", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert main(new) == 130
+    assert current.resolve() == whole
+    assert main(new) == 0
+    assert current.resolve().name == "run-2"
+    assert not (current / "adapter").exists()
+    last = json.loads(Path("runs/whole.refresh/lineage.json").read_text())["refreshes"][-1]
+    weights = (whole / "model" / "model.safetensors").read_bytes()
+    assert (last["decision"], last["parent"], last["model"]) == (
+        "promoted",
+        "../whole",
+        hashlib.sha256(weights).hexdigest(),
+    )
+    first = history(current)[0]["train/loss"]
+    fresh = history(whole)[0]["train/loss"]
+    assert first < fresh, "it begins with what the run had learned"
+    assert snapshot(whole) == before
+    shutil.rmtree(whole / "checkpoints", ignore_errors=True)
+    assert main(command("more.jsonl", UNLIKE, 7)) == 10, "the next one begins with the model that serves"
+
+
 def test_bad_input_is_one_message_and_leaves_nothing(parent, capsys, monkeypatch):
     command = write("new.jsonl", UNLIKE, 6)
 
@@ -170,8 +212,9 @@ def test_bad_input_is_one_message_and_leaves_nothing(parent, capsys, monkeypatch
     write("old.jsonl", LIKE, 99)
     refused(2, "The rows that runs/mine learned from are not there any more")
     os.rename("away.jsonl", "old.jsonl")
+    refused(2, "`techniques.lora.enabled` cannot be set here", "techniques.lora.enabled=false")
     os.rename(parent / "adapter", parent / "model")
-    refused(2, "has no adapter to refresh")
+    refused(2, "runs/mine/adapter is gone")
     os.rename(parent / "model", parent / "adapter")
     os.rename(parent / "result.json", parent / "kept.json")
     refused(2, "runs/mine is not finished")

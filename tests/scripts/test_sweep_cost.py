@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "study" / "sweep_cost.py"
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "study"
 
 
-def test_winner_is_compared_by_its_loss_in_the_sweep_that_ran_all():
-    spec = importlib.util.spec_from_file_location("sweep_cost", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+@pytest.fixture(scope="module")
+def sweep_cost():
+    sys.path.insert(0, str(SCRIPTS))
+    import sweep_cost
+
+    sys.path.remove(str(SCRIPTS))
+    return sweep_cost
+
+
+def test_winner_is_compared_by_its_loss_in_the_sweep_that_ran_all(sweep_cost):
     every = {
-        "seconds": 80.0,
-        "runs": [{"trial": n, "loss": loss, "state": "done"} for n, loss in enumerate((3.0, 2.0, 2.5))],
+        "wall_seconds": 90.0,
+        "processor_seconds": 60.0,
+        "runs": [
+            {"trial": n, "loss": loss, "state": "done", "adapter": f"bits-{n}"}
+            for n, loss in enumerate((3.0, 2.0, 2.5))
+        ],
     }
     halving = {
-        "seconds": 20.0,
+        "wall_seconds": 60.0,
+        "processor_seconds": 20.0,
         "whole_runs": 2.5,
         "winner": 2,
-        "runs": [{"trial": 2, "loss": 2.5}, {"trial": 1, "loss": 4.0}],
+        "runs": [
+            {"trial": 2, "loss": 2.5, "state": "done", "adapter": "bits-2"},
+            {"trial": 1, "loss": 4.0, "state": "stopped"},
+        ],
     }
-    found = module.compare(halving, every)
-    assert (found["time"], found["rank"], found["best"], found["worse_by"]) == (0.25, 2, 1, 0.25)
+    found = sweep_cost.compare(halving, every)
+    assert (found["runs_time"], found["runs_processor"]) == (2.0, 1.0)
+    assert (found["rank"], found["best"], found["worse_by"]) == (2, 1, 0.25)
     assert found["same_bits"]
+    halving["runs"][0]["adapter"] = "others"
+    assert not sweep_cost.compare(halving, every)["same_bits"]

@@ -10,12 +10,14 @@ that the command calls (fxtune/training/refresh.py) and with its defaults:
     drifted     batches of other rows that differ in one way (DRIFTS): each that counts as drift is seen
     worse       new adapters for drifted rows, which are worse: each that passes the gate is a wrong promotion
 
-A worse adapter is the run's own (`noise`), or one that went on from it on the new rows alone (`forgets`). Noise is added
-to its weights, twice as much each time, until it is worse on 300 more rows of each kind, which the gate does not see: by
-refresh.bound or more on the old kind, or not better by more than refresh.gain on the new one. So many of them are
-close to what the gate lets through.
+An adapter is worse if it is, on 300 more rows of each kind that the gate does not see, worse by refresh.bound or more
+on the old kind, or not better by more than refresh.gain on the new one. To be close to what the gate lets through it is
 
-Batches have 60 rows, of which the gate sees the held-out fifth. Every process has a core of its own and one thread
+    noise       the run's own with noise on its weights, twice as much until it is worse
+    forgets     one that went on from the run's on the new rows alone, and half of the way back to it as long as it is
+                worse
+
+Batches have 100 rows, of which the gate sees the held-out fifth. Every process has a core of its own and one thread
 (pinned_jobs.py).
 """
 
@@ -38,12 +40,13 @@ sys.path.insert(0, str(ROOT / "scripts" / "make"))
 import make_quickstart
 import shop
 
-PARENT_ROWS, BATCH_ROWS, JUDGE_ROWS = 240, 60, 300
+PARENT_ROWS, BATCH_ROWS, JUDGE_ROWS = 240, 100, 300
 CHUNK = 5
 """Batches of a job."""
 UNDRIFTED, DRIFTED, WORSE = "undrifted", "drifted", "worse"
 LEAST_NOISE = 0.02
 """Standard deviation of the first noise, in those of each weight matrix."""
+LEAST_SHARE = 1 / 64
 WORSE_KINDS = ("noise", "forgets")
 
 Row = dict[str, Any]
@@ -144,6 +147,7 @@ class Seed:
             f"run.dir={run}",
             "checkpoint.every=0",
             "tracking.display=none",
+            "run.report=false",
             *words,
         ]
 
@@ -169,7 +173,7 @@ def refresh_data(seed: Seed, file: Path) -> Any:
     return data
 
 
-def test_drift(seed: Seed, group: str, index: int) -> dict[str, Any]:
+def try_drift(seed: Seed, group: str, index: int) -> dict[str, Any]:
     kind = KINDS[index % len(KINDS)]
     rows = seed.batch(group, index)
     rows = drifted(rows, kind) if group == DRIFTED else rows
@@ -177,7 +181,7 @@ def test_drift(seed: Seed, group: str, index: int) -> dict[str, Any]:
     return {"kind": kind if group == DRIFTED else "", **asdict(found)}
 
 
-def test_gate(seed: Seed, index: int) -> dict[str, Any]:
+def try_gate(seed: Seed, index: int) -> dict[str, Any]:
     """Make an adapter that is worse, and ask the gate."""
     from fxtune.config import compose
     from fxtune.training import trainer
@@ -186,44 +190,57 @@ def test_gate(seed: Seed, index: int) -> dict[str, Any]:
     kind, how = KINDS[index % len(KINDS)], WORSE_KINDS[index % 2]
     file = seed.write(f"worse-{index}", drifted(seed.batch(WORSE, index), kind))
     data = refresh_data(seed, file)
-    before = first = seed.parent / "adapter"
+    before = end = seed.parent / "adapter"
     if how == "forgets":
         run = seed.folder / f"worse-{index}"
         shutil.rmtree(run, ignore_errors=True)
         trainer.run(compose.load(seed.words(file, run, f"model.adapter={before}", "train.epochs=2")))
-        first = run / "adapter"
+        end = run / "adapter"
     groups = []
     for name, rows in (("old", seed.judging()), ("new", drifted(seed.judging(), kind))):
         source = type(data.config.data.sources[0])(path=str(seed.write(f"judge-{index}-{name}", rows)))
         table = data._tokenize(source)
         groups.append(Documents([table], data._first(table.digests)))
-    after, noise = seed.folder / f"adapter-{index}", 0.0
-    old = [float(losses.means.mean()) for losses in measure(data.config, before, groups, data.pad_id)]
-    while True:
-        disturb(first, after, noise, 1000 * seed.seed + index)
-        new = [float(losses.means.mean()) for losses in measure(data.config, after, groups, data.pad_id)]
+    after = seed.folder / f"adapter-{index}"
+
+    def losses(weights: Path) -> list[float]:
+        return [float(one.means.mean()) for one in measure(data.config, weights, groups, data.pad_id)]
+
+    def compared(share: float, noise: float) -> tuple[bool, dict[str, float]]:
+        """Whether the adapter is worse, if it goes `share` of the way to `end` and has `noise`."""
+        blend(before, end, share, noise, after, 1000 * seed.seed + index)
+        new = losses(after)
         kept, gained = new[0] - old[0], old[1] - new[1]
-        if kept >= data.settings.bound or gained <= data.settings.gain:
-            break
-        noise = max(2 * noise, LEAST_NOISE)
+        worse = kept >= data.settings.bound or gained <= data.settings.gain
+        return worse, {"share": share, "noise": noise, "worse_on_old": kept, "better_on_new": gained}
+
+    old, share, noise = losses(before), 1.0, 0.0
+    if how == "noise" or not compared(share, noise)[0]:
+        noise = LEAST_NOISE
+        while not compared(share, noise)[0]:
+            noise *= 2
+    else:
+        while share > LEAST_SHARE and compared(share / 2, noise)[0]:
+            share /= 2
+    figures = compared(share, noise)[1]
     gate = data.gate(before, after)
-    figures = {"noise": noise, "worse_on_old": kept, "better_on_new": gained}
     return {"kind": kind, "how": how, **figures, **asdict(gate)}
 
 
-def disturb(source: Path, target: Path, noise: float, seed: int) -> None:
-    """Copy the adapter in `source` and add noise to its weights."""
+def blend(source: Path, end: Path, share: float, noise: float, target: Path, seed: int) -> None:
+    """Write to `target` the adapter that is `share` of the way from `source` to `end`, with noise on its weights."""
     import torch
     from safetensors.torch import load_file, save_file
 
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
-    file, draw = target / "adapter_model.safetensors", torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, weight in load_file(file).items():
-        added = torch.randn(weight.shape, generator=draw) * (noise * weight.float().std())
-        weights[name] = (weight.float() + added).to(weight.dtype)
-    save_file(weights, file, metadata={"format": "pt"})
+    name, draw = "adapter_model.safetensors", torch.Generator().manual_seed(seed)
+    ends, weights = load_file(end / name), {}
+    for key, weight in load_file(source / name).items():
+        moved = weight.float() + share * (ends[key].float() - weight.float())
+        moved += torch.randn(weight.shape, generator=draw) * (noise * moved.std())
+        weights[key] = moved.to(weight.dtype)
+    save_file(weights, target / name, metadata={"format": "pt"})
 
 
 def work(out: Path, number: int, batches: int, group: str, first: int) -> dict[str, Any]:
@@ -236,8 +253,8 @@ def work(out: Path, number: int, batches: int, group: str, first: int) -> dict[s
         return train_parent(seed)
     indices = range(first, min(first + CHUNK, batches))
     if group == WORSE:
-        return {"batches": [test_gate(seed, index) for index in indices]}
-    return {"batches": [test_drift(seed, group, index) for index in indices]}
+        return {"batches": [try_gate(seed, index) for index in indices]}
+    return {"batches": [try_drift(seed, group, index) for index in indices]}
 
 
 def results(found: dict[str, Any], keys: list[str]) -> list[dict[str, Any]]:

@@ -24,7 +24,13 @@ from typing import Any
 
 from pinned_jobs import Job, add_arguments, again, done, run_jobs
 
-RECIPE = ["+recipe=quickstart", "data.eval_fraction=0.1", "train.eval_every=10", "data.questions.path=null"]
+RECIPE = [
+    "+recipe=quickstart",
+    "data.eval_fraction=0.1",
+    "train.eval_every=10",
+    "data.questions.path=null",
+    "run.report=false",
+]
 """Both evaluate at the same steps, so that a configuration has the same bits in both."""
 SPACE = ["sweep.lr=loguniform(5e-4,5e-2)", "sweep.r=choice(4,8,16,32)"]
 METHODS = ("none", "halving")

@@ -80,6 +80,7 @@ def words(task: str, lever: str, seed: int, epochs: float, folder: Path, options
         f"run.dir={folder / run}",
         "checkpoint.every=0",
         "tracking.display=none",
+        "run.report=false",
         *LEVERS[lever].keys,
     ]
 

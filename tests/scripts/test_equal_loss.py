@@ -102,6 +102,19 @@ def test_float32_losses_equal_at_every_step(smoke):
 
 
 @pytest.mark.slow
+def test_mixture_of_experts_has_equal_losses(texts, tmp_path):
+    done = run(tmp_path, tmp_path / "record.json", texts, "--moe", "--steps", "4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["sizes"]["experts"] == 4
+    plain, ours = (record["runs"][f"{name} 0"] for name in ("plain", "fxtune"))
+    assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
+    assert ours["judged"] == pytest.approx(ours["held_out"][-1][1], rel=2e-5)
+    assert any("8 experts in 2 layers have adapters" in line for line in ours["evidence"])
+    assert "(bound 0.1%): equal" in done.stdout
+
+
+@pytest.mark.slow
 def test_rows_hold_tuning_text_and_no_held_out_documents(smoke):
     import numpy as np
     from transformers import AutoTokenizer

@@ -21,9 +21,9 @@ from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.training import trainer as train
 from fxtune.tuning import sweep as engine
 from fxtune.tuning import sweep_worker
-from fxtune.tuning.race import State
+from fxtune.tuning.race import Entrant, State
 from fxtune.tuning.sampling import Sampler
-from fxtune.tuning.sweep import Method, Sweep, SweepPlan, refuse
+from fxtune.tuning.sweep import Method, Sweep, SweepPlan, Trial, _length_key, refuse
 from fxtune.tuning.sweep_space import parse
 
 SPACE = ["sweep.lr=loguniform(1e-4,1e-1)", "sweep.r=choice(2,4)"]
@@ -137,7 +137,7 @@ def test_winner_has_the_bits_of_its_run_alone(real):
     best = made.winner()
     assert [one.entrant.state for one in made.trials].count(State.stopped) == 3
     assert {rung: best.step_of(rung) for rung in best.entrant.losses} == {1: 2, 2: 4, 4: 6}
-    assert made.runs == pytest.approx((4 + 2 + 2) / 4)
+    assert made.runs == pytest.approx((4 * 2 + 2 * 2 + 2) / 6)
     assert len({step for step, _ in best.curve()}) == 3
     alone = load([*made.words(best), "run.dir=alone"])
     train.run(alone)
@@ -307,6 +307,14 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
 def test_recipe_that_cannot_be_swept(recipe, words, told):
     with pytest.raises(ConfigError, match=told):
         refuse(load([*recipe, *words]))
+
+
+def test_rungs_are_at_the_nearest_evaluation(recipe):
+    made = sweep_of([*recipe, "train.eval_every=10"], trials=1, parts=8)
+    trial = Trial(Entrant(0, 0), {}, made.folder, parts=8)
+    made._steps = {_length_key(trial): 87}
+    made._measure(trial)
+    assert [trial.step_of(rung) for rung in (1, 2, 4, 8)] == [10, 20, 40, 87]
 
 
 def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):

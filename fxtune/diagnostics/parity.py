@@ -46,7 +46,7 @@ from fxtune.techniques.rope import RopeType
 from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
 
-BY_DESIGN = ("rope", "precision", "quantize", "lora", "plugins")
+BY_DESIGN = ("rope", "precision", "quantize", "float8", "lora", "plugins")
 """Techniques that change what is computed, and so stay on in the reference. The others must not change it."""
 OPTIONAL = tuple(entry.name for entry in dataclasses.fields(Pipeline) if entry.name not in BY_DESIGN)
 EXACT = (1e-5, 1e-5, 1e-4)

@@ -3,6 +3,7 @@
     quantize_rows             a program handles one row
     dequantize_rows           the inverse, which an fp8 head needs in each step
     transpose                 a matrix of bytes, for the backward product of a weight that is kept once
+    quantize_both             a matrix and its transpose with given factors, for trained weights (fp8_training.py)
 
 The scale depends on the row's largest number, so a row is needed twice. It stays in registers if it fits; otherwise it
 is read again from the cache. All arithmetic is float32. Offsets are int64. Import this module only on a GPU.
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 SIDE = 128
-"""Rows and columns that a program of transpose() moves."""
+"""Rows and columns that a program of transpose() and quantize_both() moves."""
 HELD = 8192
 """The longest row that quantize_rows keeps in registers, in numbers. Reading longer ones twice is faster (H200)."""
 
@@ -63,6 +64,65 @@ def dequantize_rows(codes: Tensor, scales: Tensor, into: Tensor) -> Tensor:
         block = min(triton.next_power_of_2(width), 4096)
         _dequantize_rows[(rows, triton.cdiv(width, block))](codes, scales, into, width, BLOCK=block, num_warps=4)
     return into
+
+
+def quantize_both(x: Tensor, factors: Tensor | None, codes: Tensor | None, back_factors: Tensor, back: Tensor) -> None:
+    """Write x * factors to `codes` [rows, width], and the transpose of x * back_factors to `back` [width, rows or
+    more], all in one pass over `x` [rows, width]. Both are e4m3; columns of `back` beyond the rows become zeros.
+
+    The factors are float32, one for each row. `codes`, with `factors`, may be None.
+    """
+    rows, width = x.shape
+    across = back.shape[1]
+    assert x.stride(1) == back.stride(1) == 1
+    assert across >= rows
+    assert codes is None or (codes.is_contiguous() and factors is not None and factors.is_contiguous())
+    assert back_factors.is_contiguous()
+    if across:
+        _quantize_both[triton.cdiv(across, SIDE), triton.cdiv(width, SIDE)](
+            x,
+            x.stride(0),
+            back_factors if factors is None else factors,
+            back if codes is None else codes,
+            back_factors,
+            back,
+            back.stride(0),
+            rows,
+            width,
+            across,
+            CODES=codes is not None,
+            SIDE=SIDE,
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _quantize_both(
+    x,
+    x_stride,
+    factors,
+    codes,
+    back_factors,
+    back,
+    back_stride,
+    rows,
+    width,
+    across,
+    CODES: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    tile = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if CODES:
+        factor = tl.load(factors + row, mask=row < rows, other=0.0)
+        made = (tile * factor[:, None]).to(codes.dtype.element_ty)
+        tl.store(codes + row[:, None] * width + column[None, :], made, mask=inside)
+    factor = tl.load(back_factors + row, mask=row < rows, other=0.0)
+    turned = tl.trans((tile * factor[:, None]).to(back.dtype.element_ty))
+    into = (column[:, None] < width) & (row[None, :] < across)
+    tl.store(back + column[:, None] * back_stride + row[None, :], turned, mask=into)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import Need, forecast
+from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.fuse import fuses_mlps
@@ -65,6 +66,8 @@ class Pipeline:
     apex: Apex = field(default_factory=Apex)
     # Replaces the frozen linears, before adapters wrap them.
     quantize: Quantize = field(default_factory=Quantize)
+    # Replaces the trained linears. Quantize and LoRA exclude it.
+    float8: Float8 = field(default_factory=Float8)
     # Wraps the base's linears, so every change of the base comes first.
     lora: Lora = field(default_factory=Lora)
     # Changes what routers compute, adapted or not, inside the layers that the next two wrap.

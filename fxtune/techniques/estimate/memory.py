@@ -137,6 +137,9 @@ class LayerBytes:
         self.number, self.fused, self.compiled = number_bytes(facts), is_fused(facts), facts.techniques.compile.enabled
         self.grouped = facts.device == "cuda" and not (attention.enabled and attention.backend == "eager")
         """Whether attention takes keys and values without repeating them for each query head."""
+        float8 = facts.techniques.float8
+        self.float8 = float8.enabled and float8.weight_gradient == "float8" and self.shape.expert_count == 1
+        """Whether linears keep their inputs in fp8 for the gradients of their weights."""
 
     def kept(self, level: str) -> float:
         """Bytes that a layer keeps, on the device or the host."""
@@ -190,6 +193,8 @@ class LayerBytes:
         h, q, i = self.shape.hidden, self.shape.q, self.shape.inner if self.plan.tiles == 1 else 0
         k = self.shape.k if self.grouped else q
         small = 4 * self.shape.heads + self._adapters(*GROUPS)
+        if self.float8:  # inputs of linears take a byte in place of two; attention keeps its output, too
+            small += q - 2 * h - i
         if self.compiled:  # 4h: x, both norms' outputs, the stream between attention and MLP
             return self.number * (4 * h + 2 * q + 2 * k + (2 if self.fused else 3) * i) + small
         norms = self.number * 2 * h if _liger_runs(self.facts, "rms_norm") else 8 * h

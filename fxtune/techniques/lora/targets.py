@@ -109,12 +109,12 @@ def select(model: Any, lora: Lora) -> Selection:
             return "not in the decoder"
         if path.endswith(".out_proj") and model.config.model_type in MAMBA:
             return "peft adapts no out_proj of Mamba"
-        if _is_router(path, named):
+        if is_router(path, named):
             return "routers"
         return "it computes something else than a linear" if _has_own_forward(named[path]) else ""
 
     for path, module in named.items():
-        is_linear = _is_linear(module) or (_is_router(path, named) and hasattr(module, "weight"))
+        is_linear = _is_linear(module) or (is_router(path, named) and hasattr(module, "weight"))
         if not path or (every and not is_linear):
             continue
         if not (why := untargeted(path) or reason(path)):
@@ -188,7 +188,7 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
                 f"does not reach {beside}. {cure}."
             )
     for path in chosen.modules:
-        if _is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:
+        if is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:
             yield f"target_modules: {path} is a {type(named[path]).__name__}, which is no plain linear. Take it out."
 
 
@@ -332,7 +332,8 @@ def _is_plain(kind: type[nn.Linear]) -> bool:
             return False
 
 
-def _is_router(path: str, named: dict[str, nn.Module]) -> bool:
+def is_router(path: str, named: dict[str, nn.Module]) -> bool:
+    """Whether the module at `path` chooses experts. `named`: the model's modules by path."""
     parent, _, leaf = path.rpartition(".")
     return "router" in path.split(".") or (leaf == "gate" and f"{parent}.experts" in named)
 

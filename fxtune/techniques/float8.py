@@ -1,0 +1,235 @@
+"""Full fine-tuning with matrix products in fp8: the trained linears of the layers, forward and backward.
+
+Their three products run in e4m3 at nearly twice bfloat16's speed, over weights and activations that each call
+quantizes (kernels/fp8_training.py). The weights stay what they are, under their own names: the optimizer, checkpoints,
+exports and several ranks (parallel.shard) see no difference. Products that stay in 16 bits: the head, embeddings,
+attention, routers, experts, and linears with a size that is no multiple of 16.
+
+Only training runs in fp8. Evaluation and generation run in 16 bits, as the exported model will.
+
+LoRA has frozen weights, which are quantized once: techniques.quantize.type=fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxtune.distributed.world import World
+from fxtune.kernels import fp8_training
+from fxtune.kernels.autocast import compute_dtype
+from fxtune.kernels.fp8_training import MULTIPLE
+from fxtune.models.structure import decoder_layers, is_named, observed, skeleton
+from fxtune.system.profiler import observe_operators, short_name
+from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.lora.targets import is_router
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+
+OLDEST = (8, 9)
+"""The oldest compute capability with tensor cores for fp8."""
+WORST_ERROR = 0.06
+"""Limit of a product's |fp8 - float32| / |float32|. It is 0.037 for normal numbers."""
+ROWS = 256
+"""Tokens of the products that verify() compares."""
+
+
+class WeightGradient(str, Enum):
+    float8 = "float8"
+    bfloat16 = "bfloat16"
+
+
+class Kernels(str, Enum):
+    fxtune = "fxtune"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+
+
+@dataclass
+class Float8(Technique):
+    kernels: Kernels = Kernels.fxtune
+    """fxtune's own kernels, or a recipe of torchao.float8, for the comparison of both."""
+    weight_gradient: WeightGradient = WeightGradient.float8
+    """The dtype of the products that sum the gradients of weights over tokens. `bfloat16` is exact and slower: the
+    gain of float8 is then two thirds, and each layer keeps its inputs in 16 bits."""
+    skip: list[str] = field(default_factory=list)
+    """Linears whose products stay in 16 bits, such as `down_proj` or `layers.0.mlp.up_proj`."""
+
+    def check(self, facts: Facts) -> Iterator[str]:
+        if facts.techniques.lora.enabled:
+            yield (
+                "enabled: this is for trained weights, and techniques.lora freezes them. Set it to false, and "
+                "techniques.quantize.enabled=true with type=fp8; or set techniques.lora.enabled=false."
+            )
+        if facts.device != "cuda":
+            yield (
+                f"enabled: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Set it to "
+                "false."
+            )
+        elif (facts.capability or OLDEST) < OLDEST:
+            number = ".".join(map(str, facts.capability or ()))
+            yield (
+                f"enabled: fp8's products need compute capability {OLDEST[0]}.{OLDEST[1]} (Ada, Hopper or newer), and "
+                f"{facts.device_name} has {number}. Set it to false."
+            )
+        if facts.compute_dtype != "bfloat16":
+            yield (
+                f"enabled: fp8's products are rounded to bfloat16, and the others run in {facts.compute_dtype}. Set "
+                "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16, or this to false."
+            )
+        if (model := skeleton(facts.model)) is not None:
+            yield from self._check_linears(model)
+
+    def _check_linears(self, model: nn.Module) -> Iterator[str]:
+        """Reasons why nothing of this model would be in fp8, or not what `skip` says."""
+        named = [name for name, _ in _linears(model)]
+        for name in self.skip:
+            if not any(is_named(there, name) for there in named):
+                there = ", ".join(sorted({one.rpartition(".")[2] for one in named}))
+                yield f"skip: this model's layers have no linear {name}. Theirs are {there}."
+        if not list(self._targets(model)):
+            yield (
+                "enabled: this model's layers have no linear with sizes of a multiple of "
+                f"{MULTIPLE} besides those in skip. Set it to false."
+            )
+
+    def _targets(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+        """The linears whose products are to be in fp8, by path."""
+        for name, linear in _linears(model):
+            fits = not (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE)
+            if fits and linear.weight.requires_grad and not any(is_named(name, skip) for skip in self.skip):
+                yield name, linear
+
+    def apply(self, model: nn.Module, world: World) -> nn.Module:
+        for name, linear in list(self._targets(model)):
+            parent, _, own = name.rpartition(".")
+            made = Float8Linear.of(linear, self.weight_gradient)
+            if self.kernels is not Kernels.fxtune:
+                made = TorchaoLinear.like(made, self.kernels)
+            setattr(model.get_submodule(parent), own, made)
+        return model
+
+    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+        evidence = partial(Evidence, "float8")
+        linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
+        layers = {id(one): one.numel() for layer in decoder_layers(model) for one in layer.parameters()}
+        inside = sum(linear.weight.numel() for linear in linears)
+        others = [name for name, linear in _linears(model) if not isinstance(linear, Float8Linear)]
+        rest = f"; not {', '.join(sorted({name.rpartition('.')[2] for name in others}))}" if others else ""
+        yield evidence(
+            "products of trained linears in fp8",
+            f"{len(linears)} linears with {inside / max(sum(layers.values()), 1):.1%} of the layers' weights{rest}",
+            bool(linears),
+        )
+        if not linears:
+            return
+        errors = _errors(linears[0], next(model.parameters()).device)
+        yield evidence(
+            f"products close to float32's (relative error below {WORST_ERROR})",
+            ", ".join(f"{name} {error:.4f}" for name, error in errors.items()),
+            all(0 < error < WORST_ERROR for error in errors.values()),
+        )
+        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            for linear in linears:
+                linear.training = True  # observed() restores it
+            seen = observe_operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
+        kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
+        yield evidence(
+            f"{len(linears)} products in fp8 in a forward pass",
+            f"{seen.calls} of torch's scaled products" + (f" ({kernels})" if kernels else ""),
+            seen.calls >= len(linears),
+        )
+
+
+class Float8Linear(nn.Linear):
+    """A linear whose products run in fp8 while it trains, over the weight and bias of another."""
+
+    fp8_weight_gradient = True
+    product: Any
+    options: Any
+
+    @classmethod
+    def of(cls, linear: nn.Linear, weight_gradient: WeightGradient) -> Self:
+        with torch.device("meta"):
+            made = cls(linear.in_features, linear.out_features, bias=False)
+        made.weight, made.bias = linear.weight, linear.bias
+        made.fp8_weight_gradient = weight_gradient is WeightGradient.float8
+        return made.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return F.linear(x, self.weight, self.bias)
+        product = fp8_training.linear(x, self.weight, self.fp8_weight_gradient)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+class TorchaoLinear(Float8Linear):
+    """The same by torchao."""
+
+    @classmethod
+    def like(cls, linear: Float8Linear, kernels: Kernels) -> TorchaoLinear:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_linear
+
+        config = Float8LinearConfig.from_recipe_name(kernels.value)
+        convert_to_float8_training(nn.Sequential(), config=config)  # works around a bug of Triton
+        made = cls.of(linear, WeightGradient.float8)
+        other = float8_linear.Float8Linear.from_float(linear, config)
+        made.product = float8_linear.matmul_with_hp_or_float8_args.apply
+        made.options = other.linear_mm_config, config
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return F.linear(x, self.weight, self.bias)
+        x = x.to(compute_dtype(x))
+        product = self.product(x, self.weight.t(), *self.options)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The plain linears of the layers by path, routers left out."""
+    named = dict(model.named_modules())
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    for name, module in named.items():
+        plain = type(module) is nn.Linear or isinstance(module, Float8Linear)
+        if plain and id(module) in inside and not is_router(name, named):
+            yield name, module
+
+
+def _errors(linear: Float8Linear, device: torch.device) -> dict[str, float]:
+    """The relative errors of a linear's three products on random numbers, with a weight of its sizes."""
+    draw = torch.Generator(device).manual_seed(0)
+    x, dy, weight = (
+        torch.randn(size, generator=draw, device=device)
+        for size in (
+            (ROWS, linear.in_features),
+            (ROWS, linear.out_features),
+            (linear.out_features, linear.in_features),
+        )
+    )
+    exact: list[Tensor] = []
+    found: list[Tensor] = []
+    with torch.enable_grad():
+        for results, dtype in ((exact, torch.float32), (found, torch.bfloat16)):
+            one, other = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+            with torch.autocast(device.type, enabled=False):
+                if results is found:
+                    y = fp8_training.linear(one, other, linear.fp8_weight_gradient)
+                else:
+                    y = F.linear(one, other)
+            results += [y.detach(), *torch.autograd.grad(y, (one, other), dy.to(dtype))]
+    return {
+        name: ((ours.float() - theirs).norm() / theirs.norm()).item()
+        for name, ours, theirs in zip(
+            ("forward", "gradient of x", "gradient of the weight"), found, exact, strict=True
+        )
+    }

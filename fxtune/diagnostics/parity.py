@@ -2,7 +2,8 @@
 
 The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
 compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in the reference: scaled
-RoPE, adapters, a quantized base. Dropout is off everywhere, because two passes would never agree.
+RoPE, adapters, a quantized base. So do fp8 products of trained weights, except in the float32 reference. Dropout is
+off everywhere, because two passes would never agree.
 
 In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
 that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
@@ -40,6 +41,7 @@ from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Switch
+from fxtune.techniques.float8 import Float8
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
@@ -161,7 +163,8 @@ class _Comparison:
     def run(self, each: bool) -> Iterator[Compared]:
         precision, unbounded = precision_of(self.builder), (math.inf,) * 3
         plain = self._plain()
-        exact, name = replace(plain, precision=Precision(enabled=True, tf32=False)), "plain transformers, float32"
+        exact = replace(plain, precision=Precision(enabled=True, tf32=False), float8=Float8())
+        name = "plain transformers, float32"
         self.reference = self._run_plain(exact, name, float32=True)
         yield self._compare(name, self.reference, unbounded)
         if precision != "float32":

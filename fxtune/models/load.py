@@ -135,6 +135,13 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
     return scaled
 
 
+def unpacked_note(model: ModelConfig, hf_config: Any, dtype: str) -> str | None:
+    """The line that says that the weights are stored in MXFP4, if they are."""
+    if model.init is Init.random or not weights.unpacks(_locate(model), hf_config):
+        return None
+    return f"model: its experts are stored in MXFP4 and unpacked to {dtype} as they are read, the same numbers"
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """The model's fast tokenizer, with a pad token. Each of its ids has an embedding in the model.
 
@@ -314,7 +321,9 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise ConfigError(f"{name} is a {config.model_type} model, {_why_not_causal(config.model_type)}.")
     if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
+        if not weights.unpacks(origin, config):
+            raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
+        del config.quantization_config  # what is built has weights in 16 or 32 bits
     return config
 
 

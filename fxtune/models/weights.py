@@ -37,6 +37,15 @@ def bytes_of(hf_config: Any, dtype: torch.dtype, code: bool) -> int:
     return sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
 
 
+def unpacks(origin: Origin, hf_config: Any) -> bool:
+    """Whether read() unpacks weights in the folder of `origin`: gpt-oss's experts in MXFP4, 4 bits and a scale for
+    each 32 (OCP Microscaling Formats 1.0). Their products with powers of two are exact in bfloat16."""
+    if hf_config.model_type != "gpt_oss":
+        return False
+    stored = json.loads((origin.folder / "config.json").read_text()).get("quantization_config") or {}
+    return bool(stored.get("quant_method") == "mxfp4")
+
+
 def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool) -> Any:
     """A model with random weights."""
     from transformers import AutoModelForCausalLM
@@ -62,6 +71,9 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
     loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks output_loading_info
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
+    if unpacks(origin, hf_config):
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}  # removed by transformers
     # ImportError: a kernel that config.json names is not installed.
     unusable = (OSError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError, ImportError)
     try:

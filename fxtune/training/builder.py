@@ -117,6 +117,8 @@ class RunBuilder:
                 )
         if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
+        if note := models.unpacked_note(config.model, self.hf_config, self.facts.dtype):
+            notes.append(note)
         notes += [f"plugin {name}: {identity}" for name, identity in config.plugins().items()]
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)

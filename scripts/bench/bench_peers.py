@@ -114,6 +114,7 @@ CASES = {
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
     "70b_1x4096_fp8": Case("70b", 4096, 1, FP8),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
+    "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
     "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
     "8b_full_2x8192_8bit": Case("8b", 8192, 2, ROUNDED_8BIT, peer_case="8b_full_2x8192", full=True, most_gpus=1),
@@ -133,6 +134,14 @@ FULL_FSDP = {"trl": (("fsdp=recompute", "liger=on"),), "unsloth": ()}
 """The same on several cards. Unsloth has none there."""
 MIXTURE = {"trl": ((NONE, "liger=off"), (FULL, "liger=off")), "unsloth": VARIANTS["unsloth"]}
 """The same for a mixture of experts, with which Liger's kernels of TRL end in an error."""
+SINKS = {
+    "trl": (
+        *((one, "liger=off", "attention=flash_attention_4") for one in (NONE, FULL)),
+        (FULL, "liger=off", "attention=eager"),
+    ),
+    "unsloth": VARIANTS["unsloth"],
+}
+"""The same for gpt-oss, whose attention has sinks. transformers has none of torch's attention for it."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
 PACKED_TRL = tuple(
@@ -380,7 +389,7 @@ def settings_to_try(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], 
     if case.full:
         return (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
     if "num_experts" in SHAPES[case.shape]:
-        return MIXTURE[tool]
+        return (SINKS if case.shape == "gpt_oss" else MIXTURE)[tool]
     if case.chats and tool == "trl":
         return PACKED_TRL
     return (LONG if case.length > 16384 else VARIANTS)[tool]

@@ -90,6 +90,26 @@ def test_rows_of_one_document_each(window):
 
 
 @HOPPER
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [0, 128])
+def test_sinks(window, packed):
+    lengths = (700, 1, 129, 500, 128, 0)
+    q, k, v = qkv([sum(lengths)] if packed else [2, 729], 64, 8, 64)
+    sinks = torch.randn(64, device="cuda").bfloat16().requires_grad_()
+    cu_seqlens = bounds(lengths) if packed else None
+    out, lse = flash4(q, k, v, cu_seqlens, q.shape[-3], 0.125, window, 0.0, sinks)
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v, sinks), dout)
+    wide = [x.detach().cpu().float().requires_grad_() for x in (q, k, v, sinks)]
+    given = None if cu_seqlens is None else cu_seqlens.cpu()
+    expected, sums = flash4(*wide[:3], given, q.shape[-3], 0.125, window, 0.0, wide[3])
+    wanted = torch.autograd.grad(expected, wide, dout.cpu().float())
+    names = ("out", "dq", "dk", "dv", "dsinks", "lse")
+    pairs = zip(names, (out, *gradients, lse), (expected, *wanted, sums), strict=True)
+    within({name: relative(mine.detach().cpu(), other.detach()) for name, mine, other in pairs})
+
+
+@HOPPER
 @pytest.mark.parametrize(
     "lengths",
     [(300, 1, 500) + (0,) * 400, (3,) * 300 + (0,) * 100, (0, 0, 64, 0, 200, 0), (5,)],

@@ -8,7 +8,7 @@ import torch
 from support import reference
 
 from fxtune.kernels import grouped_matmul, matmul
-from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.gated_experts import SILU, Activation, Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.system.host import cache_home
@@ -18,6 +18,7 @@ SHAPES = {
     "qwen3": (4096, 8, 128, 2048, 768, (16, 16)),
     "uneven": (1003, 3, 5, 512, 320, (24, 8)),
     "few": (5, 1, 8, 256, 128, (8, 8)),
+    "gpt_oss": (1030, 4, 32, 720, 720, (16, 16)),
 }
 """Tokens, experts a token, experts, width of the model and of an expert, ranks."""
 
@@ -45,26 +46,34 @@ def case(shape: str):
         draw(experts, r2, width, scale=width**-0.5),
         draw(experts, size, r2, scale=0.3),
     ]
+    if shape == "gpt_oss":  # it stores [experts, in, out]; the limit acts on one of six numbers
+        matrices = draw(experts, size, 2 * width, scale=5 * size**-0.5), draw(experts, width, size, scale=width**-0.5)
+        biases = draw(experts, 2 * width, scale=1.0), draw(experts, size, scale=1.0)
+        act = Activation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
+        return routing, trained, (*(one.mT for one in matrices), *biases), act
     matrices = draw(experts, 2 * width, size, scale=size**-0.5), draw(experts, size, width, scale=width**-0.5)
-    return routing, trained, matrices
+    return routing, trained, matrices, SILU
 
 
-def run(routing, trained, matrices, seed, by=CUBLAS):
+def run(routing, trained, frozen, seed, act=SILU, by=CUBLAS):
     hidden, weights, a1, b1, a2, b2 = trained = [one.detach().requires_grad_() for one in trained]
     adapters = Adapter(a1, b1), Adapter(a2, b2)
-    out = gated_experts(hidden, weights, routing.order, routing.back, routing.ends, matrices, adapters, by=by)
+    matrices, biases = frozen[:2], frozen[2:] or (None, None)
+    rows = routing.order, routing.back, routing.ends
+    out = gated_experts(hidden, weights, *rows, matrices, adapters, act, by, biases)
     return [out.detach(), *torch.autograd.grad(out, trained, seed)]
 
 
 @pytest.mark.parametrize("by", [CUBLAS, CUTE])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_accurate_and_reproducible(shape, by):
-    routing, trained, matrices = case(shape)
+    routing, trained, frozen, act = case(shape)
     seed = torch.randn_like(trained[0])
-    found, again = (run(routing, trained, matrices, seed, prepared(by)) for _ in range(2))
+    found, again = (run(routing, trained, frozen, seed, act, prepared(by)) for _ in range(2))
     on_cpu = Routing(routing.order.new_zeros(1, 1), 1)
     on_cpu.order, on_cpu.back, on_cpu.ends = routing.order.cpu(), routing.back.cpu(), routing.ends.cpu()
-    wanted = run(on_cpu, *([one.cpu().float() for one in each] for each in (trained, matrices)), seed.cpu().float())
+    wide = ([one.cpu().float() for one in each] for each in (trained, frozen))
+    wanted = run(on_cpu, *wide, seed.cpu().float(), act)
     for name, mine, same, exact in zip(
         ("out", "hidden", "weights", "a1", "b1", "a2", "b2"), found, again, wanted, strict=True
     ):

@@ -12,10 +12,13 @@ from support.architectures import (
     FAMILIES,
     on_disk,
     random_model,
+    tiny_model,
 )
 
+from fxtune.config.compose import load as compose
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import DType, ModelConfig, build, load_config
+from fxtune.training.builder import RunBuilder
 
 
 def load(path, **options):
@@ -121,3 +124,61 @@ def test_building_keeps_global_random_state():
     torch.manual_seed(5)
     build(random_model("llama"), load_config(random_model("llama")), CPU, seed=0)
     assert torch.equal(torch.rand(3), expected)
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of e2m1, by their codes."""
+
+
+def in_mxfp4(folder):
+    """Store random experts in `folder` as gpt-oss ships its own, and return what they are, by their names."""
+    meant = {}
+
+    def pack(tensors):
+        for name in [one for one in tensors if one.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            codes = torch.randint(16, (experts, outputs, inputs // 32, 32))
+            scales = torch.randint(118, 123, (experts, outputs, inputs // 32))
+            tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            tensors[f"{name}_scales"] = scales.to(torch.uint8)
+            meant[name] = (FP4[codes] * 2.0 ** (scales - 127).unsqueeze(-1)).flatten(2).transpose(1, 2)
+
+    edit(folder / "model.safetensors", pack)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_experts_in_mxfp4_are_unpacked_to_the_same_numbers(dtype, tmp_path):
+    folder = on_disk(tmp_path / "base", model=tiny_model("gpt_oss"))
+    meant = in_mxfp4(folder)
+    model = load(folder, dtype=dtype)
+    assert len(meant) == 4
+    for name, wanted in meant.items():
+        found = model.get_parameter(name)
+        assert found.dtype is getattr(torch, dtype.value)
+        assert torch.equal(found.float(), wanted), name
+    assert not model.config_edited
+    assert not hasattr(model.config, "quantization_config")
+    model(input_ids=torch.arange(2, 20).unsqueeze(0)).logits.sum().backward()
+    assert model.get_parameter(next(iter(meant))).grad.abs().sum() > 0
+
+
+def test_a_line_says_that_experts_are_unpacked_and_the_forecast_counts_them_so(tmp_path):
+    folder = on_disk(tmp_path / "base", model=tiny_model("gpt_oss"))
+    words = ["model.dtype=bfloat16", "data.sequence_length=64", "run.device=cpu", "techniques=lora"]
+    plain = RunBuilder(compose([f"model.path={folder}", *words]))
+    in_mxfp4(folder)
+    packed = RunBuilder(compose([f"model.path={folder}", *words]))
+    line = "model: its experts are stored in MXFP4 and unpacked to bfloat16 as they are read, the same numbers"
+    assert set(packed.decided) - set(plain.decided) == {line}
+    assert packed.techniques.memory_need(packed.facts) == plain.techniques.memory_need(plain.facts)
+
+
+def test_other_models_in_mxfp4_are_refused(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match="quantized already"):
+        load(copy)

@@ -94,7 +94,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
             max_position_embeddings=65536,
         ),
     ),
-    "unsloth/gpt-oss-20b-BF16": ("gpt_oss", dict(num_hidden_layers=24, num_local_experts=32)),
+    "openai/gpt-oss-20b": ("gpt_oss", dict(num_hidden_layers=24, num_local_experts=32)),
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
         dict(

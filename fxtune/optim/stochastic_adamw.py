@@ -25,9 +25,9 @@ BFLOAT16_BITS = -(1 << 16)
 """Mask of the 16 bits of a float32 that bfloat16 keeps."""
 
 
-def stochastic_round(values: torch.Tensor) -> torch.Tensor:
-    """Round `values` (float32, any shape) to a bfloat16 neighbour at random, so that the mean is exact."""
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
+def stochastic_round(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round `values` (float32, any shape) to a bfloat16 neighbour at random, so that the mean is exact. `noise`: int32
+    of the same shape, evenly distributed in 0 to 65,535."""
     return ((values.view(torch.int32) + noise) & BFLOAT16_BITS).view(torch.float32).to(torch.bfloat16)
 
 
@@ -54,9 +54,12 @@ def update(
     square = second.float() * beta2 + fine * fine * (1 - beta2)
     denominator = (square / (1 - beta2**step)).sqrt() + eps
     moved = weight.float() * kept - lr / (1 - beta1**step) * mean / denominator
-    for old, new in ((weight, moved), (first, mean), (second, square)):
-        rounded = stochastic_round(new) if old.dtype is torch.bfloat16 else new
-        old.copy_(torch.where(finite, rounded, old))
+    if weight.dtype is torch.bfloat16:  # a draw takes longer than what is done with it, so there is one of 48 bits
+        bits = torch.randint(0, 1 << 48, weight.shape, dtype=torch.int64, device=weight.device)
+    for place, (old, new) in enumerate(((weight, moved), (first, mean), (second, square))):
+        if old.dtype is torch.bfloat16:
+            new = stochastic_round(new, (bits >> 16 * place & 0xFFFF).to(torch.int32))
+        old.copy_(torch.where(finite, new, old))
 
 
 COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}

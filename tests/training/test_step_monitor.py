@@ -56,9 +56,9 @@ def test_loss_spikes(narrow, build, monkeypatch, spikes):
     optimizer = trainer.train_step.optimizer
     whole = optimizer.step
 
-    def step(lr, finite):
+    def step(lr, finite, seed):
         before = [parameter.detach().clone() for parameter in optimizer.names]
-        whole(lr, finite)
+        whole(lr, finite, seed)
         weights.append(any(not torch.equal(a, b) for a, b in zip(before, optimizer.names, strict=True)))
 
     monkeypatch.setattr(optimizer, "step", step)

@@ -282,7 +282,7 @@ def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatc
     moved: list[bool] = []
     update = Optimizer.step
     monkeypatch.setattr(
-        Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1]
+        Optimizer, "step", lambda self, lr, sound, seed: (moved.append(bool(sound)), update(self, lr, sound, seed))[1]
     )
     at_step(monkeypatch, 2, tell)
     with pytest.raises(Stopped, match="after step 2"):

@@ -14,17 +14,19 @@ from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.distributed.world import World
-from fxtune.optim.config import OptimizerConfig, OptimizerName, check
+from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, check
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
+from fxtune.training.in_backward import COUNTS_FOR_ALL, InBackward
 
 CASES = {
     **{name.value: dict(name=name) for name in OptimizerName},
     "adamw_8bit": dict(name=OptimizerName.adamw_8bit, library=Library.bitsandbytes),
     "adamw_8bit/torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
     "adamw/stochastic": dict(stochastic_rounding=True),
+    "adamw/stochastic/bfloat16": dict(stochastic_rounding=True, moments=Moments.bfloat16),
     "adamw_8bit/stochastic": dict(name=OptimizerName.adamw_8bit, stochastic_rounding=True),
 }
 PACKAGES = {
@@ -88,7 +90,7 @@ def backward(model: nn.Module, step: int) -> torch.Tensor:
 def learn(model: nn.Module, optimizer: Optimizer, steps: range, lr: float = 1e-3) -> float:
     for step in steps:
         loss = backward(model, step)
-        optimizer.step(lr, torch.isfinite(loss))
+        optimizer.step(lr, torch.isfinite(loss), step)
     return loss.item()
 
 
@@ -207,13 +209,28 @@ def test_stochastic_rounding_adds_up_updates_below_bfloat16_resolution(case):
         nn.init.ones_(linear.weight)
         optimizer = Optimizer(linear, options)
         for step in range(1000):
-            torch.manual_seed(step)
             linear.weight.grad = torch.ones_like(linear.weight)
-            optimizer.step(1e-4, YES.cuda())
+            optimizer.step(1e-4, YES.cuda(), step)
         return 1 - linear.weight.double().mean().item()
 
     assert moved(OptimizerConfig(name=CASES[case].get("name", OptimizerName.adamw))) == 0
     assert moved(config(case)) == pytest.approx(0.1, rel=0.03)
+
+
+def test_updates_in_the_backward_pass_have_the_bits_of_ordinary_steps(case):
+    if CASES[case].get("name") in COUNTS_FOR_ALL:
+        pytest.skip("it counts steps for all weights together")
+    plain, model = small(dtype_of(case)), small(dtype_of(case))
+    ordinary, optimizer = Optimizer(plain, config(case)), Optimizer(model, config(case), one_by_one=True)
+    updating = InBackward(optimizer)
+    for step in range(4):
+        backward(plain, step)
+        ordinary.step(1e-3, YES.cuda(), step)
+        updating.begin(1e-3, YES.cuda(), step)
+        backward(model, step)
+        updating.end()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "adafactor"])
@@ -249,8 +266,7 @@ def test_skipped_bad_step_leaves_no_trace(case):
                 optimizer.step(1e-3, torch.isfinite(optimizer.clip(1.0)))
             loss = backward(model, step)
             optimizer.clip(1.0)
-            torch.manual_seed(step)  # with stochastic rounding
-            optimizer.step(1e-3, torch.isfinite(loss))
+            optimizer.step(1e-3, torch.isfinite(loss), step)
         models.append((model, optimizer.state()))
     (one, (_, counts)), (other, (_, theirs)) = models
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

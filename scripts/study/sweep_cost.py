@@ -47,12 +47,28 @@ def sweep(folder: Path, method: str, seed: str, trials: str, words: list[str]) -
     if code := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         sys.exit(code)
     found: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    found["startup"] = startup([Path(run["folder"], "metrics.jsonl") for run in found["runs"]])
     for run in found["runs"]:
         if run["state"] == "done":
             adapter = Path(run["folder"], "adapter", "adapter_model.safetensors")
             run["adapter"] = hashlib.sha256(adapter.read_bytes()).hexdigest()
     shutil.rmtree(folder)
     return found
+
+
+def startup(files: list[Path]) -> dict[str, float]:
+    """Seconds before the first step of all starts of all runs, by stage. Their process has loaded the libraries."""
+    seconds: dict[str, float] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            for key, value in json.loads(line).items():
+                if key.startswith("startup/") and key not in (
+                    "startup/imports_seconds",
+                    "startup/first_steps_seconds",
+                ):
+                    stage = key.removeprefix("startup/").removesuffix("_seconds")
+                    seconds[stage] = seconds.get(stage, 0.0) + value
+    return seconds
 
 
 def compare(halving: dict[str, Any], every: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +137,11 @@ def main() -> None:
             f"{row['runs_processor']:.2f}); the winner is number {row['rank']} of {options.trials}, its loss "
             f"{row['loss']:.4f} is {row['worse_by']:+.1%} from the best ({row['best_loss']:.4f}); survivors have the "
             f"{'same' if row['same_bits'] else 'OTHER'} bits as unpaused runs"
+        )
+        stages, whole = halving["startup"], halving["wall_seconds"]
+        print(
+            f"  start-up of its runs, libraries loaded: {sum(stages.values()):.1f} of {whole:.0f} s, of which "
+            + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items())
         )
     if rows:
         time = statistics.mean(row["runs_time"] for row in rows)

@@ -59,9 +59,12 @@ LEVERS = {
     **{f"batch of {rows}": Lever(batch(rows)) for rows in (2, 1)},
     **{f"batch of {rows}, half the epochs": Lever(batch(rows), 0.5) for rows in (2, 1)},
     "batch that grows": Lever((*batch(1), "train.batch_ramp=[[0.5, 4]]"), 0.6),
-    "everything": Lever((AUTO, WSD, *STOP, *batch(1)), 0.5),
+    "everything": Lever((AUTO, WSD, *STOP, *batch(1)), 0.4),
+    "everything, half the epochs": Lever((AUTO, WSD, *STOP, *batch(1)), 0.5),
+    "everything, a third of the epochs": Lever((AUTO, WSD, *STOP, *batch(1)), 1 / 3),
 }
-"""By name. The default's rate is 4e-3, its batch 4 rows. A new lever is a line here."""
+"""By name. The default's rate is 4e-3, its batch 4 rows, and train.noise_scale advises one row. A new lever is a line
+here."""
 TASKS = ("orders", "sentences")
 
 

@@ -213,7 +213,7 @@ def gather(states: Tensor, back: Tensor) -> Tensor:
 
 def _expert_of(back: Tensor, ends: Tensor) -> Tensor:
     """The expert of each pair (token, rank)."""
-    return torch.searchsorted(ends, back, right=True)
+    return torch.searchsorted(ends, back.to(ends.dtype), right=True)
 
 
 def combine(

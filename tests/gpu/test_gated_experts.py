@@ -46,8 +46,11 @@ def case(shape: str):
         draw(experts, r2, width, scale=width**-0.5),
         draw(experts, size, r2, scale=0.3),
     ]
-    if shape == "gpt_oss":  # it stores [experts, in, out]; the limit acts on one of six numbers
-        matrices = draw(experts, size, 2 * width, scale=5 * size**-0.5), draw(experts, width, size, scale=width**-0.5)
+    if shape == "gpt_oss":  # it stores [experts, in, out]; the limit acts on few numbers
+        matrices = (
+            draw(experts, size, 2 * width, scale=1.5 * size**-0.5),
+            draw(experts, width, size, scale=width**-0.5),
+        )
         biases = draw(experts, 2 * width, scale=1.0), draw(experts, size, scale=1.0)
         act = Activation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
         return routing, trained, (*(one.mT for one in matrices), *biases), act

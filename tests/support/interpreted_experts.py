@@ -32,7 +32,7 @@ def tokens_and_rows(tokens: int, k: int, experts: int, width: int) -> Routing:
     states, weights = draw(tokens, width), torch.rand(tokens, k)
     rows = gated_experts_triton.scatter(states, routing.back, torch.empty(tokens * k, width, dtype=KIND))
     assert torch.equal(rows, gated_experts.gather(states, routing.back))
-    expert = torch.searchsorted(routing.ends, routing.back, right=True)
+    expert = torch.searchsorted(routing.ends, routing.back.int(), right=True)
     for given, bias in ((None, None), (weights, None), (weights, draw(experts, width))):
         mine = gated_experts_triton.add_up(rows, routing.back, given, k, bias, expert)
         wanted = gated_experts.combine(rows, routing.back, given, k, bias, routing.ends)

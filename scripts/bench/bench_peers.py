@@ -15,7 +15,8 @@ chats itself into rows of the same length. The loss is over every token.
 
 Cases with `full` in their name train all weights, which are bfloat16 in each tool, and so are AdamW's moments; where the
 name ends in `8bit`, fxtune's have 8 bits. On one card fxtune rounds weights and moments stochastically. TRL runs torch's
-fused AdamW, which rounds to nearest. Sharded over several cards fxtune does as TRL.
+fused AdamW, which rounds to nearest. Sharded over several cards fxtune does as TRL. Where the name of such a case ends
+in `fp8`, fxtune multiplies by the layers' linears in fp8 (techniques.float8), and TRL in bfloat16.
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
@@ -69,6 +70,7 @@ MEAN, SIGMA = 500, 1.0
 FAST = ("techniques=[lora,fast]",)
 FULLY = ("techniques=[full,fast]", "model.dtype=bfloat16")
 ROUNDED = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.moments=bfloat16")
+ROUNDED_FP8 = ("techniques=[full_fp8,fast]", *ROUNDED[1:])
 ROUNDED_8BIT = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.name=adamw_8bit")
 SHARDED = (*FULLY, "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
@@ -116,7 +118,9 @@ CASES = {
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
     "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
+    "1b_full_8x4096_fp8": Case("1b", 4096, 8, ROUNDED_FP8, peer_case="1b_full_8x4096", full=True, most_gpus=1),
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
+    "8b_full_2x8192_fp8": Case("8b", 8192, 2, ROUNDED_FP8, peer_case="8b_full_2x8192", full=True, most_gpus=1),
     "8b_full_2x8192_8bit": Case("8b", 8192, 2, ROUNDED_8BIT, peer_case="8b_full_2x8192", full=True, most_gpus=1),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),

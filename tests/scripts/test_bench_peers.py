@@ -76,7 +76,8 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     assert config.model.architecture == bench_peers.SHAPES[case.shape]
     assert case.peer_case is None or bench_peers.CASES[case.peer_case].rows == case.rows
     assert lora.enabled != case.full
-    assert config.techniques.quantize.enabled == name.endswith("fp8")
+    in_fp8 = config.techniques.float8 if case.full else config.techniques.quantize
+    assert in_fp8.enabled == name.endswith("fp8")
 
 
 def case_is_small(name: str) -> bool:

@@ -3,7 +3,8 @@
     python scripts/study/equal_loss.py --out build/equal --minutes 8 --json equal_loss.json  # one H200; again: continues
     python scripts/study/equal_loss.py --out build/equal --minutes 0 --json equal_loss.json --plot p.svg  # table and plot
     python scripts/study/equal_loss.py --out build/moe --moe --minutes 9 --json moe.json   # the same for a mixture of experts
-    python scripts/study/equal_loss.py --out /tmp/equal --smoke         # a short test on a CPU, 20 s; with --moe, too
+    python scripts/study/equal_loss.py --out build/full --full --minutes 2 --json full.json  # full fine-tuning
+    python scripts/study/equal_loss.py --out /tmp/equal --smoke         # a short test on a CPU, 20 s; with --moe, --full
 
 1. gather.py collects text of this machine: Python sources and documentation for the base, C and C++ for tuning. Some
    documents of each are held out. A tokenizer is trained on the first text. The text stays in --out.
@@ -21,7 +22,8 @@
 
 With --moe the base is a mixture of experts (Qwen3-MoE), pre-trained in bfloat16 with stochastic rounding. All variants
 have adapters on attention and on all experts, the bound is 0.1 %, and fp8 runs only where --variants names it.
-`plain32` is plain in float32: it tells which of two unequal sides is nearer to the exact result.
+With --full (--r 0) all weights are trained, in bfloat16 by torch's fused AdamW, the bound is 0.2 %, and `float8` has
+the products of all layers in fp8. `plain32` is plain in float32: it tells which of two unequal sides is nearer to the exact result.
 
 The JSON file keeps finished runs, which do not run again; --out keeps the base. A refused run (fp8 on a CPU) has a row
 too.
@@ -83,6 +85,8 @@ MOE = dict(
     hidden=512, layers=8, experts=16, pretrain_minutes=0.7, megabytes=80.0, steps=160, variants=["plain", "fxtune"]
 )
 """The defaults with --moe."""
+FULL = dict(r=0, lr=2e-4, steps=120, pretrain_minutes=0.4, megabytes=60.0, variants=["plain", "fxtune", "float8"])
+"""The defaults with --full."""
 BASE_OPTIONS = (
     "hidden",
     "layers",
@@ -120,11 +124,14 @@ VARIANTS = {
         0.01,
         ("techniques.quantize.enabled=true", "techniques.quantize.type=fp8"),
     ),
+    "float8": Variant("fxtune, everything on, products in fp8", 0.002, ("techniques.float8.enabled=true",)),
     "plain32": Variant("plain transformers + peft, float32"),
 }
 PLAIN = ("plain", "plain32")
 MOE_BOUND = 0.001
 """The bound of each variant with --moe."""
+FULL_BOUND = 0.002
+"""The bound of each variant with --full."""
 ALL_TECHNIQUES = ("techniques=[fast,lora]",)
 CPU_TECHNIQUES = (
     "techniques=[lora,selective]",
@@ -290,7 +297,7 @@ def words(args: argparse.Namespace, variant: str, seed: int, techniques: Sequenc
     out = args.out.resolve()
     return [
         f"model.path={out / 'base' / 'model'}",
-        f"model.adapter={out / f'start-{seed}'}",
+        *([f"model.adapter={out / f'start-{seed}'}"] if args.r else []),
         f"model.dtype={'bfloat16' if gpu else 'float32'}",
         f"data.sources=[{{path: '{out / 'data' / 'tune.jsonl'}'}}]",
         f"data.eval_sources=[{{path: '{out / 'data' / 'tune-held.jsonl'}'}}]",
@@ -489,9 +496,13 @@ def prepare_seed(
 ) -> plain_tune.Job:
     """Write a seed's rows and initial adapter. Both depend only on the seed, so a later call writes the same ones."""
     base, start, rows = (args.out / name for name in ("base/model", f"start-{seed}", f"rows-{seed}.npz"))
-    plain.call(left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r, bool(args.experts))
-    fields = ours.call(left(), write_rows, words(args, "plain", seed, ["techniques=lora"], gpu), rows)
-    return plain_tune.Job(str(base), str(start), str(rows), **fields)
+    if args.r:
+        plain.call(
+            left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r, bool(args.experts)
+        )
+    techniques = [f"techniques={'lora' if args.r else 'full'}"]
+    fields = ours.call(left(), write_rows, words(args, "plain", seed, techniques, gpu), rows)
+    return plain_tune.Job(str(base), str(start) if args.r else None, str(rows), **fields)
 
 
 def run_variant(
@@ -506,20 +517,21 @@ def run_variant(
 ) -> dict[str, Any]:
     """Run one variant. Plain transformers also evaluates fxtune's adapters."""
     began = time.monotonic()
-    techniques = [
-        *(ALL_TECHNIQUES if gpu else CPU_MOE_TECHNIQUES if args.experts else CPU_TECHNIQUES),
-        f"techniques.lora.r={args.r}",
-        f"techniques.lora.alpha={2.0 * args.r}",
-        *VARIANTS[variant].keys,
-    ]
+    techniques = [*(ALL_TECHNIQUES if gpu else CPU_MOE_TECHNIQUES if args.experts else CPU_TECHNIQUES)]
+    if args.r:
+        techniques += [f"techniques.lora.r={args.r}", f"techniques.lora.alpha={2.0 * args.r}"]
+    else:
+        techniques.append("techniques.lora.enabled=false")
+    techniques += VARIANTS[variant].keys
     try:
         if variant in PLAIN:
             run = plain.call(left(), plain_tune.tune, replace(job, float32=variant == "plain32"))
         else:
             run = ours.call(left(), tune, words(args, variant, seed, techniques, gpu))
             if "error" not in run:
-                adapter = args.out / f"{variant}-{seed}" / "adapter"
-                run["judged"] = plain.call(left(), plain_tune.judge, job.base, str(adapter), job.rows)
+                made = args.out / f"{variant}-{seed}" / ("adapter" if args.r else "model")
+                judged = (job.base, str(made)) if args.r else (str(made), None)
+                run["judged"] = plain.call(left(), plain_tune.judge, *judged, job.rows)
     except Failed as problem:
         run = {"error": str(problem)}
     return {**run, "seconds": round(time.monotonic() - began, 1)}
@@ -556,8 +568,8 @@ def verdicts(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """The result of each comparison, and whether it is within its bound."""
     results = []
     for name, variant in VARIANTS.items():
-        bound = MOE_BOUND if record["sizes"].get("experts") else variant.bound
-        for suffix, judged in (("", False), (", its adapters in plain transformers", True)):
+        bound = _only_bound(record) or variant.bound
+        for suffix, judged in (("", False), (f", its {_trained(record)} in plain transformers", True)):
             if variant.bound and (by_seed := differences(record, name, judged)):
                 worst = max(by_seed.values(), key=abs)
                 results.append(
@@ -568,6 +580,16 @@ def verdicts(record: dict[str, Any]) -> list[tuple[str, bool]]:
                     )
                 )
     return results
+
+
+def _only_bound(record: dict[str, Any]) -> float:
+    """The bound of all variants; 0 if each has its own."""
+    sizes = record["sizes"]
+    return MOE_BOUND if sizes.get("experts") else 0.0 if sizes["r"] else FULL_BOUND
+
+
+def _trained(record: dict[str, Any]) -> str:
+    return "adapters" if record["sizes"]["r"] else "weights"
 
 
 def base_summary(base: dict[str, Any]) -> str:
@@ -612,7 +634,11 @@ def table(record: dict[str, Any]) -> list[str]:
             judged = {seed: run["judged"] for seed, run in runs[name].items()}
             lines.append(
                 _table_row(
-                    "... its adapters in plain transformers", seeds, judged, differences(record, name, True), ""
+                    f"... its {_trained(record)} in plain transformers",
+                    seeds,
+                    judged,
+                    differences(record, name, True),
+                    "",
                 )
             )
     return [*lines, "", *(text + (": equal" if within else ": NOT equal") for text, within in verdicts(record))]
@@ -652,6 +678,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         "plain": ("black", "-", 2.2),
         "fxtune": ("tab:orange", "-", 1.1),
         "fp8": ("tab:blue", "--", 1.1),
+        "float8": ("tab:blue", "--", 1.1),
         "plain32": ("gray", ":", 1.1),
     }
     for name, by_seed in runs.items():
@@ -671,7 +698,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
                     [100 * (loss / reference[step] - 1) for step, loss in zip(steps, held, strict=True)],
                     **style,
                 )
-    for bound in {MOE_BOUND} if record["sizes"].get("experts") else {one.bound for one in VARIANTS.values()} - {0.0}:
+    own = {VARIANTS[name].bound for name in runs} - {0.0}
+    for bound in {only} if (only := _only_bound(record)) else own:
         for sign in (-1, 1):
             right.axhline(100 * sign * bound, color="lightgray", linestyle=":", linewidth=1)
     seeds = len({seed for by_seed in runs.values() for seed in by_seed})
@@ -698,12 +726,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="an .svg or .png file")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test that the script runs")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts, with a bound of 0.1 %%")
+    parser.add_argument("--full", action="store_true", help="full fine-tuning, with a bound of 0.2 %%")
     parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2])
     parser.add_argument(
         "--variants",
         type=lambda text: text.split(","),
         default=["plain", "fxtune", "fp8"],
-        help=f"of {','.join(VARIANTS)} (default plain,fxtune,fp8; with --moe plain,fxtune)",
+        help=f"of {','.join(VARIANTS)} (default plain,fxtune,fp8; with --moe plain,fxtune; with --full plain,fxtune,float8)",
     )
     parser.add_argument(
         "--roots", type=Path, nargs="+", help="folders with text (default: stdlib, site-packages, includes)"
@@ -727,12 +756,14 @@ def arguments() -> argparse.Namespace:
         ("rows", 16, "rows per tuning step"),
         ("steps", 240, "tuning steps"),
         ("lr", 5e-4, "learning rate of tuning"),
-        ("r", 16, "rank of the adapters"),
+        ("r", 16, "rank of the adapters; 0: all weights are trained"),
     ):
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (%(default)s)".strip())
     asked = parser.parse_known_args()[0]
     if asked.moe:
         parser.set_defaults(**MOE)
+    if asked.full:
+        parser.set_defaults(**FULL)
     if asked.smoke:
         parser.set_defaults(**SMOKE, experts=4 if asked.moe else 0)
     args = parser.parse_args()

@@ -14,7 +14,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 SPREAD = 1e-4
 """Standard deviation of B in an initial adapter.
@@ -28,7 +28,8 @@ class Job:
     """One training of the adapter in `start` over `base`."""
 
     base: str
-    start: str
+    start: Optional[str]
+    """None: all weights of the base are trained, and there is no adapter."""
     rows: str
     """ids, targets, positions: int32 [steps, rows, length]; held_ids, held_targets, held_positions: [rows, length]."""
     rates: tuple[float, ...]
@@ -73,7 +74,9 @@ def tune(job: Job) -> dict[str, Any]:
     rows = dict(np.load(job.rows))  # np.load reads an array again at each access
     model = _load_adapted(job.base, job.start, job.float32).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=job.rates[0], betas=job.betas, eps=job.eps, weight_decay=0.0)
+    # Not fused it would round each intermediate result to bfloat16. transformers' Trainer takes the fused one, too.
+    options = {"betas": job.betas, "eps": job.eps, "weight_decay": 0.0, "fused": None if job.start else True}
+    optimizer = torch.optim.AdamW(trained, lr=job.rates[0], **options)
     losses: list[float] = []
     held_out = [(0, _held_out_loss(model, rows))]
     seconds: list[float] = []
@@ -95,8 +98,8 @@ def tune(job: Job) -> dict[str, Any]:
     return {"train": losses, "held_out": held_out, "step_seconds": float(np.median(seconds))}
 
 
-def judge(base: str, adapter: str, rows: str) -> float:
-    """The held-out loss of the adapter in `adapter` over `base`, in plain transformers and peft."""
+def judge(base: str, adapter: Optional[str], rows: str) -> float:
+    """The held-out loss of `base`, with the adapter in `adapter` over it, in plain transformers and peft."""
     import numpy as np
 
     return _held_out_loss(_load_adapted(base, adapter), dict(np.load(rows)))
@@ -120,8 +123,11 @@ def _load_base(base: str, float32: bool = False) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa").to(device)
 
 
-def _load_adapted(base: str, adapter: str, float32: bool = False) -> Any:
+def _load_adapted(base: str, adapter: Optional[str], float32: bool = False) -> Any:
     import peft
+
+    if adapter is None:
+        return _load_base(base, float32)
 
     return peft.PeftModel.from_pretrained(_load_base(base, float32), Path(adapter), is_trainable=True)
 

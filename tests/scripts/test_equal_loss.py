@@ -115,6 +115,20 @@ def test_mixture_of_experts_has_equal_losses(texts, tmp_path):
 
 
 @pytest.mark.slow
+def test_full_fine_tuning_has_equal_losses(texts, tmp_path):
+    done = run(tmp_path, tmp_path / "record.json", texts, "--full", "--steps", "4", "--lr", "1e-3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = json.loads((tmp_path / "record.json").read_text())["runs"]
+    plain, ours = (runs[f"{name} 0"] for name in ("plain", "fxtune"))
+    assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
+    assert plain["train"][-1] < plain["train"][0]
+    assert ours["judged"] == pytest.approx(ours["held_out"][-1][1], rel=2e-5)
+    assert "techniques.float8.enabled: " in runs["float8 0"].get("error", "fp8 ran")
+    assert "its weights in plain transformers: at most 0.00" in done.stdout
+    assert "(bound 0.2%): equal" in done.stdout
+
+
+@pytest.mark.slow
 def test_rows_hold_tuning_text_and_no_held_out_documents(smoke):
     import numpy as np
     from transformers import AutoTokenizer

@@ -5,6 +5,7 @@ check() refuses a CPU, so these tests leave it out, and products run by the plai
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ import torch
 from support.architectures import CPU, enable, logits, random_model, tiny_model
 from support.forecasts import LLAMA, card
 from support.runs import losses
+from support.sharded import run_ranks
 
+from fxtune.cli import evaluate
+from fxtune.distributed.parallel import Degrees
+from fxtune.distributed.sharding import free_gathered
+from fxtune.distributed.world import World
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
@@ -120,7 +126,8 @@ def test_a_full_run_learns_as_in_bfloat16_and_its_export_is_a_plain_model(narrow
     verify = Float8.verify
     monkeypatch.setattr(Float8, "verify", lambda *given: list(verify(*given))[:2])  # without the count of fp8 kernels
     narrow.techniques.lora.enabled, narrow.model.dtype = False, DType.bfloat16
-    narrow.train.max_steps, narrow.optimizer.lr = 6, 1e-3
+    narrow.train.max_steps, narrow.optimizer.lr, narrow.checkpoint.every = 6, 1e-3, 3
+    narrow.data.eval_fraction = 0.2
     seen = []
     for enabled in (False, True):
         narrow.techniques.float8.enabled, narrow.run.dir = enabled, f"run-{enabled}"
@@ -128,6 +135,54 @@ def test_a_full_run_learns_as_in_bfloat16_and_its_export_is_a_plain_model(narrow
         seen.append(losses(cwd / narrow.run.dir))
     assert seen[0] != seen[1]
     assert seen[1] == pytest.approx(seen[0], rel=0.02)
+    monkeypatch.undo()
+    monkeypatch.chdir(cwd)
+    checkpoint = max((cwd / "run-True" / "checkpoints").glob("step-*"))
+    assert 0 < evaluate.run_checkpoint(str(checkpoint))["eval/loss"] < seen[1][0]  # on a CPU, without fp8
     folder = cwd / "run-True" / "model"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert next(theirs.parameters()).dtype is torch.bfloat16
+
+
+def learn(world: World) -> dict[str, Any]:
+    """Eight steps of a drawn model, its weights divided over the ranks: the losses and what is in fp8."""
+    from fxtune.config.compose import load
+    from fxtune.objectives.causal_lm import CausalLM
+    from fxtune.training.builder import RunBuilder
+
+    sizes = (
+        "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1"
+    )
+    words = ("model.init=random", f"model.architecture={{{sizes}}}", "techniques.checkpointing.enabled=true")
+    counts = (
+        "data.sequence_length=256",
+        "train.micro_batch_size=4",
+        "train.global_batch_size=8",
+        "train.max_grad_norm=0",
+    )
+    builder = RunBuilder(load(["+recipe=full_quickstart", "tracking.display=none", *counts, *words]))
+    if world.size > 1:
+        builder.world = world.divided(Degrees(shard=world.size))
+        builder.facts = replace(builder.facts, degrees=builder.world.degrees)
+    builder.techniques.float8 = Float8(True)
+    plan = builder.read()[1].training
+    model = builder.build().train()
+    step, own, seen = builder.train_step(builder.language_model(model), CausalLM()), builder.own(plan), []
+    for index in range(8):
+        batches = [own.batch(index, micro) for micro in range(own.micro_batches(index))]
+        metrics = step.sum_over_ranks(step.backward(batches, step.objective.normalizer(plan, index)))
+        step.clip(metrics)
+        step.update(metrics, 1e-2)
+        seen.append(float(metrics["loss"]))
+    free_gathered(model)
+    linears = sum(isinstance(one, Float8Linear) for one in model.modules())
+    return {"losses": seen, "linears": linears, "names": [name for name, _ in model.named_parameters()]}
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_weights_learn_what_one_process_learns():
+    (alone,) = run_ranks(1, learn)
+    assert alone["linears"] == 14
+    assert alone["losses"][-1] < alone["losses"][0]
+    for one in run_ranks(2, learn):
+        assert one == alone

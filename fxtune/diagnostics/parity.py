@@ -367,7 +367,7 @@ def _to_float32(model: nn.Module) -> None:
     for module in modules:
         if hasattr(module, "compute_dtype"):  # bitsandbytes' linears
             module.compute_dtype = torch.float32
-            if (state := getattr(module.weight, "quant_state", None)) is not None:
+            if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
                 state.dtype = torch.float32
         if isinstance(module, ModulesToSaveWrapper):
             # The lora technique casts the output of a float32 module to the dtype of the base.

@@ -49,11 +49,16 @@ def quantize_rows(
 
 
 def transpose(x: Tensor, into: Tensor) -> None:
-    """Write the transpose of `x` [rows, columns] to `into`. Both are uint8, with contiguous rows."""
-    rows, columns = x.shape
-    assert x.stride(1) == into.stride(1) == 1
-    grid = triton.cdiv(rows, SIDE), triton.cdiv(columns, SIDE)
-    _transpose[grid](x, x.stride(0), into, into.stride(0), rows, columns, SIDE=SIDE, num_warps=8)
+    """Write the transpose of `x` [rows, columns] to `into`; of each matrix if both are [matrices, ...]. Both are
+    uint8, with contiguous rows."""
+    if x.dim() == 2:
+        x, into = x.unsqueeze(0), into.unsqueeze(0)
+    matrices, rows, columns = x.shape
+    assert x.stride(2) == into.stride(2) == 1
+    grid = triton.cdiv(rows, SIDE), triton.cdiv(columns, SIDE), matrices
+    _transpose[grid](
+        x, x.stride(1), x.stride(0), into, into.stride(1), into.stride(0), rows, columns, SIDE=SIDE, num_warps=8
+    )
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, into: Tensor) -> Tensor:
@@ -170,7 +175,9 @@ def _quantize_rows(
 
 
 @triton.jit
-def _transpose(x, x_stride, into, into_stride, rows, columns, SIDE: tl.constexpr):
+def _transpose(x, x_stride, x_size, into, into_stride, into_size, rows, columns, SIDE: tl.constexpr):
+    x += tl.program_id(2).to(tl.int64) * x_size
+    into += tl.program_id(2).to(tl.int64) * into_size
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)

@@ -223,16 +223,17 @@ def combine(
     k: int = 1,
     bias: Tensor | None = None,
     ends: Tensor | None = None,
+    plus: Tensor | None = None,
 ) -> Tensor:
     """[tokens, d]: of each token the sum of its rows, weighted by `weights` [tokens, k] if given. `bias` [experts, d]
-    is added to the rows of its expert first."""
+    is added to the rows of its expert first, and so is `plus` [rows, d], without rounding."""
     k = k if weights is None else weights.shape[1]
     expert = None if bias is None or ends is None else _expert_of(back, ends)
     if rows.is_cuda:
         from fxtune.kernels.gated_experts_triton import add_up
 
-        return add_up(rows, back, weights, k, bias, expert)
-    each = _wide(rows).index_select(0, back)
+        return add_up(rows, back, weights, k, bias, expert, plus)
+    each = (_wide(rows) if plus is None else _wide(rows) + _wide(plus)).index_select(0, back)
     each = (each if bias is None else each + bias[expert]).unflatten(0, (-1, k))
     return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
@@ -244,7 +245,7 @@ def activate(
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import forward
 
-        return forward(g, r1, b1, a2, bias, ends, act)
+        return forward(g, r1, b1, a2, bias, ends, act)[:2]
     h, r2 = g.new_empty(len(g), g.shape[1] // 2), g.new_empty(len(g), a2.shape[1])
     for expert, rows in segments(ends):
         h[rows] = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)[0].to(h.dtype)
@@ -272,7 +273,7 @@ def activate_backward(
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import backward
 
-        return backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act)
+        return backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act)[:3]
     dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(len(g), dtype=_wide(w).dtype)
     for expert, rows in segments(ends):
         whole = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))

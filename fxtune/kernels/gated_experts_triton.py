@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.activation import activation
+from fxtune.kernels.fp8_triton import _scale
 from fxtune.kernels.triton_matrix import matrix
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ FORWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 """Launches of the activation's kernels: the fastest of 60 and 54 on an H200, for 131,072 rows of 768 columns."""
 
+Codes = tuple[Tensor, Tensor]
+"""e4m3 codes [rows, width] and float32 scales [rows, 1], as of fp8.quantize_rows()."""
 IEEE = tl.constexpr("ieee")
 """The precision of products of float32, instead of TF32."""
 
@@ -49,32 +52,43 @@ def add_up(
     k: int,
     bias: Tensor | None = None,
     expert: Tensor | None = None,
+    plus: Tensor | None = None,
 ) -> Tensor:
     """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given. `bias` [experts, d] of a
-    row's `expert` [tokens k] is added to it first."""
+    row's `expert` [tokens k] is added to it first, and so is its row of `plus`."""
     width = rows.shape[1]
     out = rows.new_empty(len(back) // k, width)
     block = min(triton.next_power_of_2(width), COLUMNS)
     if len(out):
         given = [rows if one is None else one.contiguous() for one in (weights, bias, expert)]
         _add_up[len(out), triton.cdiv(width, block)](
-            *map(matrix, (rows, out)), back, *given, width,
-            K=k, BLOCK=block, WEIGHTED=weights is not None, BIASED=bias is not None,
+            *map(matrix, (rows, out, rows if plus is None else plus)), back, *given, width,
+            K=k, BLOCK=block, WEIGHTED=weights is not None, BIASED=bias is not None, PLUS=plus is not None,
         )  # fmt: skip
     return out
 
 
 def forward(
-    g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, bias: Tensor | None, ends: Tensor, act: Activation
-) -> tuple[Tensor, Tensor]:
-    """See gated_experts.activate()."""
+    g: Tensor,
+    r1: Tensor,
+    b1: Tensor,
+    a2: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    act: Activation,
+    smallest: float = 0.0,
+) -> tuple[Tensor, Tensor, Codes]:
+    """See gated_experts.activate(). `smallest`: the smallest scale of h's codes, which are the third result; 0: none
+    are made."""
     rows, width = len(g), g.shape[1] // 2
     h, r2 = g.new_empty(rows, width), g.new_empty(rows, a2.shape[1])
+    codes, scales = _codes(h, bool(smallest))
     _forward[_grid(rows, ends, FORWARD)](
-        *map(matrix, (g, r1, h, r2)), b1.contiguous(), a2.contiguous(), g if bias is None else bias.contiguous(), ends,
-        *_sizes(width, b1, a2, ends), **_kind(act, bias), **_blocks(b1, a2, ends), **FORWARD,
+        *map(matrix, (g, r1, h, r2, codes)), scales, b1.contiguous(), a2.contiguous(),
+        g if bias is None else bias.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
+        QUANTIZED=bool(smallest), **_kind(act, bias), **_blocks(b1, a2, ends), **FORWARD,
     )  # fmt: skip
-    return h, r2
+    return h, r2, (codes, scales)
 
 
 def backward(
@@ -88,16 +102,28 @@ def backward(
     bias: Tensor | None,
     ends: Tensor,
     act: Activation,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See gated_experts.activate_backward()."""
+    smallest: float = 0.0,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Codes]:
+    """See gated_experts.activate_backward(). `smallest`: as for forward(), for the codes of dg. `factors`: float32
+    [experts, 2 width], by which the columns of dg are multiplied before they are quantized."""
     rows, width = dh.shape
     dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(rows, dtype=torch.float32)
+    codes, scales = _codes(dg, bool(smallest))
     _backward[_grid(rows, ends, BACKWARD)](
-        *map(matrix, (g, r1, dh, dr2, dg, dr1)), b1.contiguous(), a2.contiguous(),
-        g if bias is None else bias.contiguous(), w.float().contiguous(), dw, ends, *_sizes(width, b1, a2, ends),
-        **_kind(act, bias), **_blocks(b1, a2, ends), **BACKWARD,
+        *map(matrix, (g, r1, dh, dr2, dg, dr1, codes)), scales, b1.contiguous(), a2.contiguous(),
+        g if bias is None else bias.contiguous(), w.float().contiguous(), dw,
+        scales if factors is None else factors.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
+        QUANTIZED=bool(smallest), SCALED=factors is not None, **_kind(act, bias), **_blocks(b1, a2, ends), **BACKWARD,
     )  # fmt: skip
-    return dg, dr1, dw
+    return dg, dr1, dw, (codes, scales)
+
+
+def _codes(x: Tensor, needed: bool) -> Codes:
+    """Uninitialized codes and scales for `x` [rows, width]; any tensors if they are not `needed`."""
+    if not needed:
+        return x, x
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
 def _kind(act: Activation, bias: Tensor | None) -> dict[str, Any]:
@@ -142,6 +168,7 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
 def _add_up(
     rows,
     out,
+    more,
     back,
     weights,
     bias,
@@ -151,6 +178,7 @@ def _add_up(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr,
+    PLUS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -162,6 +190,8 @@ def _add_up(
         if BIASED:
             at = bias + tl.load(expert + token * K + rank).to(tl.int64) * width + column
             value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if PLUS:
+            value += tl.load(more[0] + row * more[1] + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * K + rank).to(tl.float32)
         total += value
@@ -260,14 +290,18 @@ def _forward(
     r1,
     h,
     r2,
+    codes,
+    scales,
     b1,
     a2,
     bias,
     ends,
+    smallest,
     width,
     ranks1,
     ranks2,
     experts,
+    QUANTIZED: tl.constexpr,
     SILU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -283,10 +317,11 @@ def _forward(
     expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
     if expert >= experts:
         return
-    row = (first.to(tl.int64) + tl.arange(0, ROWS))[:, None]
+    rows = first.to(tl.int64) + tl.arange(0, ROWS)
+    row = rows[:, None]
     rank1, rank2 = tl.arange(0, R1), tl.arange(0, R2)
     low = tl.load(r1[0] + row * r1[1] + rank1[None, :], mask=(row < end) & (rank1[None, :] < ranks1), other=0.0)
-    total = tl.zeros((ROWS, R2), tl.float32)
+    total, largest = tl.zeros((ROWS, R2), tl.float32), tl.zeros((ROWS,), tl.float32)
     a2 += expert.to(tl.int64) * ranks2 * width
     b1 += expert.to(tl.int64) * 2 * width * ranks1
     bias += expert.to(tl.int64) * 2 * width
@@ -304,6 +339,8 @@ def _forward(
         value, _, _ = _gated(gate, up, SILU, ALPHA, LIMIT, SHIFT)
         p = value.to(h[0].dtype.element_ty)
         tl.store(h[0] + row * h[1] + column, p, mask=inside)
+        if QUANTIZED:
+            largest = tl.maximum(largest, tl.max(tl.abs(p.to(tl.float32)), 1))
         a = tl.load(
             a2 + rank2[:, None].to(tl.int64) * width + column,
             mask=(rank2[:, None] < ranks2) & (column < width),
@@ -312,6 +349,23 @@ def _forward(
         total = tl.dot(p, tl.trans(a), total, input_precision=IEEE) + 0.0  # + 0.0: see swiglu_reduce_triton.py
     narrow = (row < end) & (rank2[None, :] < ranks2)
     tl.store(r2[0] + row * r2[1] + rank2[None, :], total.to(r2[0].dtype.element_ty), mask=narrow)
+    if QUANTIZED:
+        scale = _scale(largest, smallest, False)
+        tl.store(scales + rows, scale, mask=rows < end)
+        _write_codes(h, codes, row, end, width, (1.0 / scale)[:, None], scales, False, COLUMNS)
+
+
+@triton.jit
+def _write_codes(x, codes, row, end, width, over, factors, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write x times `over` as e4m3 after all threads have written x. A tile is still in the cache then."""
+    tl.debug_barrier()
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < end) & (column < width)
+        value = tl.load(x[0] + row * x[1] + column, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            value *= tl.load(factors + column, mask=column < width, other=0.0)
+        tl.store(codes[0] + row * codes[1] + column, (value * over).to(codes[0].dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -322,16 +376,22 @@ def _backward(
     dr2,
     dg,
     dr1,
+    codes,
+    scales,
     b1,
     a2,
     bias,
     weights,
     of_weights,
+    factors,
     ends,
+    smallest,
     width,
     ranks1,
     ranks2,
     experts,
+    QUANTIZED: tl.constexpr,
+    SCALED: tl.constexpr,
     SILU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -355,6 +415,8 @@ def _backward(
     above = tl.load(dr2[0] + row * dr2[1] + rank2[None, :], mask=(row < end) & (rank2[None, :] < ranks2), other=0.0)
     w = tl.load(weights + rows, mask=rows < end, other=0.0)
     total, of_w = tl.zeros((ROWS, R1), tl.float32), tl.zeros((ROWS,), tl.float32)
+    largest = tl.zeros((ROWS,), tl.float32)
+    factors += expert.to(tl.int64) * 2 * width
     a2 += expert.to(tl.int64) * ranks2 * width
     b1 += expert.to(tl.int64) * 2 * width * ranks1
     bias += expert.to(tl.int64) * 2 * width
@@ -385,9 +447,19 @@ def _backward(
         whole *= w[:, None]
         d_gate, d_up = (whole * by_gate).to(kind), (whole * by_up).to(kind)
         _store_pair(dg[0] + row * dg[1], d_gate, d_up, start, width, row < end, ROWS, COLUMNS, INTERLEAVED)
+        if QUANTIZED:
+            one, two = tl.abs(d_gate.to(tl.float32)), tl.abs(d_up.to(tl.float32))
+            if SCALED:
+                one *= tl.load(factors + of_gate, mask=column < width, other=0.0)
+                two *= tl.load(factors + of_gate + to_up, mask=column < width, other=0.0)
+            largest = tl.maximum(largest, tl.max(tl.maximum(one, two), 1))
         total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision=IEEE)
         total = tl.dot(d_up, tl.trans(b_up), total, input_precision=IEEE) + 0.0
         tl.debug_barrier()  # every thread reads its dh before one overwrites it
         tl.store(dh_at, (p * w[:, None]).to(dh[0].dtype.element_ty), mask=inside)
     tl.store(dr1[0] + row * dr1[1] + rank1[None, :], total.to(dr1[0].dtype.element_ty), mask=narrow1)
     tl.store(of_weights + rows, of_w, mask=rows < end)
+    if QUANTIZED:
+        scale = _scale(largest, smallest, False)
+        tl.store(scales + rows, scale, mask=rows < end)
+        _write_codes(dg, codes, row, end, 2 * width, (1.0 / scale)[:, None], factors, SCALED, COLUMNS)

@@ -94,6 +94,11 @@ class Shape:
         return int(self.layers * (attention + mlp * self.experts))
 
     @property
+    def expert_parameters(self) -> int:
+        """Those of them that belong to experts."""
+        return int(self.layers * 3 * self.hidden * self.inner * self.experts) if self.experts > 1 else 0
+
+    @property
     def other_parameters(self) -> int:
         """Parameters of the embedding, the head and the norms."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden

@@ -8,8 +8,8 @@
 
 For the last two, the plain model is built from the files without weights and borrows those of the base from the model
 in memory: no base is read again, and none is copied. Its code is transformers' and peft's own, without fused adapters,
-Liger or compiled layers. A quantized base stays quantized, and PiSSA and OLoRA keep what they took from the base, so
-what is compared is the export and not the quantization.
+Liger or compiled layers. A quantized base stays quantized, experts in fp8 with the operator that computes them, and
+PiSSA and OLoRA keep what they took from the base, so what is compared is the export and not the quantization.
 """
 
 from __future__ import annotations
@@ -285,7 +285,12 @@ class _Plain:
             options = LoraConfig.from_pretrained(str(self.folder))
             if options.init_lora_weights in FACTORED:
                 options.init_lora_weights = True  # the live base has lost the factors already
-            return PeftModel.from_pretrained(plain, str(self.folder), config=options)
+            adapted = PeftModel.from_pretrained(plain, str(self.folder), config=options)
+        every: list[Any] = list(adapted.modules())
+        for module in every:  # peft cannot add to the codes of experts in fp8
+            if hasattr(module, "parameter_name") and hasattr(module.get_base_layer(), "run_grouped"):
+                module.get_base_layer().run_grouped(module)
+        return adapted
 
 
 def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,7 +8,8 @@ rows. Embeddings, norms and the output head keep model.dtype.
 In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
 bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
 Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
-needed (`transpose`).
+needed (`transpose`). The experts of a mixture, which are no linears, are quantized with them where one operator
+computes them (quantized_experts.py).
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
 in host memory either: then its linears are quantized one by one as they are read, in fp8 row by row
@@ -36,6 +37,9 @@ from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.lora.targets import matches
+from fxtune.techniques.quantized_experts import TENSORS, experts_of, in_fp8, quantize_experts
+from fxtune.techniques.quantized_experts import obstacle as experts_obstacle
+from fxtune.techniques.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import (
     Fp8Embedding,
     Fp8Head,
@@ -107,6 +111,9 @@ class Quantize(Technique):
     """fp8: keep the transpose of each weight, too, 2 bytes a weight in place of 1. Without it each backward product
     transposes the codes first, which takes 1 or 2 % of a step. `auto`: on if the transposes take at most an eighth of
     the card's free memory."""
+    experts: Switch = Switch.auto
+    """fp8: also the experts of a mixture. `auto`: on where their architecture and sizes allow it; otherwise they stay
+    in model.dtype, and a line says why."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is Type.fp8
@@ -140,6 +147,8 @@ class Quantize(Technique):
             yield from self._check_ends(model, facts)
         if model is not None:
             yield from self._check_linears(model, facts)
+        if self.experts is Switch.on and (why := self._experts_obstacle(facts)):
+            yield f"experts: {why}. Set it to auto."
 
     def _check_library(self, facts: Facts) -> Iterator[str]:
         library, lora = self._library(facts), facts.techniques.lora
@@ -245,7 +254,8 @@ class Quantize(Technique):
                 f"such as {odd[0]}. Use nf4 or int8, or name them in skip."
             )
         if facts.device == "cuda" and facts.free_memory:
-            yield from self._check_memory(facts, total, sum(linear.weight.numel() for _, linear in found))
+            inside = sum(linear.weight.numel() for _, linear in found) + self._expert_weights(model, facts)
+            yield from self._check_memory(facts, total, inside)
 
     def _check_memory(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
         """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
@@ -274,13 +284,15 @@ class Quantize(Technique):
         chosen = []
         if self.type is Type.fp8:
             chosen.append("torch multiplies the fp8 weights")
+            chosen += self._resolve_experts(facts)
             if self.transpose is Switch.auto:
                 chosen.append(self._resolve_transpose(facts))
         elif self.library is Library.auto and (library := self._library(facts)):
             self.library = library
             chosen.append(f"{library.value} stores the {self.type.value} weights")
         if self.type is not Type.fp8:
-            self.transpose = Switch.on  # without a meaning; as runs of earlier versions had it (resume_check.py)
+            # Without a meaning; as runs of earlier versions had them (resume_check.py).
+            self.transpose, self.experts = Switch.on, Switch.off
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
@@ -289,12 +301,39 @@ class Quantize(Technique):
     def _resolve_transpose(self, facts: Facts) -> str:
         model = skeleton(facts.model)
         weights = sum(linear.weight.numel() for *_, linear in self._targets(model)) if model is not None else 0
-        weights //= facts.degrees.shard
+        weights = (weights + self._expert_weights(model, facts)) // facts.degrees.shard
         short = bool(facts.free_memory) and weights > TRANSPOSES * facts.free_memory
         self.transpose = Switch.off if short else Switch.on
         if short:
             return f"the backward pass transposes them, because kept transposes would take {weights / GIB:.1f} GiB"
         return "their transposes are kept"
+
+    def _resolve_experts(self, facts: Facts) -> Iterator[str]:
+        """Decide `experts`; a line if this model has any."""
+        model, why = skeleton(facts.model), self._experts_obstacle(facts)
+        if self.experts is Switch.auto:
+            self.experts = Switch.off if why else Switch.on
+            if model is not None and any(experts_of(model)):
+                yield f"experts stay in {facts.dtype} ({why})" if why else "experts in fp8, too"
+
+    def _experts_obstacle(self, facts: Facts) -> str | None:
+        """Why the experts cannot be in fp8 under `facts`."""
+        model = skeleton(facts.model)
+        if self.type is not Type.fp8:
+            return f"type is {self.type.value}, and experts can be in fp8 only"
+        if model is None or not any(experts_of(model)):
+            return "this model has no experts that transformers keeps as one tensor for each product"
+        if facts.degrees.shard > 1:
+            return f"parallel.shard={facts.degrees.shard} divides linears in fp8, and no experts"
+        if facts.techniques.lora.grouped_experts is Switch.off:
+            return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
+        return next(filter(None, map(experts_obstacle, experts_of(model))), None)
+
+    def _expert_weights(self, model: nn.Module | None, facts: Facts) -> int:
+        """The number of weights of experts that are in fp8."""
+        if model is None or self.experts is Switch.off or self._experts_obstacle(facts):
+            return 0
+        return sum(getattr(one, name).numel() for one in experts_of(model) for name in TENSORS)
 
     def bytes_per_weight(self) -> float:
         """Bytes of each weight of the quantized linears, scales included."""
@@ -350,8 +389,11 @@ class Quantize(Technique):
         if not targets:  # check() cannot know models with code of their own
             raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
         every = sum(parameter.numel() for parameter in model.parameters())
-        share = sum(linear.weight.numel() for *_, linear in targets) / every
-        before = after = 0
+        experts = list(experts_of(model)) if self.experts is Switch.on else []
+        of_experts = [getattr(one, name) for one in experts for name in TENSORS]
+        share = (sum(linear.weight.numel() for *_, linear in targets) + sum(one.numel() for one in of_experts)) / every
+        before, after, worst = sum(one.nbytes for one in of_experts), 0, 0.0
+        del of_experts
         error = math.nan
         waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
         del targets[:]
@@ -375,6 +417,9 @@ class Quantize(Technique):
             each_weight(replace)
         for path in list(waiting):
             replace(path, waiting[path][2].weight)
+        for one in experts:
+            worst = max(worst, quantize_experts(one, compute, world.device, self.transpose is not Switch.off))
+            after += bytes_of_experts(one)
         ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":
@@ -382,7 +427,7 @@ class Quantize(Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = _Done(count, before, after, error, share, ends)
+        model.quantization = _Done(count, before, after, error, share, ends, len(experts), worst)
         return model
 
     def _quantize_ends(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
@@ -406,24 +451,29 @@ class Quantize(Technique):
         done: _Done = model.quantization
         evidence = partial(Evidence, "quantize")
         wanted = self.type.value if self.type is Type.fp8 else f"{self.type.value}/{self.library.value}"
-        stored = sum(stored_bytes(module) for module in linears)
+        experts = list(filter(in_fp8, model.modules()))
+        stored = sum(map(stored_bytes, linears)) + sum(map(bytes_of_experts, experts))
+        too = f" and the experts of {done.experts} layers" * bool(done.experts)
         yield evidence(
-            f"{done.linears} linears in {wanted}",
-            f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done.share:.1%} of the model: "
+            f"{done.linears} linears{too} in {wanted}",
+            f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}{too}, {done.share:.1%} of the model: "
             f"{done.before / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
-            (len(linears), kinds, stored) == (done.linears, {wanted}, done.after)
+            (len(linears), len(experts), kinds, stored) == (done.linears, done.experts, {wanted}, done.after)
             and (self.type is Type.fp8 or stored < done.before),
         )
         worst = WORST_ERROR[self.type.value]
         error, which = done.error, "in the first linear"
         if divided := [one.rounding for one in model.modules() if getattr(one, "rounding", 0.0)]:
             error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
+        if experts:
+            error, which = max(error, done.experts_error), "at most in the first linear and an expert of each layer"
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",
             0 < error < worst,
         )
-        trained = sum(parameter.requires_grad for module in linears for parameter in module.parameters())
+        frozen = (one for module in (*linears, *experts) for one in module.parameters())
+        trained = sum(one.requires_grad for one in frozen)
         dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
         yield evidence(
             f"frozen, dequantized to {self.compute_dtype.value}",
@@ -439,13 +489,22 @@ class Quantize(Technique):
             )
         if self.type is Type.fp8:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                seen = observe_operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
+                operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::fp8_experts$"}
+                every = observe_operators(lambda: model(**probe), operators)
+            seen = every["fp8"]
             kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
             yield evidence(
                 "products in fp8",
                 f"{seen.calls} of torch's scaled products in a forward pass" + (f" ({kernels})" if kernels else ""),
                 seen.calls > 0,
             )
+            if experts:
+                ran = every["experts"].calls
+                yield evidence(
+                    f"the experts of {len(experts)} layers as one operator in fp8",
+                    f"it ran {ran} times in a forward pass",
+                    ran == len(experts),
+                )
 
 
 @dataclass
@@ -460,6 +519,9 @@ class _Done:
     share: float
     """The share of the model's weights that are in these linears."""
     ends: list[str]
+    experts: int
+    """Layers whose experts were quantized; `experts_error`: the largest of their errors."""
+    experts_error: float
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

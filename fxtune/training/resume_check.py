@@ -44,7 +44,7 @@ BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
-BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on"}}
+BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on", "experts": "off"}}
 """What runs did that an earlier version started, by technique and option that it did not have yet."""
 Techniques = TypeVar("Techniques")
 

@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 PRODUCTS = "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm convolution"
-OWN = {"fxtune.lora_linear", "fxtune.lora_mlp", "fxtune.gated_experts"}
+EXPERTS = {"fxtune.gated_experts", "fxtune.fp8_experts"}
+OWN = {"fxtune.lora_linear", "fxtune.lora_mlp"} | EXPERTS
 MATMULS = {f"aten.{name}" for name in PRODUCTS.split()} | OWN
 SECOND_OPERAND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """The position of the second operand, if it is not 1."""
@@ -34,6 +35,7 @@ STANDS_FOR = {
     "fxtune.lora_linear": "aten.mm",
     "fxtune.lora_mlp": "aten.mm",
     "fxtune.gated_experts": "aten._grouped_mm",
+    "fxtune.fp8_experts": "aten._scaled_grouped_mm",
 }
 """Operators of fxtune -> the operator whose name decides about them, if no list names them."""
 GROUPS = ("attention", "matmuls")
@@ -118,7 +120,7 @@ def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | Non
     if name.startswith("fxtune.lora_"):  # x, then each linear's A [rank, in] and B [out, rank]
         a, b = arguments[1:3]
         return (int(a[0].shape[1]), sum(int(one.shape[0]) for one in b)) if name == "fxtune.lora_linear" else None
-    if name == "fxtune.gated_experts":  # two tensors of all experts
+    if name in EXPERTS:  # two tensors of all experts
         return None
     packed = name.startswith("bitsandbytes.")  # stored as [out, in]; in 4 bits the shape is an argument of its own
     at = 2 if packed and ("4bit" in name or "mixed" in name) else SECOND_OPERAND.get(name, 1)

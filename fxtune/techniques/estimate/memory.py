@@ -228,6 +228,11 @@ def quantized_type(facts: Facts) -> str:
     return quantize.type.value if quantize.enabled else ""
 
 
+def experts_in_fp8(facts: Facts) -> bool:
+    """Whether the experts of a mixture are stored like the quantized linears; otherwise they are in model.dtype."""
+    return facts.techniques.quantize.enabled and facts.techniques.quantize.experts is Switch.on
+
+
 def _liger_runs(facts: Facts, kernel: str) -> bool:
     liger = facts.techniques.liger
     return liger.enabled and getattr(liger, kernel) is Switch.on
@@ -255,8 +260,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
         cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
         copies = 2 * total if cast else 0
         # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW, but no linears' adapters.
-        experts = shape.experts * shape.layers * 3 * shape.hidden * shape.inner if shape.experts > 1 else 0
-        rest = shape.other_parameters + int(experts) if facts.optimizer == "muon" else 0
+        rest = shape.other_parameters + shape.expert_parameters if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * each
         layer = shape.linear_parameters // shape.layers
         gradients = total if not facts.in_backward else end + layer if shape.tied else max(end, layer)
@@ -265,6 +269,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
         linear = quantize.bytes_per_weight()
+        if not experts_in_fp8(facts):
+            around += int(shape.expert_parameters * (number - linear))
         if not shape.tied:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one

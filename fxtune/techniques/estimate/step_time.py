@@ -21,6 +21,7 @@ from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,
     Need,
+    experts_in_fp8,
     forecast,
     is_fused,
     number_bytes,
@@ -90,13 +91,16 @@ class Choice:
 def layer_time(facts: Facts) -> LayerTime:
     shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
-    product = tokens * 2 / (card.fp8 if quantized_type(facts) == "fp8" else card.matmul)
-    if facts.techniques.float8.enabled and shape.expert_count == 1:
+    in_fp8 = quantized_type(facts) == "fp8"
+    product = of_mlp = tokens * 2 / (card.fp8 if in_fp8 else card.matmul)
+    if shape.expert_count > 1 and not experts_in_fp8(facts):
+        of_mlp = tokens * 2 / card.matmul
+    elif facts.techniques.float8.enabled and shape.expert_count == 1:
         slow = 1 / 3 if facts.techniques.float8.weight_gradient == "bfloat16" else 0.0
-        product = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
+        product = of_mlp = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
     attended = tokens * 2 * facts.row_length * q / card.attention
     moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if is_fused(facts) else 3 * i)) / card.memory
-    return LayerTime(attended, product * h * (2 * q + 2 * k), product * 2 * h * i, product * h * i, moved)
+    return LayerTime(attended, product * h * (2 * q + 2 * k), of_mlp * 2 * h * i, of_mlp * h * i, moved)
 
 
 def micro_batch_seconds(

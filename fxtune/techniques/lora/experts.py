@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.kernels.fp8_experts import fp8_experts
 from fxtune.kernels.gated_experts import Activation, Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
@@ -72,10 +73,16 @@ def group_experts(model: nn.Module) -> int:
     found = 0
     for module in list(model.modules()):
         if isinstance(module, ParamWrapper) and id(module) not in inner and _fits(module):
-            module.__class__ = _grouped_class(type(module))
-            module.__dict__["expert_act"] = one_operator(module.get_base_layer())
+            run_grouped(module)
             found += 1
     return found
+
+
+def run_grouped(outermost: Any) -> None:
+    """Run the experts inside peft's outermost wrapper, and their adapters, as grouped matmuls."""
+    kind: Any = type(outermost)
+    outermost.__class__ = _grouped_class(kind)
+    outermost.__dict__["expert_act"] = one_operator(outermost.get_base_layer())
 
 
 def grouped(model: nn.Module) -> list[Any]:
@@ -158,7 +165,8 @@ def _fits(outermost: Any) -> bool:
     for wrapper in wrappers(outermost):
         weight = getattr(experts, wrapper.parameter_name)
         inward, outward = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
-        known = wrapper.parameter_name in (first, LAST) and weight.is_floating_point() and weight.element_size() > 1
+        in_16_bits = weight.is_floating_point() and weight.element_size() > 1
+        known = wrapper.parameter_name in (first, LAST) and (in_16_bits or hasattr(experts, "fp8_weights"))
         if (
             not known
             or ADAPTER not in wrapper.lora_A
@@ -203,10 +211,28 @@ def run_experts(
     Args:
         adapters: peft's wrappers by the names of the tensors that they adapt.
         act: the activation if one operator can compute these experts (one_operator()).
-        by: the GEMM backend of that operator.
+        by: the GEMM backend of that operator over 16-bit weights.
     """
     routing = Routing(index, experts.num_experts)
     first = FIRST[0] if experts.has_gate else FIRST[1]
+    if weights_of := getattr(experts, "fp8_weights", None):
+        dtype = torch.bfloat16 if hidden.is_cuda else experts.compute_dtype
+        codes, nothing = weights_of(), hidden.new_empty(0, dtype=dtype)
+        halves = [
+            _halves(adapters[name], dtype) if name in adapters else _no_adapter(one.codes, nothing)
+            for name, one in zip((first, LAST), codes, strict=True)
+        ]
+        result = fp8_experts(
+            hidden.to(dtype),
+            weights,
+            routing.order,
+            routing.back,
+            routing.ends,
+            codes,
+            (halves[0], halves[1]),
+            experts.expert_act,
+        )
+        return result.to(hidden.dtype)
     dtype = getattr(experts, first).dtype
     if act is not None and len(adapters) == 2:
         matrices, biases = _frozen(experts)
@@ -276,6 +302,12 @@ def _halves(wrapper: Any, dtype: torch.dtype) -> Adapter:
     a, b = adapter_of(wrapper)
     b = b * wrapper.scaling[ADAPTER]
     return Adapter(_padded(a.to(dtype), 1), _padded(b.to(dtype), 2))
+
+
+def _no_adapter(matrix: torch.Tensor, like: torch.Tensor) -> Adapter:
+    """Halves of rank 0 for `matrix` [experts, out, in]."""
+    experts, outward, inward = matrix.shape
+    return Adapter(like.new_empty(experts, 0, inward), like.new_empty(experts, outward, 0))
 
 
 def _padded(adapter: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,0 +1,364 @@
+"""The experts of a mixture over frozen weights in fp8: gated_experts.py with its two wide products in e4m3.
+
+Weights are [experts, out, in], with a scale for each expert and output row; activations have a scale for each row
+(fp8.py says what that costs). Each token is quantized once, forward as x and backward as dy, and then its codes are
+copied to the rows of its experts: half the bytes of bfloat16 and one quantization in place of k. The kernels of the
+activation write the codes of h and of dg beside what they compute.
+
+dy W sums over W's output rows, so it needs W^T as a matrix of its own, as for linears:
+
+- Both are kept, 2 bytes a weight, and this is the faster way.
+- Only W is kept. Its scales differ by expert and output row, so each row of dy is multiplied by those of its expert
+  before it is quantized, and the codes are transposed in each backward pass.
+
+Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states where they are (`project`), and so
+do the gradients of A1 and B2 (`outer_of`), so no 16-bit row is ever gathered. What an adapter adds to y and dx is
+added before a sum is rounded: by the Triton GEMM itself, or as the rows are added up.
+
+The wide products are torch's grouped GEMM or the Triton kernel. quack's has no scales of rows and columns in the form
+that fxtune calls, and accumulates e4m3 slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fxtune.kernels import fp8, gated_experts
+from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
+from fxtune.kernels.gated_experts import SILU, Activation, Adapter
+from fxtune.kernels.grouped_matmul import outer, product, segments
+
+TORCH, TRITON = "torch", "triton"
+"""Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the one of fp8_experts_triton.py."""
+
+
+class Weights(NamedTuple):
+    """The frozen matrices of all experts in the layout of both products."""
+
+    codes: Tensor
+    """[experts, out, in]: uint8 with the bits of e4m3."""
+    scales: Tensor
+    """float32 [experts, out], powers of two."""
+    back: Tensor | None = None
+    """The transposes [experts, in, out]. None: each backward pass makes them."""
+    back_scales: Tensor | None = None
+    """float32 [experts, in], powers of two; None like `back`."""
+
+
+Rows = tuple[Tensor, Tensor]
+"""Quantized rows: e4m3 codes [rows, width] and float32 scales [rows, 1]."""
+
+
+@torch.no_grad()
+def quantize_experts(weight: Tensor, transpose: bool = True) -> Weights:
+    """Quantize `weight` [experts, out, in] of any floating dtype. `transpose`: keep the transposes, too, for which
+    this takes two temporary bfloat16 copies."""
+    experts, out, inner = weight.shape
+    codes, scales = quantize_rows(weight.reshape(-1, inner), powers=True)
+    half = Weights(codes.view(torch.uint8).view(weight.shape), scales.view(experts, out))
+    if not transpose:
+        return half
+    turned = fp8.dequantize_weight(codes, scales, torch.bfloat16).view(weight.shape).mT.reshape(-1, out)
+    back, back_scales = quantize_rows(turned, powers=True)
+    return Weights(*half[:2], back.view(torch.uint8).view(experts, inner, out), back_scales.view(experts, inner))
+
+
+def dequantize_experts(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[experts, out, in] in `dtype`."""
+    return fp8.dequantize_weight(codes.flatten(0, 1), scales.flatten(), dtype).view(codes.shape)
+
+
+def fp8_experts(
+    hidden: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    back: Tensor,
+    ends: Tensor,
+    matrices: tuple[Weights, Weights],
+    adapters: tuple[Adapter, Adapter],
+    act: Activation = SILU,
+    by: str = TORCH,
+) -> Tensor:
+    """[tokens, d]: the weighted sum of the outputs of each token's experts, see gated_experts.gated_experts().
+
+    Args:
+        matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
+            is bfloat16, and both sizes are multiples of 16.
+        adapters: those of both; of rank 0 if there are none.
+        by: TORCH or TRITON.
+    """
+    first, last = ([tensor for tensor in one if tensor is not None] for one in matrices)
+    return _forward(hidden, weights, order, back, ends, first, last, *adapters[0], *adapters[1], *act, by)[0]
+
+
+@torch.library.custom_op("fxtune::fp8_experts", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    back: Tensor,
+    ends: Tensor,
+    first: Sequence[Tensor],
+    last: Sequence[Tensor],
+    a1: Tensor,
+    b1: Tensor,
+    a2: Tensor,
+    b2: Tensor,
+    act: str,
+    alpha: float,
+    limit: float,
+    shift: float,
+    interleaved: bool,
+    by: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
+    token = order // weights.shape[1]
+    r1 = project(hidden, token, a1.mT, ends)
+    x = gather_codes(quantize_rows(hidden), token, back)
+    g = scaled_product(x, first[0], first[1], ends, hidden.dtype, by)
+    del x
+    h, r2 = activate(g, r1, b1, a2, ends, Activation(act, alpha, limit, shift, interleaved))
+    y, plus = _with_adapter(h, last[:2], r2, b2.mT, ends, by)
+    return gated_experts.combine(y, back, weights, plus=plus), g, r1, r2
+
+
+@_forward.register_fake
+def _(hidden, weights, order, back, ends, first, last, a1, b1, a2, *_):
+    sizes = first[0].shape[1], a1.shape[1], a2.shape[1]
+    return torch.empty_like(hidden), *(hidden.new_empty(len(back), size) for size in sizes)
+
+
+@torch.library.custom_op("fxtune::fp8_experts_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    hidden: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    back: Tensor,
+    ends: Tensor,
+    first: Sequence[Tensor],
+    last: Sequence[Tensor],
+    a1: Tensor,
+    b1: Tensor,
+    a2: Tensor,
+    b2: Tensor,
+    act: str,
+    alpha: float,
+    limit: float,
+    shift: float,
+    interleaved: bool,
+    by: str,
+    g: Tensor,
+    r1: Tensor,
+    r2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weights, a1, b1, a2 and b2."""
+    token, kept = order // weights.shape[1], len(first) == 4
+    w = weights.flatten().index_select(0, order).unsqueeze(1)
+    db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends)
+    dr2 = project(dout, token, b2, ends)
+    dy = gather_codes(quantize_rows(dout), token, back) if kept else quantize_scaled(dout, token, last[1], ends)
+    dh = scaled_product(dy, *_transposed(last), ends, dout.dtype, by)
+    del dy
+    activation, factors = Activation(act, alpha, limit, shift, interleaved), None if kept else first[1]
+    dg, codes, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, ends, activation, factors)  # dh now holds w h
+    da2 = outer_of(dh, None, dr2, ends).mT.contiguous()
+    db1 = outer_of(dg, None, r1, ends)
+    del dg, dh
+    da1 = outer_of(hidden, token, dr1, ends).mT.contiguous()
+    dx, plus = _with_adapter(codes, _transposed(first), dr1, a1, ends, by)
+    of_weights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
+    return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), of_weights, da1, db1, da2, db2
+
+
+@_backward.register_fake
+def _(dout, hidden, weights, order, back, ends, first, last, a1, b1, a2, b2, *_):
+    return tuple(torch.empty_like(one) for one in (hidden, weights, a1, b1, a2, b2))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    first, last, ctx.options = inputs[5], inputs[6], inputs[11:]
+    ctx.copies = len(first)
+    ctx.save_for_backward(*inputs[:5], *inputs[7:11], *output[1:], *first, *last)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    frozen = [None] * ctx.copies
+    if dout is None:
+        return *[None] * 5, frozen, frozen, *[None] * (4 + len(ctx.options))
+    plain, adapters, kept = (ctx.saved_tensors[part] for part in (slice(5), slice(5, 9), slice(9, 12)))
+    matrices = list(ctx.saved_tensors[12:])
+    first, last = matrices[: ctx.copies], matrices[ctx.copies :]
+    hidden, weights, *halves = _backward(dout.contiguous(), *plain, first, last, *adapters, *ctx.options, *kept)
+    return hidden, weights, None, None, None, frozen, frozen, *halves, *(None for _ in ctx.options)
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)
+
+
+def scaled_product(
+    x: Rows, codes: Tensor, scales: Tensor, ends: Tensor, dtype: torch.dtype, by: str = TORCH, low: Any = None
+) -> Tensor:
+    """[rows, out] in `dtype`: each row of `x` times the transpose of its expert's matrix.
+
+    Args:
+        codes: uint8 [experts, out, in]. scales: float32 [experts, out].
+        low: two factors [rows, r] and [experts, r, out], whose product is added before rounding (only by TRITON).
+    """
+    left, left_scales = x
+    if left.is_cuda and len(left):
+        if by == TRITON:
+            from fxtune.kernels import fp8_experts_triton
+
+            return fp8_experts_triton.product(left, left_scales, codes.view(E4M3), scales, ends, low)
+        return torch._scaled_grouped_mm(
+            left,
+            codes.view(E4M3).mT,
+            left_scales.view(-1),
+            scales,
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+    out = torch.empty(len(left), codes.shape[1], dtype=dtype, device=left.device)
+    for expert, rows in segments(ends):
+        made = (left[rows].float() @ codes[expert].view(E4M3).float().t()) * left_scales[rows] * scales[expert]
+        out[rows] = (made if low is None else made.addmm(low[0][rows].float(), low[1][expert].float())).to(dtype)
+    return out
+
+
+def _with_adapter(
+    x: Rows, weights: Sequence[Tensor], narrow: Tensor, factor: Tensor, ends: Tensor, by: str
+) -> tuple[Tensor, Tensor | None]:
+    """The product of `x` with its experts' `weights` (codes, scales), and that of `narrow` [rows, r] with `factor`
+    [experts, r, out], if it is not part of the first one."""
+    codes, scales = weights
+    low = (narrow, factor) if narrow.shape[1] else None
+    if low is None or by == TRITON:
+        return scaled_product(x, codes, scales, ends, narrow.dtype, by, low), None
+    return scaled_product(x, codes, scales, ends, narrow.dtype, by), expand(narrow, factor, ends)
+
+
+def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Codes [experts, in, out] and scales [experts, in] of the transposes; scales of one if they are made now."""
+    if len(weights) == 4:
+        return weights[2], weights[3]
+    codes = weights[0]
+    experts, out, inner = codes.shape
+    back = codes.new_empty(experts, inner, out)
+    if codes.is_cuda:
+        from fxtune.kernels import fp8_triton
+
+        fp8_triton.transpose(codes, back)
+    else:
+        back.copy_(codes.mT)
+    return back, torch.ones(experts, inner, device=codes.device)
+
+
+def gather_codes(rows: Rows, token: Tensor, back: Tensor) -> Rows:
+    """The quantized states of each row's token; `token` [rows]; `back`: see gated_experts.gather()."""
+    codes, scales = rows
+    return gated_experts.gather(codes.view(torch.uint8), back).view(E4M3), scales.index_select(0, token)
+
+
+def quantize_scaled(states: Tensor, token: Tensor, factors: Tensor, ends: Tensor) -> Rows:
+    """quantize_rows() of the states [tokens, d] of each row's token times the `factors` [experts, d] of its expert."""
+    if states.is_cuda:
+        from fxtune.kernels import fp8_experts_triton
+
+        return fp8_experts_triton.quantize_scaled(states, token, factors, ends, SMALLEST)
+    return _quantized(states.index_select(0, token), ends, factors)
+
+
+def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """[rows, r]: the states [tokens, d] of each row's token times the `factor` [experts, d, r] of its expert."""
+    if not factor.shape[2]:
+        return states.new_empty(len(token), 0)
+    if states.is_cuda:
+        from fxtune.kernels import fp8_experts_triton
+
+        return fp8_experts_triton.project(states, token, factor, ends)
+    return product(states.index_select(0, token), factor, ends)
+
+
+def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """[rows, out]: `narrow` [rows, r] times the `factor` [experts, r, out] of its row's expert."""
+    if narrow.is_cuda:
+        from fxtune.kernels import fp8_experts_triton
+
+        return fp8_experts_triton.expand(narrow, factor, ends)
+    return product(narrow, factor, ends)
+
+
+def outer_of(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) -> Tensor:
+    """[experts, d, r]: of each expert the sum of x y^T over its rows. y [r] is a row of `narrow` [rows, r]; x [d] the
+    state of the row's token, or the row itself of `states` without `token`."""
+    if not narrow.shape[1]:
+        return states.new_empty(len(ends), states.shape[1], 0)
+    if states.is_cuda:
+        from fxtune.kernels import fp8_experts_triton
+
+        return fp8_experts_triton.outer(states, token, narrow, ends)
+    return outer(states if token is None else states.index_select(0, token), narrow, ends)
+
+
+def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: Activation) -> tuple[Rows, Tensor]:
+    """gated_experts.activate() with h quantized."""
+    if g.is_cuda:
+        from fxtune.kernels import gated_experts_triton
+
+        _, r2, codes = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, SMALLEST)
+        return codes, r2
+    h, r2 = gated_experts.activate(g, r1, b1, a2, None, ends, act)
+    return quantize_rows(h), r2
+
+
+def activate_backward(
+    g: Tensor,
+    r1: Tensor,
+    b1: Tensor,
+    dh: Tensor,
+    dr2: Tensor,
+    a2: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    act: Activation,
+    factors: Tensor | None,
+) -> tuple[Tensor, Rows, Tensor, Tensor]:
+    """gated_experts.activate_backward() with dg quantized, too: dg, its codes and scales, dr1, dw. `factors`:
+    float32 [experts, 2 width], by which the columns of dg are multiplied before they are quantized."""
+    if g.is_cuda:
+        from fxtune.kernels import gated_experts_triton
+
+        dg, dr1, dw, codes = gated_experts_triton.backward(
+            g, r1, b1, dh, dr2, a2, w, None, ends, act, SMALLEST, factors
+        )
+        return dg, codes, dr1, dw
+    dg, dr1, dw = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, None, ends, act)
+    return dg, _quantized(dg, ends, factors), dr1, dw
+
+
+def _quantized(x: Tensor, ends: Tensor, factors: Tensor | None) -> Rows:
+    if factors is None:
+        return quantize_rows(x)
+    codes, scales = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
+    for expert, rows in segments(ends):
+        codes[rows], scales[rows] = quantize_rows(x[rows], columns=factors[expert])
+    return codes, scales
+
+
+@register_flop_formula(torch.ops.fxtune.fp8_experts)
+def _flops(*inputs: Any, **_: Any) -> int:
+    return int(2 * inputs[3][0] * sum(one[1] * one[2] for one in (inputs[5][0], inputs[6][0], *inputs[7:11])))
+
+
+@register_flop_formula(torch.ops.fxtune.fp8_experts_backward)
+def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
+    sizes = [one[1] * one[2] for one in (inputs[5][0], inputs[6][0])]
+    return int(2 * inputs[3][0] * sum((*sizes, *(2 * one[1] * one[2] for one in inputs[7:11]))))

@@ -1,0 +1,279 @@
+"""Triton kernels of fp8_experts.py: rows of tokens that are read where they are, and a grouped GEMM in fp8.
+
+    project           the state of each row's token times a narrow matrix of the row's expert
+    expand            narrow rows times a matrix of their expert
+    outer             the sum of outer products of an expert's rows, for the gradients of adapters
+    quantize_scaled   the codes of a token's state times the factors of an expert, for weights without a transpose
+    product           quantized rows times the matrix of their expert, plus a product of low rank
+
+A token's state is read once for each of its experts, mostly from the cache: all states together are hardly larger
+than it. Tiles of rows are found as in gated_experts_triton.py. Import this module only on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxtune.kernels.fp8_triton import _scale
+from fxtune.kernels.gated_experts_triton import IEEE, _grid, _tile_of
+
+PROJECT = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
+EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
+OUTER = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
+PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=8, num_stages=3)
+"""Launches: not tuned yet."""
+
+
+def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """See fp8_experts.project()."""
+    states, (experts, width, ranks) = states.contiguous(), factor.shape
+    out = states.new_empty(len(token), ranks)
+    _project[_grid(len(token), ends, PROJECT)](
+        states, token, factor, *factor.stride(), out, ends, width, ranks, experts,
+        RANKS=_rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **PROJECT,
+    )  # fmt: skip
+    return out
+
+
+def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """See fp8_experts.expand()."""
+    narrow, (experts, ranks, columns) = narrow.contiguous(), factor.shape
+    out = narrow.new_empty(len(narrow), columns)
+    across = triton.cdiv(columns, EXPAND["COLUMNS"])
+    _expand[(_grid(len(narrow), ends, EXPAND)[0] * across,)](
+        narrow, factor, *factor.stride(), out, ends, columns, ranks, experts,
+        RANKS=_rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **EXPAND,
+    )  # fmt: skip
+    return out
+
+
+def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) -> Tensor:
+    """See fp8_experts.outer_of()."""
+    states, narrow, width, ranks = states.contiguous(), narrow.contiguous(), states.shape[1], narrow.shape[1]
+    out = states.new_empty(len(ends), width, ranks)
+    grid = triton.cdiv(width, OUTER["COLUMNS"]), len(ends)
+    _outer[grid](
+        states, ends if token is None else token, narrow, out, ends, width, ranks,
+        GATHER=token is not None, RANKS=_rank_block(ranks), **OUTER,
+    )  # fmt: skip
+    return out
+
+
+def quantize_scaled(
+    states: Tensor, token: Tensor, factors: Tensor, ends: Tensor, smallest: float
+) -> tuple[Tensor, Tensor]:
+    """See fp8_experts.quantize_scaled()."""
+    states, rows, width = states.contiguous(), len(token), states.shape[1]
+    codes = states.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    scales = states.new_empty(rows, 1, dtype=torch.float32)
+    expert = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True, out_int32=True)
+    block = triton.next_power_of_2(width)
+    if rows:
+        _quantize_scaled[(rows,)](
+            states, token, expert, factors.contiguous(), codes, scales, width, smallest,
+            BLOCK=block, num_warps=8 if block > 1024 else 4,
+        )  # fmt: skip
+    return codes, scales
+
+
+def product(
+    x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, low: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """See fp8_experts.scaled_product(): bfloat16 [rows, out]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (rows, depth), (experts, columns, _) = x.shape, codes.shape
+    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
+    narrow, factor = (out, out.unsqueeze(0)) if low is None else (low[0].contiguous(), low[1])
+    ranks = narrow.shape[1] if low is not None else 0
+    tiles = triton.cdiv(columns, PRODUCT["COLUMNS"])
+    block: Any = TensorDescriptor.from_tensor
+    _product[(_grid(rows, ends, PRODUCT)[0] * tiles,)](
+        block(x.contiguous(), [PRODUCT["ROWS"], PRODUCT["DEPTH"]]),
+        block(codes.contiguous().flatten(0, 1), [PRODUCT["COLUMNS"], PRODUCT["DEPTH"]]),
+        x_scales, scales.contiguous(), narrow, factor, *factor.stride(), out, ends, columns, depth, ranks, experts,
+        LOW=low is not None, RANKS=_rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **PRODUCT,
+    )  # fmt: skip
+    return out
+
+
+def _rank_block(ranks: int) -> int:
+    return max(triton.next_power_of_2(ranks), 16)
+
+
+@triton.jit
+def _project(
+    states,
+    token,
+    factor,
+    by_expert,
+    by_column,
+    by_rank,
+    out,
+    ends,
+    width,
+    ranks,
+    experts,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    row = first.to(tl.int64) + tl.arange(0, ROWS)
+    rank = tl.arange(0, RANKS)[None, :]
+    source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
+    total = tl.zeros((ROWS, RANKS), tl.float32)
+    factor += expert.to(tl.int64) * by_expert
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (row[:, None] < end) & (column[None, :] < width)
+        x = tl.load(states + source[:, None] * width + column[None, :], mask=inside, other=0.0)
+        narrow = (column[:, None] < width) & (rank < ranks)
+        f = tl.load(factor + column[:, None] * by_column + rank * by_rank, mask=narrow, other=0.0)
+        total = tl.dot(x, f, total, input_precision=IEEE)
+    tl.store(
+        out + row[:, None] * ranks + rank, total.to(out.dtype.element_ty), mask=(row[:, None] < end) & (rank < ranks)
+    )
+
+
+@triton.jit
+def _expand(
+    narrow,
+    factor,
+    by_expert,
+    by_rank,
+    by_column,
+    out,
+    ends,
+    columns,
+    ranks,
+    experts,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    across = (columns + COLUMNS - 1) // COLUMNS
+    expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    row = first.to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = _low(narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks,
+                 tl.zeros((ROWS, COLUMNS), tl.float32), RANKS)  # fmt: skip
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=(row < end) & (column < columns))
+
+
+@triton.jit
+def _low(narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks, total,
+         RANKS: tl.constexpr):  # fmt: skip
+    """`total` plus a tile of `narrow` times the factor of the expert."""
+    rank = tl.arange(0, RANKS)
+    r = tl.load(narrow + row * ranks + rank[None, :], mask=(row < end) & (rank[None, :] < ranks), other=0.0)
+    f = tl.load(
+        factor + expert.to(tl.int64) * by_expert + rank[:, None] * by_rank + column * by_column,
+        mask=(rank[:, None] < ranks) & (column < columns),
+        other=0.0,
+    )
+    return tl.dot(r, f, total, input_precision=IEEE)
+
+
+@triton.jit
+def _outer(
+    states,
+    token,
+    narrow,
+    out,
+    ends,
+    width,
+    ranks,
+    GATHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, RANKS)[None, :]
+    total = tl.zeros((COLUMNS, RANKS), tl.float32)
+    for first in range(begin, end, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        source = tl.load(token + row, mask=row < end, other=0).to(tl.int64) if GATHER else row
+        inside = (row[:, None] < end) & (column[None, :] < width)
+        x = tl.load(states + source[:, None] * width + column[None, :], mask=inside, other=0.0)
+        y = tl.load(narrow + row[:, None] * ranks + rank, mask=(row[:, None] < end) & (rank < ranks), other=0.0)
+        total = tl.dot(tl.trans(x), y, total, input_precision=IEEE)
+    out += expert.to(tl.int64) * width * ranks
+    inside = (column[:, None] < width) & (rank < ranks)
+    tl.store(out + column[:, None] * ranks + rank, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_scaled(states, token, expert, factors, codes, scales, width, smallest, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    source = tl.load(token + row).to(tl.int64)
+    x = tl.load(states + source * width + column, mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(factors + tl.load(expert + row).to(tl.int64) * width + column, mask=inside, other=0.0)
+    scale = _scale(tl.max(tl.abs(x), 0), smallest, False)
+    tl.store(codes + row * width + column, (x * (1.0 / scale)).to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _product(
+    x,
+    codes,
+    x_scales,
+    scales,
+    narrow,
+    factor,
+    by_expert,
+    by_rank,
+    by_column,
+    out,
+    ends,
+    columns,
+    depth,
+    ranks,
+    experts,
+    LOW: tl.constexpr,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A program computes a tile of one expert. Programs that read the same rows follow each other."""
+    across = (columns + COLUMNS - 1) // COLUMNS
+    expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    begin = (tl.program_id(0) % across) * COLUMNS
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in range(0, depth, DEPTH):
+        # Rows of other experts are read, too, but not written.
+        left = x.load([first, at])
+        right = codes.load([expert * columns + begin, at])
+        total = tl.dot(left, right.T, total)
+    row = first.to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    column = begin + tl.arange(0, COLUMNS)[None, :]
+    x_scale = tl.load(x_scales + row, mask=row < end, other=0.0)
+    scale = tl.load(scales + expert.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
+    total = total * x_scale * scale
+    if LOW:
+        total = _low(
+            narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks, total, RANKS
+        )
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=(row < end) & (column < columns))

@@ -1,0 +1,117 @@
+"""Run by test_fp8_experts.py with TRITON_INTERPRET=1: compares the Triton kernels of fp8 experts with their plain
+references, in float16 (see interpreted_lora.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fxtune.kernels import fp8, fp8_experts, fp8_experts_triton, fp8_triton, gated_experts, gated_experts_triton
+from fxtune.kernels.fp8 import E4M3, SMALLEST
+from fxtune.kernels.gated_experts import SILU, Activation
+from fxtune.kernels.grouped_matmul import Routing
+
+gated_experts_triton.COLUMNS = 32
+gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)
+gated_experts_triton.BACKWARD.update(ROWS=16, COLUMNS=32)
+fp8_experts_triton.PROJECT.update(ROWS=16, COLUMNS=32)
+fp8_experts_triton.OUTER.update(ROWS=16, COLUMNS=32)
+fp8_experts_triton.EXPAND.update(ROWS=16, COLUMNS=32)
+fp8_experts_triton.PRODUCT.update(ROWS=16, COLUMNS=32, DEPTH=32)
+fp8_triton.SIDE = 32
+INTERLEAVED = Activation("gelu_pytorch_tanh", interleaved=True)
+KIND, CLOSE = torch.float16, dict(rtol=1e-2, atol=2e-2)
+
+
+def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(shape)).to(KIND)
+
+
+def close(mine: fp8_experts.Rows, wanted: fp8_experts.Rows) -> None:
+    """Triton's interpreter loses the carry where rounding reaches the next power of two, so some codes differ."""
+    torch.testing.assert_close(mine[1], wanted[1], rtol=5e-3, atol=0)
+    one, other = (codes.view(torch.uint8) for codes, _ in (mine, wanted))
+    assert (one == other).float().mean() > 0.9
+
+
+def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: int) -> None:
+    experts, token = len(routing.ends), routing.order // k
+    states, narrow = draw(tokens, width), draw(tokens * k, ranks)
+    for factor in (draw(experts, width, ranks, scale=0.2), draw(experts, ranks, width, scale=0.2).mT):
+        torch.testing.assert_close(
+            fp8_experts_triton.project(states, token, factor, routing.ends),
+            fp8_experts.project(states, token, factor, routing.ends),
+            **CLOSE,
+        )
+        torch.testing.assert_close(
+            fp8_experts_triton.expand(narrow, factor.mT, routing.ends),
+            fp8_experts.expand(narrow, factor.mT, routing.ends),
+            **CLOSE,
+        )
+    for given, of in ((states, token), (draw(tokens * k, width), None)):
+        torch.testing.assert_close(
+            fp8_experts_triton.outer(given, of, narrow, routing.ends),
+            fp8_experts.outer_of(given, of, narrow, routing.ends),
+            **CLOSE,
+        )
+    factors = torch.rand(experts, width) + 0.1
+    close(
+        fp8_experts_triton.quantize_scaled(states, token, factors, routing.ends, SMALLEST),
+        fp8_experts.quantize_scaled(states, token, factors, routing.ends),
+    )
+    rows, more, weights = draw(tokens * k, width), draw(tokens * k, width), torch.rand(tokens, k)
+    torch.testing.assert_close(
+        gated_experts_triton.add_up(rows, routing.back, weights, k, plus=more),
+        gated_experts.combine(rows, routing.back, weights, k, plus=more),
+        **CLOSE,
+    )
+
+
+def products(routing: Routing, width: int, columns: int, ranks: int) -> None:
+    experts, rows = len(routing.ends), len(routing.back)
+    weights = fp8_experts.quantize_experts(draw(experts, columns, width))
+    turned = torch.empty(experts, width, columns, dtype=torch.uint8)
+    fp8_triton.transpose(weights.codes, turned)
+    assert torch.equal(turned, weights.codes.mT)
+    x, low = fp8.quantize_rows(draw(rows, width)), (draw(rows, ranks), draw(experts, columns, ranks, scale=0.2).mT)
+    for given in (None, low):
+        mine = fp8_experts_triton.product(x[0], x[1], weights.codes.view(E4M3), weights.scales, routing.ends, given)
+        wanted = fp8_experts.scaled_product(x, weights.codes, weights.scales, routing.ends, torch.bfloat16, low=given)
+        torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=2e-2)
+
+
+def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activation) -> None:
+    """Compare the activation forward and backward, with what they quantize."""
+    rows, experts, ends = len(routing.back), len(routing.ends), routing.ends
+    g, r1, b1 = draw(rows, 2 * width), draw(rows, ranks[0]), draw(experts, 2 * width, ranks[0], scale=0.2)
+    a2, dh, dr2 = draw(experts, ranks[1], width, scale=0.2), draw(rows, width), draw(rows, ranks[1])
+    w, factors = torch.rand(rows, 1), torch.rand(experts, 2 * width) + 0.1
+    h, r2, codes = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, SMALLEST)
+    wanted, wanted_r2 = fp8_experts.activate(g, r1, b1, a2, ends, act)
+    torch.testing.assert_close(r2, wanted_r2, **CLOSE)
+    close(codes, fp8.quantize_rows(h))
+    close(codes, wanted)
+    for given in (None, factors):
+        first, second = dh.clone(), dh.clone()
+        dg, dr1, dw, codes = gated_experts_triton.backward(
+            g, r1, b1, first, dr2, a2, w, None, ends, act, SMALLEST, given
+        )
+        exact, wanted, *others = fp8_experts.activate_backward(g, r1, b1, second, dr2, a2, w, ends, act, given)
+        for mine, other in zip((dg, dr1, dw, first), (exact, *others, second), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=5e-2)
+        close(codes, fp8_experts._quantized(dg, ends, given))
+
+
+torch.manual_seed(0)
+compared = 0
+for (tokens, k, experts), (width, ranks), act in itertools.product(
+    ((9, 2, 3), (40, 4, 6), (7, 1, 1)), ((48, (8, 16)), (64, (24, 3)), (80, (0, 0))), (SILU, INTERLEAVED)
+):
+    routing = Routing(torch.rand(tokens, experts).topk(k, -1).indices, experts)
+    activation(routing, width, ranks, act)
+    if ranks[0]:
+        tokens_and_rows(routing, tokens, k, width, ranks[0])
+        products(routing, width, 48, ranks[1])
+    compared += 1
+print(compared, "compared")

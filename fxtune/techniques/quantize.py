@@ -30,6 +30,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.kernels.matmul import CAPABILITY
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK
 from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
@@ -323,6 +324,9 @@ class Quantize(Technique):
             return f"type is {self.type.value}, and experts can be in fp8 only"
         if model is None or not any(experts_of(model)):
             return "this model has no experts that transformers keeps as one tensor for each product"
+        if facts.capability and facts.capability != CAPABILITY:
+            number = ".".join(map(str, facts.capability))
+            return f"grouped products in fp8 are for compute capability 9.0 (H100, H200), and this card has {number}"
         if facts.degrees.shard > 1:
             return f"parallel.shard={facts.degrees.shard} divides linears in fp8, and no experts"
         if facts.techniques.lora.grouped_experts is Switch.off:

@@ -78,6 +78,7 @@ FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8"
 MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
 """Rank 16 on gate and up together, as peers have it. By default fxtune has 16 for each of them, as peft reads the names
 gate_proj and up_proj."""
+MIXED_FP8 = (*MIXED, *FP8[len(FAST) :])
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ CASES = {
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
     "70b_1x4096_fp8": Case("70b", 4096, 1, FP8),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
+    "moe_4x4096_fp8": Case("moe", 4096, 4, MIXED_FP8, peer_case="moe_4x4096"),
     "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
     "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
     "1b_full_8x4096_fp8": Case("1b", 4096, 8, ROUNDED_FP8, peer_case="1b_full_8x4096", full=True, most_gpus=1),

@@ -9,6 +9,7 @@ ELSEWHERE = {
     "distributed/averaging.py": "test_gradients.py, with the other ways to add up gradients",
     "distributed/powersgd.py": "test_gradients.py, with the other ways to add up gradients",
     "kernels/activation.py": "runs inside Triton kernels only",
+    "kernels/fp8_experts_triton.py": "test_fp8_experts.py, in Triton's interpreter",
     "kernels/fp8_triton.py": "test_fp8.py, in Triton's interpreter",
     "kernels/gated_experts_triton.py": "test_gated_experts.py, in Triton's interpreter",
     "kernels/lora_triton.py": "test_fused_lora.py, in Triton's interpreter",

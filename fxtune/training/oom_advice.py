@@ -15,6 +15,7 @@ from fxtune.errors import ConfigError
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.system.units import GIB
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.estimate.memory import CONTEXT, Need
 from fxtune.techniques.facts import Facts
@@ -107,7 +108,7 @@ def _candidates(
             yield freeing, replace(facts, in_backward=True), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:
         setting = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
-        nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False)
+        nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False, experts=Switch.off)
         yield setting, facts, replace(techniques, quantize=nf4)
     if not liger.enabled:
         yield "techniques.liger.enabled=true", facts, replace(techniques, liger=replace(liger, enabled=True))

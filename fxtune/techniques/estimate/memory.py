@@ -230,7 +230,7 @@ def quantized_type(facts: Facts) -> str:
 
 def experts_in_fp8(facts: Facts) -> bool:
     """Whether the experts of a mixture are stored like the quantized linears; otherwise they are in model.dtype."""
-    return facts.techniques.quantize.enabled and facts.techniques.quantize.experts is Switch.on
+    return quantized_type(facts) == "fp8" and facts.techniques.quantize.experts is Switch.on
 
 
 def _liger_runs(facts: Facts, kernel: str) -> bool:

@@ -119,7 +119,7 @@ def _forward(
     """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
     token = order // weights.shape[1]
     r1 = project(hidden, token, a1.mT, ends)
-    x = gather_codes(quantize_rows(hidden), token, back)
+    x = quantize_tokens(hidden, token, back)
     g = scaled_product(x, first[0], first[1], ends, hidden.dtype, by)
     del x
     h, r2 = activate(g, r1, b1, a2, ends, Activation(act, alpha, limit, shift, interleaved))
@@ -162,7 +162,7 @@ def _backward(
     w = weights.flatten().index_select(0, order).unsqueeze(1)
     db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends)
     dr2 = project(dout, token, b2, ends)
-    dy = gather_codes(quantize_rows(dout), token, back) if kept else quantize_scaled(dout, token, last[1], ends)
+    dy = quantize_tokens(dout, token, back) if kept else quantize_scaled(dout, token, last[1], ends)
     dh = scaled_product(dy, *_transposed(last), ends, dout.dtype, by)
     del dy
     activation, factors = Activation(act, alpha, limit, shift, interleaved), None if kept else first[1]
@@ -261,10 +261,15 @@ def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return back, torch.ones(experts, inner, device=codes.device)
 
 
-def gather_codes(rows: Rows, token: Tensor, back: Tensor) -> Rows:
-    """The quantized states of each row's token; `token` [rows]; `back`: see gated_experts.gather()."""
-    codes, scales = rows
-    return gated_experts.gather(codes.view(torch.uint8), back).view(E4M3), scales.index_select(0, token)
+def quantize_tokens(states: Tensor, token: Tensor, back: Tensor) -> Rows:
+    """quantize_rows() of the states [tokens, d] of each row's token; `token` [rows]; `back`: see
+    gated_experts.gather()."""
+    if states.is_cuda:
+        from fxtune.kernels import fp8_experts_triton
+
+        return fp8_experts_triton.quantize_tokens(states, back, SMALLEST)
+    codes, scales = quantize_rows(states)
+    return codes.index_select(0, token), scales.index_select(0, token)
 
 
 def quantize_scaled(states: Tensor, token: Tensor, factors: Tensor, ends: Tensor) -> Rows:

@@ -3,6 +3,7 @@
     project           the state of each row's token times a narrow matrix of the row's expert
     expand            narrow rows times a matrix of their expert
     outer             the sum of outer products of an expert's rows, for the gradients of adapters
+    quantize_tokens   the codes of a token's state, written to the rows of all its experts
     quantize_scaled   the codes of a token's state times the factors of an expert, for weights without a transpose
     product           quantized rows times the matrix of their expert, plus a product of low rank
 
@@ -64,6 +65,19 @@ def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) ->
     return out
 
 
+def quantize_tokens(states: Tensor, back: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+    """See fp8_experts.quantize_tokens()."""
+    states, (tokens, width), rows = states.contiguous(), states.shape, len(back)
+    codes = states.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    scales = states.new_empty(rows, 1, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    if tokens:
+        _quantize_tokens[(tokens,)](
+            states, back, codes, scales, width, smallest, K=rows // tokens, BLOCK=block, num_warps=_warps(block)
+        )
+    return codes, scales
+
+
 def quantize_scaled(
     states: Tensor, token: Tensor, factors: Tensor, ends: Tensor, smallest: float
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +90,7 @@ def quantize_scaled(
     if rows:
         _quantize_scaled[(rows,)](
             states, token, expert, factors.contiguous(), codes, scales, width, smallest,
-            BLOCK=block, num_warps=8 if block > 1024 else 4,
+            BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
     return codes, scales
 
@@ -100,6 +114,11 @@ def product(
         LOW=low is not None, RANKS=_rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **PRODUCT,
     )  # fmt: skip
     return out
+
+
+def _warps(block: int) -> int:
+    """For a program that holds so many numbers of a row."""
+    return 16 if block > 8192 else 8 if block > 2048 else 4
 
 
 def _rank_block(ranks: int) -> int:
@@ -216,6 +235,20 @@ def _outer(
     out += expert.to(tl.int64) * width * ranks
     inside = (column[:, None] < width) & (rank < ranks)
     tl.store(out + column[:, None] * ranks + rank, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_tokens(states, back, codes, scales, width, smallest, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(states + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(tl.abs(x), 0), smallest, False)
+    code = (x * (1.0 / scale)).to(codes.dtype.element_ty)
+    for rank in tl.static_range(K):
+        row = tl.load(back + token * K + rank).to(tl.int64)
+        tl.store(codes + row * width + column, code, mask=inside)
+        tl.store(scales + row, scale)
 
 
 @triton.jit

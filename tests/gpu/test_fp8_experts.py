@@ -76,7 +76,7 @@ def test_accurate_and_reproducible(shape, by, transpose):
 def test_products_of_groups_of_any_size_match_the_reference(by):
     routing, trained, matrices = case("uneven")
     made, token = quantize_experts(matrices[0]), routing.order // 3
-    x = operators.gather_codes(operators.quantize_rows(trained[0]), token, routing.back)
+    x = operators.quantize_tokens(trained[0], token, routing.back)
     found = operators.scaled_product(x, made.codes, made.scales, routing.ends, torch.bfloat16, by)
     wanted = operators.scaled_product(
         (x[0].cpu(), x[1].cpu()), made.codes.cpu(), made.scales.cpu(), routing.ends.cpu(), torch.float32

@@ -75,9 +75,6 @@ def test_what_is_not_rounded_is_exact(monkeypatch):
     monkeypatch.setattr(operators, "quantize_rows", unrounded)
     monkeypatch.setattr(operators, "scaled_product", product)
     monkeypatch.setattr(
-        operators, "gather_codes", lambda rows, token, back: tuple(one.index_select(0, token) for one in rows)
-    )
-    monkeypatch.setattr(
         operators,
         "_quantized",
         lambda x, ends, factors: (

@@ -55,6 +55,10 @@ def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: in
             fp8_experts.outer_of(given, of, narrow, routing.ends),
             **CLOSE,
         )
+    close(
+        fp8_experts_triton.quantize_tokens(states, routing.back, SMALLEST),
+        fp8_experts.quantize_tokens(states, token, routing.back),
+    )
     factors = torch.rand(experts, width) + 0.1
     close(
         fp8_experts_triton.quantize_scaled(states, token, factors, routing.ends, SMALLEST),

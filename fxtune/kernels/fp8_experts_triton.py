@@ -85,7 +85,8 @@ def quantize_scaled(
     states, rows, width = states.contiguous(), len(token), states.shape[1]
     codes = states.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = states.new_empty(rows, 1, dtype=torch.float32)
-    expert = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True, out_int32=True)
+    row = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    expert = torch.searchsorted(ends, row, right=True, out_int32=True)
     block = triton.next_power_of_2(width)
     if rows:
         _quantize_scaled[(rows,)](

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 CLOSE = 1e-3
 """The most that the auxiliary loss of a small row may differ from transformers', relative to it. A router in bfloat16
 may choose another expert for a token."""
+
+COMPARISONS = 2**24
+"""Comparisons that are made at a time, each a number in float32."""
 
 
 @dataclass
@@ -148,6 +151,26 @@ def observe_routers(model: Any, device: torch.device) -> None:
         decoder.register_forward_pre_hook(functools.partial(_before_pass, routers), with_kwargs=True)
 
 
+def broken_router(model: Any, run: Callable[[], object]) -> str | None:
+    """The first router that gives NaN or infinite logits for finite input while run() passes rows through `model`."""
+    routers: Any = getattr(model, "routers", None)
+    names = {module: name for name, module in model.named_modules() if routers and module in routers.modules}
+    found: list[str] = []
+
+    def note(router: Any, args: tuple[Any, ...], output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        if not found and bool(args[0].isfinite().all()) and not bool(logits.isfinite().all()):
+            found.append(names[router])
+
+    hooks = [module.register_forward_hook(note) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
 def _before_pass(routers: Routers, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A mask for a pass that set none (a small row, generation), and no collection of logits by transformers."""
     given = next(one for one in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if one is not None)
@@ -157,17 +180,22 @@ def _before_pass(routers: Routers, _: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _observe(router: Any, args: Any, output: Any) -> Any:
-    """A router's forward hook. `output`: logits [tokens, experts], and with them weights and numbers of experts."""
+    """A router's forward hook. `output`: logits [tokens, experts], and with them weights and numbers of experts.
+    Logits may have one column more, for no expert: a token that chooses it has the weight 0 (Zaya)."""
     routers: Routers = router.routers
-    if not isinstance(output, tuple) or output[0].shape[-1] != routers.experts:
+    more = output[0].shape[-1] - routers.experts if isinstance(output, tuple) else -1
+    if more not in (0, 1):
         return output
     mask, (logits, *rest) = routers.mask, output
     numbers = next((one for one in rest if not one.is_floating_point()), None)
     if numbers is None or len(logits) != len(mask):
         return output
     with torch.no_grad():
+        if more:
+            weights = next(one for one in rest if one.is_floating_point())
+            numbers = numbers.masked_fill(weights == 0, routers.experts)
         router.tokens_by_expert.copy_(_count(numbers, mask, routers.experts))
-        if not routers.coefficient:
+        if more or not routers.coefficient:
             return output
         probability = logits.float().softmax(-1)
         router.chosen_by_expert.copy_(_count(probability.topk(numbers.shape[-1])[1], mask, routers.experts))
@@ -177,9 +205,15 @@ def _observe(router: Any, args: Any, output: Any) -> Any:
 
 
 def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
-    """float32 [experts]: the tokens of each expert. `numbers` [tokens, k], `mask` [tokens]."""
-    is_chosen = numbers.flatten()[:, None] == torch.arange(experts, device=numbers.device)
-    return (is_chosen * mask.repeat_interleave(numbers.shape[-1])[:, None]).sum(0)  # not added up atomically
+    """float32 [experts]: the tokens of each expert. `numbers` [tokens, k], `mask` [tokens].
+
+    Sums of comparisons, because a histogram on a GPU adds up atomically. Compiled code never stores the comparisons;
+    without the compiler they are made for a few experts at a time.
+    """
+    flat, counted = numbers.flatten()[:, None], mask.repeat_interleave(numbers.shape[-1])[:, None]
+    each = experts if torch.compiler.is_compiling() else max(1, COMPARISONS // max(len(flat), 1))
+    every = torch.arange(experts, device=numbers.device)
+    return torch.cat([((flat == some) * counted).sum(0) for some in every.split(each)])
 
 
 class _Balance(torch.autograd.Function):

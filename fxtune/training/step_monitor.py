@@ -213,14 +213,16 @@ class StepMonitor:
         """The number of steps up to the last finite one, which is the step of the current weights."""
         return self.statistics.step - self.statistics.consecutive_bad
 
-    def stop_error(self, checkpoints: Path) -> NumbersError:
-        """The error to raise if must_stop. `checkpoints`: the folder where the state is saved."""
+    def stop_error(self, checkpoints: Path, router: str | None = None) -> NumbersError:
+        """The error to raise if must_stop. `checkpoints`: the folder where the state is saved. `router`: the name of a
+        router that is the cause."""
         untouched = "None of them touched the weights, and those"
         if self.in_backward:
             untouched = "No gradient that was not finite touched a weight, and the weights"
+        cause = f"The router {router} gives NaN or infinite logits: " if router else ""
         return self._error(
-            f"The loss or the gradient was not finite in {self.statistics.consecutive_bad} steps in a row, up to step "
-            f"{self.statistics.step}. {untouched} are saved: {checkpoints}."
+            f"{cause}The loss or the gradient was not finite in {self.statistics.consecutive_bad} steps in a row, up "
+            f"to step {self.statistics.step}. {untouched} are saved: {checkpoints}."
         )
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:

@@ -33,6 +33,7 @@ from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, 
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
+from fxtune.techniques.router import broken_router
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.throughput import StartupTimer
@@ -546,7 +547,7 @@ class Trainer:
             if self.monitor.last_finite > self.run_state.saved:  # its weights are in no checkpoint yet
                 self.run_state.save()
             self.run_state.checkpoints.wait()
-            raise self.monitor.stop_error(self.run_state.checkpoints.folder)
+            raise self.monitor.stop_error(self.run_state.checkpoints.folder, self._broken_router())
 
     def _log_line(self, lr: float) -> None:
         """Log the steps up to state.step. Waits for the device to finish them."""
@@ -688,9 +689,17 @@ class Trainer:
         return f"A page about the run is in {folder / REPORT}"
 
     def _gives_finite_loss(self, step: int) -> bool:
+        return not self.world.agree(not self._try(step), "trying the last weights")
+
+    def _try(self, step: int) -> bool:
+        """Whether the first micro-batch of a step has a finite loss on this rank."""
         batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)
-        finite = gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
-        return not self.world.agree(not finite, "trying the last weights")
+        return gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
+
+    def _broken_router(self) -> str | None:
+        """The router that gives NaN or infinite logits for the last step, on any rank."""
+        name = broken_router(self.language_model.model, partial(self._try, self.monitor.statistics.step - 1))
+        return next((one for one in self.world.gather(name, "looking for a broken router") if one), None)
 
 
 def _due(step: int, every: int) -> bool:

@@ -17,6 +17,7 @@ from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques import router
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -143,8 +144,8 @@ def test_with_layers_that_are_recomputed_and_compiled(compiled, monkeypatch):
 def test_recomputed_layers_choose_the_same_experts():
     made = pipeline(checkpointing=Checkpointing(enabled=True))
     model, chosen = uneven(built(made, mixture("qwen3_moe"), packing=False)), []
-    for number, router in enumerate(model.routers.modules):
-        router.register_forward_hook(lambda _, __, output, number=number: chosen.append((number, output[2].clone())))
+    for number, module in enumerate(model.routers.modules):
+        module.register_forward_hook(lambda _, __, output, number=number: chosen.append((number, output[2].clone())))
     given = batch()
     language = LanguageModel(model)
     chosen.clear()
@@ -157,11 +158,13 @@ def test_recomputed_layers_choose_the_same_experts():
     assert all(torch.equal(again[number], one) for number, one in forward.items())
 
 
-def test_metrics_count_the_tokens_of_each_expert():
+@pytest.mark.parametrize("comparisons", [2**24, 50])
+def test_metrics_count_the_tokens_of_each_expert(comparisons, monkeypatch):
+    monkeypatch.setattr(router, "COMPARISONS", comparisons)
     model = uneven(built(lora(), mixture("qwen3_moe"), packing=False))
     seen = []
-    for router in model.routers.modules:
-        router.register_forward_hook(lambda _, __, output: seen.append(output[2]))
+    for module in model.routers.modules:
+        module.register_forward_hook(lambda _, __, output: seen.append(output[2]))
     language, given = LanguageModel(model), batch()
     seen.clear()
     metrics = CausalLM().loss(language, given)[1]
@@ -172,6 +175,16 @@ def test_metrics_count_the_tokens_of_each_expert():
     torch.testing.assert_close(metrics["router_max_load"] / given.supervised, largest)
     entropy = sum(torch.special.entr(share).sum() for share in shares) / len(shares) / np.log(4)
     torch.testing.assert_close(metrics["router_entropy"] / given.supervised, entropy.float())
+
+
+def test_tokens_that_choose_no_expert_are_not_counted():
+    """As Zaya's routers have it: one column more, and such a token has expert 0 with the weight 0."""
+    module = torch.nn.Identity()
+    routers = router.Routers([module], 3, False, torch.device("cpu"))
+    routers.mask = torch.ones(4)
+    numbers, weights = torch.tensor([[0], [0], [2], [2]]), torch.tensor([[0.9], [0.0], [0.8], [0.7]])
+    module((torch.zeros(4, 4), weights, numbers))
+    assert module.tokens_by_expert.tolist() == [1, 0, 2]
 
 
 def decided(kind: str, **changes) -> tuple[Pipeline, list[str]]:

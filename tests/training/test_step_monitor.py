@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.bad_steps import disturb, interrupt_at
+from support.mixtures import mixture
 from support.runs import history, losses
 
 from fxtune.config.root import Spikes
@@ -122,6 +123,22 @@ def test_consecutive_bad_steps_are_counted_across_a_resume(narrow, cwd, monkeypa
     interrupt_at(narrow, 4, monkeypatch)
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
         train.run(narrow)
+
+
+def test_a_router_that_yields_nan_is_named(narrow, cwd, build):
+    narrow.model = mixture("qwen3_moe", vocab_size=1024, max_position_embeddings=256)
+    narrow.model.tokenizer, narrow.train.max_skipped_steps = "builtin:tiny", 2
+    trainer = build(narrow)
+
+    def broken(_, __, output):
+        return (output[0] * math.nan, output[1] * math.nan, output[2]) if trainer.state.step >= 2 else output
+
+    trainer.language_model.routers.modules[1].register_forward_hook(broken)
+    message = (
+        r"The router \S*model\.layers\.1\.mlp\.gate gives NaN or infinite logits: .* 2 steps in a row, up to step 4\."
+    )
+    with pytest.raises(NumbersError, match=message):
+        trainer.run()
 
 
 @pytest.mark.parametrize("last", [4, 6])

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures import SIZES, built, enable, logits, lora, on_disk, trained, word_tokenizer
+from support.architectures import CPU, SIZES, built, enable, logits, lora, on_disk, trained, word_tokenizer
 from support.cases import slow_but
 from support.lora_models import loss_and_gradients, require_close
 from support.mixtures import mixture, uneven
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -74,6 +74,28 @@ def test_layers_with_experts_are_one_graph(monkeypatch):
     assert all(one.acted for one in evidence), evidence
     plain = uneven(built(lora(), mixture("qwen3_moe"), packing=True))
     require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
+
+
+def test_gpt_oss_with_all_that_makes_it_fast(monkeypatch):
+    """Packed rows in its own attention (the reference of FlashAttention-4), YaRN, recomputed and compiled layers."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    config = mixture("gpt_oss")
+
+    def made(**techniques):
+        pipeline = enable(lora={"r": 4}, rope={"factor": 4.0, "original_max_position_embeddings": 32}, **techniques)
+        pipeline.attention.backend = "flash4"  # which check() refuses on a CPU
+        pipeline.attention._packed = True
+        return pipeline, uneven(pipeline.build(config, load_config(config), CPU, 0))
+
+    (_, plain), (pipeline, model) = made(), made(compile={}, checkpointing={})
+    assert all(one.expert_act is not None for one in grouped(model))
+    require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
+    probe = make_probe(model)
+    proofs = [
+        one for part in (pipeline.attention, pipeline.rope, pipeline.compile) for one in part.verify(model, probe)
+    ]
+    assert {one.technique for one in proofs} == {"attention", "rope", "compile"}
+    assert all(one.acted for one in proofs), proofs
 
 
 def test_the_evidence_counts_experts_that_learn():

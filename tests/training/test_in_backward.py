@@ -19,11 +19,13 @@ from support.optimizers import CASES, YES, backward, make
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError, HardwareError, Stopped
+from fxtune.models.load import DType
 from fxtune.objectives.causal_lm import CausalLM
-from fxtune.optim.config import OptimizerName
+from fxtune.optim.config import Moments, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.plan import RecomputePlan
+from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile.technique import Scope
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.precision import Autocast
@@ -116,6 +118,24 @@ def test_a_run_has_the_weights_of_ordinary_steps_also_if_it_is_interrupted_and_g
     for run in ("ordinary", "interrupted"):
         other = weights(run)
         assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items()), run
+
+
+@pytest.mark.slow
+def test_compiled_and_recomputed_layers_have_the_bits_of_ordinary_steps(full):
+    """Rounded stochastically, with moments in bfloat16."""
+    full.train.max_steps, full.data.packing, full.data.sequence_length, full.data.workers = 3, True, 64, 1
+    full.model.dtype, full.optimizer.stochastic_rounding, full.optimizer.moments = (
+        DType.bfloat16,
+        True,
+        Moments.bfloat16,
+    )
+    full.techniques.compile.enabled = full.techniques.liger.enabled = full.techniques.checkpointing.enabled = True
+    full.techniques.checkpointing.policy = Policy.selective
+    for on in (Switch.on, Switch.off):
+        full.optimizer.in_backward, full.run.dir = on, on.value
+        trainer.run(full)
+    ours, other = weights("on"), weights("off")
+    assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())
 
 
 def test_memory_that_runs_out_in_the_middle_saves_nothing_and_the_run_resumes(full, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from support.architectures import (
 )
 
 from fxtune.errors import ConfigError, StorageError, UserError
-from fxtune.models.load import DType, Init, ModelConfig, build, load_config, load_tokenizer, resolve_dtype
+from fxtune.models.load import (
+    DType,
+    Init,
+    ModelConfig,
+    build,
+    load_config,
+    load_tokenizer,
+    resolve_dtype,
+    starting_from,
+)
 from fxtune.models.save import save_model
 
 
@@ -31,6 +41,19 @@ def test_folder_gives_its_weights(base):
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in stored.items())
     assert loaded.name_or_path == str(base.resolve())
     assert load(base, dtype=DType.bfloat16).dtype is torch.bfloat16
+
+
+def test_model_goes_on_from_what_its_run_exported(base, tmp_path):
+    drawn = ModelConfig(path=None, init=Init.random, architecture={"model_type": "llama"}, dtype=DType.bfloat16)
+    whole = starting_from(drawn, base)
+    assert (whole.path, whole.init, whole.architecture, whole.dtype) == (
+        str(base),
+        Init.pretrained,
+        {},
+        DType.bfloat16,
+    )
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert starting_from(drawn, tmp_path) == replace(drawn, adapter=str(tmp_path))
 
 
 def test_shipped_model_is_the_default():

@@ -56,8 +56,8 @@ def test_mixture_has_its_shares_and_holds_the_same_old_rows_out(narrow, cwd, wei
     config = replace(narrow, data=replace(before, sources=[new]))
     config.refresh.epochs, config.refresh.replay = 2.0, 0.25
     data = RefreshData(cwd, before, config)
-    candidate = data.candidate("runs/mine/adapter", cwd / "run-1", data.write_new_rows(cwd, "run-1"))
-    candidate.model.adapter = None
+    candidate = data.candidate(cwd / "adapter", cwd / "run-1", data.write_new_rows(cwd, "run-1"))
+    candidate.model = narrow.model  # there are no weights here
     prepared = RunBuilder(candidate).read()[1]
     shares = [source["share"] for source in prepared.training.summary()["sources"]]
     assert sum(shares[:2]) == pytest.approx(0.25, abs=0.03)

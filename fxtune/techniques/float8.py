@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from fxtune.distributed.world import World
 from fxtune.kernels import fp8_training
-from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fp8_training import MULTIPLE
 from fxtune.models.structure import decoder_layers, is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
@@ -47,17 +46,8 @@ class WeightGradient(str, Enum):
     bfloat16 = "bfloat16"
 
 
-class Kernels(str, Enum):
-    fxtune = "fxtune"
-    tensorwise = "tensorwise"
-    rowwise = "rowwise"
-    rowwise_with_gw_hp = "rowwise_with_gw_hp"
-
-
 @dataclass
 class Float8(Technique):
-    kernels: Kernels = Kernels.fxtune
-    """fxtune's own kernels, or a recipe of torchao.float8, for the comparison of both."""
     weight_gradient: WeightGradient = WeightGradient.float8
     """The dtype of the products that sum the gradients of weights over tokens. `bfloat16` is exact and slower: the
     gain of float8 is then two thirds, and each layer keeps its inputs in 16 bits."""
@@ -112,10 +102,7 @@ class Float8(Technique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         for name, linear in list(self._targets(model)):
             parent, _, own = name.rpartition(".")
-            made = Float8Linear.of(linear, self.weight_gradient)
-            if self.kernels is not Kernels.fxtune:
-                made = TorchaoLinear.like(made, self.kernels)
-            setattr(model.get_submodule(parent), own, made)
+            setattr(model.get_submodule(parent), own, Float8Linear.of(linear, self.weight_gradient))
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
@@ -154,11 +141,9 @@ class Float8Linear(nn.Linear):
     """A linear whose products run in fp8 while it trains, over the weight and bias of another."""
 
     fp8_weight_gradient = True
-    product: Any
-    options: Any
 
     @classmethod
-    def of(cls, linear: nn.Linear, weight_gradient: WeightGradient) -> Self:
+    def of(cls, linear: nn.Linear, weight_gradient: WeightGradient) -> Float8Linear:
         with torch.device("meta"):
             made = cls(linear.in_features, linear.out_features, bias=False)
         made.weight, made.bias = linear.weight, linear.bias
@@ -172,36 +157,12 @@ class Float8Linear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-class TorchaoLinear(Float8Linear):
-    """The same by torchao."""
-
-    @classmethod
-    def like(cls, linear: Float8Linear, kernels: Kernels) -> TorchaoLinear:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_linear
-
-        config = Float8LinearConfig.from_recipe_name(kernels.value)
-        convert_to_float8_training(nn.Sequential(), config=config)  # works around a bug of Triton
-        made = cls.of(linear, WeightGradient.float8)
-        other = float8_linear.Float8Linear.from_float(linear, config)
-        made.product = float8_linear.matmul_with_hp_or_float8_args.apply
-        made.options = other.linear_mm_config, config
-        return made
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return F.linear(x, self.weight, self.bias)
-        x = x.to(compute_dtype(x))
-        product = self.product(x, self.weight.t(), *self.options)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
-
-
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The plain linears of the layers by path, routers left out."""
     named = dict(model.named_modules())
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     for name, module in named.items():
-        plain = type(module) is nn.Linear or isinstance(module, Float8Linear)
-        if plain and id(module) in inside and not is_router(name, named):
+        if type(module) in (nn.Linear, Float8Linear) and id(module) in inside and not is_router(name, named):
             yield name, module
 
 

@@ -3,6 +3,10 @@ bfloat16, and faster."""
 
 from __future__ import annotations
 
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
 import pytest
 import torch
 from support import reference
@@ -78,21 +82,47 @@ def test_a_model_trained_in_fp8_is_close_to_one_in_bfloat16(compiled):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="for Hopper and newer"
 )
-@pytest.mark.parametrize(("gradient", "share"), [(WeightGradient.float8, 0.8), (WeightGradient.bfloat16, 0.95)])
-def test_fp8_is_faster_than_bfloat16(gradient, share):
-    """A norm and a linear of an 8B model's MLP over 16k tokens, forward and backward, everything quantized in each."""
-    x, dy = (torch.randn(16384, width, device="cuda").bfloat16() for width in (4096, 14336))
-    linear = torch.nn.Linear(4096, 14336, bias=False, device="cuda", dtype=torch.bfloat16)
-    norm = torch.nn.RMSNorm(4096, device="cuda", dtype=torch.bfloat16)
+def test_fp8_is_faster_than_bfloat16_and_torchao():
+    """Norm, MLP and residual of an 8B model over 16k tokens, compiled, forward and backward, with all quantization."""
+    hidden, inner = 4096, 14336
+    x, dy = (torch.randn(1, 16384, hidden, device="cuda").bfloat16() for _ in range(2))
+    makers: dict[str, Any] = {"bfloat16": lambda linear: linear}
+    for gradient in WeightGradient:
+        makers[f"fp8, weight gradient in {gradient.value}"] = partial(Float8Linear.of, weight_gradient=gradient)
+    if find_spec("torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
+
+        convert_to_float8_training(torch.nn.Sequential())  # works around a bug of Triton
+        for recipe in ("tensorwise", "rowwise_with_gw_hp"):
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            makers[f"torchao {recipe}"] = partial(TorchaoLinear.from_float, config=config)
     times = {}
-    for name, module in (("bfloat16", linear), ("fp8", Float8Linear.of(linear, gradient))):
-        layer = torch.compile(torch.nn.Sequential(norm, module), fullgraph=True)
+    for name, maker in makers.items():
+        torch.compiler.reset()
+        layer = torch.compile(MLP(hidden, inner, maker).to("cuda", torch.bfloat16), fullgraph=True, dynamic=False)
         given = x.clone().requires_grad_()
+        trained = [given, *layer.parameters()]
         times[name] = milliseconds(
-            lambda layer=layer, given=given: torch.autograd.grad(layer(given), (given, linear.weight), dy)
+            lambda layer=layer, given=given, trained=trained: torch.autograd.grad(layer(given), trained, dy)
         )
     print(times)
-    assert times["fp8"] < share * times["bfloat16"], times
+    mine = times["fp8, weight gradient in float8"]
+    assert mine < 0.75 * times["bfloat16"], times
+    assert times["fp8, weight gradient in bfloat16"] < 0.85 * times["bfloat16"], times
+    assert mine == min(times.values()), times
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, hidden: int, inner: int, maker: Any) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(hidden)
+        sizes = (hidden, inner), (hidden, inner), (inner, hidden)
+        self.gate, self.up, self.down = (maker(torch.nn.Linear(*size, bias=False)) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 def milliseconds(run) -> float:

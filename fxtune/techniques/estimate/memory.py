@@ -4,9 +4,12 @@ In the code h is the hidden size, q and k the widths of all query and of all key
 experts that a token visits), and a number has 2 or 4 bytes in matmuls. `LayerBytes` says per token what a layer keeps
 from its forward to its backward pass (kept) and what its backward pass holds beside that (working). A compiled layer
 keeps what matmuls and attention read; an eager one also float32 copies of its norms' inputs and a copy of the input
-for each adapter. Fused adapters never keep the MLP's product. A fused MLP's backward pass holds its own buffers: the
-gradients of the product (i) and of gate and up (2i), for fp8 a quantized copy of them (i), 8 ranks, and below wide
-gate and up again (2i), for one tile at a time; and for all tokens its gradient, its input and their gradients (4h).
+for each adapter. Trained linears with products in fp8 keep their inputs as codes, a byte a number, also where
+attention keeps the same in 16 bits.
+
+Fused adapters never keep the MLP's product. A fused MLP's backward pass holds its own buffers: the gradients of the
+product (i) and of gate and up (2i), for fp8 a quantized copy of them (i), 8 ranks, and below wide gate and up again
+(2i), for one tile at a time; and for all tokens its gradient, its input and their gradients (4h).
 
 Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.mixtures import mixture
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
@@ -64,6 +65,21 @@ def test_another_model_is_refused_with_each_difference(unfinished_run, section, 
     changed(section, key, value)
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: {value} -> "):
         trainer.run(unfinished_run)
+
+
+def test_another_number_of_experts_is_one_message(narrow, cwd, monkeypatch):
+    narrow.run.dir, narrow.train.max_steps = "run", 1
+    for experts in (4, 8):
+        narrow.model = mixture("qwen3_moe", vocab_size=1024, max_position_embeddings=256, num_experts=experts)
+        narrow.model.tokenizer = "builtin:tiny"
+        if experts == 4:
+            with monkeypatch.context() as patch:
+                patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
+                trainer.run(narrow)
+    with pytest.raises(
+        ConfigError, match=r"model\.architecture\.num_experts: 4 -> 8\nPut these back, or set run\.dir"
+    ):
+        trainer.run(narrow)
 
 
 def test_changed_base_weights_are_refused(small, cwd, monkeypatch):
@@ -172,7 +188,7 @@ def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said
         trainer.run(small)
     assert json.loads(Path("run/setting.json").read_text())["rows"] == {"packing": True, "buckets": []}
     monkeypatch.setattr(
-        "fxtune.techniques.attention.isolation.why_not_isolated", lambda _: "a newer transformers leaks"
+        "fxtune.techniques.attention.isolation.why_not_isolated", lambda *_: "a newer transformers leaks"
     )
     trainer.run(small)
     assert [text for text in said if "Resuming run after step 2" in text]

@@ -12,6 +12,8 @@ Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 
     cudnn        488       547   cuDNN's, in torch. It runs packed rows document by document, so `auto` skips it there
     sdpa         264       326   torch's built-in FlashAttention-2
 
+Only `flash4`, `flex` and `eager` take sinks (gpt-oss), and only `flash4` without the scores or a block mask.
+
 `flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask;
 `eager` stores the scores, which takes rows x heads x length^2 memory, and supports everything. `hub:ORG/KERNEL@COMMIT`
 takes a compiled kernel from the Hugging Face hub.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.architectures import CPU, enable, logits, random_model, tiny_model
 from support.forecasts import LLAMA, card
 from support.runs import losses
@@ -19,11 +20,12 @@ from fxtune.cli import evaluate
 from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.sharding import free_gathered
 from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.step_time import layer_time
-from fxtune.techniques.float8 import Float8, Float8Linear
+from fxtune.techniques.float8 import Float8, Float8Linear, WeightGradient
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.training import trainer
 
@@ -119,7 +121,7 @@ def test_the_forecast_has_less_time_and_memory():
 
 
 @pytest.mark.slow
-def test_a_full_run_learns_as_in_bfloat16_and_its_export_is_a_plain_model(narrow, cwd, monkeypatch):
+def test_a_full_run_learns_as_in_bfloat16_resumes_and_exports_a_plain_model(narrow, cwd, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(Float8, "check", lambda self, facts: iter(()))
@@ -135,6 +137,16 @@ def test_a_full_run_learns_as_in_bfloat16_and_its_export_is_a_plain_model(narrow
         seen.append(losses(cwd / narrow.run.dir))
     assert seen[0] != seen[1]
     assert seen[1] == pytest.approx(seen[0], rel=0.02)
+    narrow.run.dir, narrow.train.pause_after = "paused", 3
+    trainer.run(narrow)
+    narrow.train.pause_after, narrow.techniques.float8.weight_gradient = None, WeightGradient.bfloat16
+    with pytest.raises(ConfigError, match="weight_gradient"):
+        trainer.run(narrow)
+    narrow.techniques.float8.weight_gradient = WeightGradient.float8
+    trainer.run(narrow)
+    assert losses(cwd / "paused") == seen[1]
+    weights = [load_file(cwd / name / "model" / "model.safetensors") for name in ("paused", "run-True")]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     monkeypatch.undo()
     monkeypatch.chdir(cwd)
     checkpoint = max((cwd / "run-True" / "checkpoints").glob("step-*"))

@@ -154,7 +154,9 @@ def observe_routers(model: Any, device: torch.device) -> None:
 def broken_router(model: Any, run: Callable[[], object]) -> str | None:
     """The first router that gives NaN or infinite logits for finite input while run() passes rows through `model`."""
     routers: Any = getattr(model, "routers", None)
-    names = {module: name for name, module in model.named_modules() if routers and module in routers.modules}
+    if routers is None:
+        return None
+    names = {module: name for name, module in model.named_modules() if module in routers.modules}
     found: list[str] = []
 
     def note(router: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -38,7 +38,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.lora.targets import matches
-from fxtune.techniques.quantized_experts import TENSORS, experts_of, in_fp8, quantize_experts
+from fxtune.techniques.quantized_experts import SMALL, TENSORS, experts_of, in_fp8, quantize_experts
 from fxtune.techniques.quantized_experts import obstacle as experts_obstacle
 from fxtune.techniques.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import (
@@ -65,6 +65,7 @@ WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
 """Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8."""
 TRANSPOSES = 1 / 8
 """The largest share of the free memory that `transpose=auto` gives to transposes."""
+EXPERTS_TOO = f"experts in fp8, too, and other linears if one has {SMALL:,} weights or more"
 MULTIPLE = 16
 """Both sizes of a matrix in an fp8 product are multiples of this."""
 
@@ -224,7 +225,7 @@ class Quantize(Technique):
         """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
         found = [(name, linear) for name, _, _, linear in self._targets(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
-        if not found:
+        if not found and not self._expert_weights(model, facts):
             yield (
                 f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip "
                 "names. Set it to false."
@@ -315,7 +316,7 @@ class Quantize(Technique):
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
             if model is not None and any(experts_of(model)):
-                yield f"experts stay in {facts.dtype} ({why})" if why else "experts in fp8, too"
+                yield f"experts stay in {facts.dtype} ({why})" if why else EXPERTS_TOO
 
     def _experts_obstacle(self, facts: Facts) -> str | None:
         """Why the experts cannot be in fp8 under `facts`."""
@@ -362,14 +363,17 @@ class Quantize(Technique):
         return there[0] if there else None
 
     def _targets(self, model: Any) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
-        """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`."""
-        head = model.get_output_embeddings()
+        """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`;
+        none beside experts in fp8 if all of them are small."""
+        head, found = model.get_output_embeddings(), []
         for path, parent in model.named_modules():
             for name, module in parent.named_children():
                 full = f"{path}.{name}" if path else name
                 skipped = module is head or any(is_named(full, skip) for skip in self.skip)
                 if isinstance(module, nn.Linear) and not skipped:
-                    yield full, parent, name, module
+                    found.append((full, parent, name, module))
+        if self.experts is not Switch.on or any(linear.weight.numel() >= SMALL for *_, linear in found):
+            yield from found
 
     def apply(self, model: Any, world: World) -> nn.Module:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""
@@ -390,7 +394,7 @@ class Quantize(Technique):
     ) -> nn.Module:
         compute = getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model))
-        if not targets:  # check() cannot know models with code of their own
+        if not targets and self.experts is not Switch.on:  # check() cannot know models with code of their own
             raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
         every = sum(parameter.numel() for parameter in model.parameters())
         experts = list(experts_of(model)) if self.experts is Switch.on else []
@@ -462,7 +466,8 @@ class Quantize(Technique):
             f"{done.linears} linears{too} in {wanted}",
             f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}{too}, {done.share:.1%} of the model: "
             f"{done.before / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
-            (len(linears), len(experts), kinds, stored) == (done.linears, done.experts, {wanted}, done.after)
+            (len(linears), len(experts), stored) == (done.linears, done.experts, done.after)
+            and kinds == ({wanted} if linears else set())
             and (self.type is Type.fp8 or stored < done.before),
         )
         worst = WORST_ERROR[self.type.value]
@@ -470,7 +475,8 @@ class Quantize(Technique):
         if divided := [one.rounding for one in model.modules() if getattr(one, "rounding", 0.0)]:
             error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
         if experts:
-            error, which = max(error, done.experts_error), "at most in the first linear and an expert of each layer"
+            error = max(done.experts_error, error if linears else 0.0)
+            which = "at most in the first linear and an expert of each layer"
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",
@@ -482,7 +488,7 @@ class Quantize(Technique):
         yield evidence(
             f"frozen, dequantized to {self.compute_dtype.value}",
             f"{trained} of them trained, dequantized to {', '.join(dtypes) or 'nothing'}",
-            not trained and dtypes == {self.compute_dtype.value},
+            not trained and dtypes <= {self.compute_dtype.value},
         )
         if self.head or self.embeddings:
             ends = [model.get_output_embeddings()] * self.head + [model.get_input_embeddings()] * self.embeddings
@@ -497,11 +503,13 @@ class Quantize(Technique):
                 every = observe_operators(lambda: model(**probe), operators)
             seen = every["fp8"]
             kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
-            yield evidence(
-                "products in fp8",
-                f"{seen.calls} of torch's scaled products in a forward pass" + (f" ({kernels})" if kernels else ""),
-                seen.calls > 0,
-            )
+            if linears or self.head:
+                yield evidence(
+                    "products in fp8",
+                    f"{seen.calls} of torch's scaled products in a forward pass"
+                    + (f" ({kernels})" if kernels else ""),
+                    seen.calls > 0,
+                )
             if experts:
                 ran = every["experts"].calls
                 yield evidence(

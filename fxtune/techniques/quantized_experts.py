@@ -24,6 +24,10 @@ PARTS = ("scales", "back", "back_scales")
 """The ends of its buffers' names: the fields of fp8_experts.Weights after the codes."""
 MULTIPLE = 16
 """Both sizes of an expert's matrices are multiples of this."""
+SMALL = 2**24
+"""Where experts are in fp8 and all other linears have fewer weights, these stay in 16 bits: beside experts they take
+hardly any memory, and to quantize their input and to add their adapter takes about as long as the faster product saves
+(by calculation)."""
 
 
 def experts_of(model: nn.Module) -> Iterator[Any]:

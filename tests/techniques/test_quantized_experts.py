@@ -17,12 +17,15 @@ from fxtune.cli.merge import merge
 from fxtune.kernels.fp8_experts import dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
+from fxtune.techniques import quantize
 from fxtune.techniques.base import Switch
+from fxtune.techniques.estimate import memory
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.lora.experts import grouped, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
 from fxtune.techniques.quantized_experts import experts_of, in_fp8
+from fxtune.techniques.quantized_modules import is_quantized
 
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
 
@@ -43,8 +46,8 @@ def resolved(model: ModelConfig, pipeline: Pipeline, **facts: Any) -> tuple[Quan
     """What techniques.quantize decides on an H200, and what it says."""
     pipeline.quantize.compute_dtype = ComputeDtype.auto
     facts = facts_of(model, **H200, **facts)
-    quantize = dataclasses.replace(pipeline.quantize)
-    return quantize, quantize.resolve(dataclasses.replace(facts, techniques=pipeline)) or ""
+    decided = dataclasses.replace(pipeline.quantize)
+    return decided, decided.resolve(dataclasses.replace(facts, techniques=pipeline)) or ""
 
 
 @pytest.mark.parametrize("transpose", [Switch.on, Switch.off])
@@ -66,7 +69,7 @@ def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(k
     assert 0 < seen.reached == seen.learning
     evidence = {one.asked: one for one in pipeline.verify(mine, make_probe(mine)) if one.technique == "quantize"}
     assert evidence["the experts of 2 layers as one operator in fp8"].acted
-    assert evidence["8 linears and the experts of 2 layers in fp8"].acted
+    assert evidence["0 linears and the experts of 2 layers in fp8"].acted
     assert evidence["weights close to the base's (relative error below 0.04)"].acted
     assert {parameter.dtype for name, parameter in mine.named_parameters() if "lora_" in name} == {torch.float32}
 
@@ -124,11 +127,17 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(tmp_path):
         assert (logits(mine) - logits(plain)).norm() < 0.1 * logits(plain).norm()
 
 
-def test_the_forecast_of_fp8_experts_is_right():
+@pytest.mark.parametrize("small", [2**24, 1])
+def test_the_forecast_of_fp8_experts_is_right(small, monkeypatch):
+    """Also where other linears are large enough to be in fp8 with them."""
+    for module in (memory, quantize):
+        monkeypatch.setattr(module, "SMALL", small)
     model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     for experts in (Switch.on, Switch.off):
         pipeline = fp8(experts)
         mine = made(pipeline, model)
+        linears = sum(map(is_quantized, mine.modules()))
+        assert linears == (0 if (experts, small) == (Switch.on, 2**24) else 8)
         held = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for module in mine.modules()
@@ -149,11 +158,9 @@ def test_the_forecast_of_fp8_experts_is_right():
 )
 def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, options, why):
     model = mixture(kind, **changes)
-    quantize, said = resolved(model, fp8(Switch.auto, Switch.auto, **options))
-    assert quantize.experts is (Switch.off if why else Switch.on)
-    assert (f"experts stay in bfloat16 ({why}" if why else "experts in fp8, too") in said.replace(
-        "products in fp8 take sizes of ", ""
-    ) or why in said
+    decided, said = resolved(model, fp8(Switch.auto, Switch.auto, **options))
+    assert decided.experts is (Switch.off if why else Switch.on)
+    assert (why or "experts in fp8, too") in said
     demanded = fp8(**options)
     demanded.quantize.compute_dtype = ComputeDtype.auto
     facts = dataclasses.replace(facts_of(model, **H200), techniques=demanded)
@@ -164,8 +171,8 @@ def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, opt
 def test_a_model_without_experts_and_other_types_have_none_in_fp8():
     from support.architectures import random_model
 
-    quantize, said = resolved(random_model("llama"), fp8(Switch.auto, Switch.auto))
-    assert quantize.experts is Switch.off
+    decided, said = resolved(random_model("llama"), fp8(Switch.auto, Switch.auto))
+    assert decided.experts is Switch.off
     assert "experts" not in said
     pipeline = fp8(Switch.auto)
     pipeline.quantize.type = Type.nf4

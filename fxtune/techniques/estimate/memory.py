@@ -41,6 +41,7 @@ from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import pinned_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.lora.targets import gate_up_parts
+from fxtune.techniques.quantized_experts import SMALL
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -272,7 +273,10 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
         linear = quantize.bytes_per_weight()
-        if not experts_in_fp8(facts):
+        if experts_in_fp8(facts):
+            others = [inward * out for name, (inward, out) in shape.linears.items() if name not in MLP]
+            around += int(shape.layers * sum(others) * (number - linear)) if max(others) < SMALL else 0
+        else:
             around += int(shape.expert_parameters * (number - linear))
         if not shape.tied:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)

@@ -17,6 +17,7 @@ from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
+from fxtune.techniques.base import Switch
 from fxtune.techniques.lora.experts import grouped
 from fxtune.techniques.lora.fused_modules import groups
 
@@ -50,7 +51,8 @@ def obstacle(facts: Facts) -> str | None:
             f"it is for products in 16 bits, and these are in {facts.compute_dtype}: set "
             "techniques.precision.autocast=bfloat16"
         )
-    if facts.techniques.quantize.enabled:
+    quantize = facts.techniques.quantize
+    if quantize.enabled and quantize.experts is not Switch.on:  # beside experts in fp8 small linears keep 16 bits
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
     if tokens and tokens < MIN_ROWS:
         return (

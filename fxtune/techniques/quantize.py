@@ -65,7 +65,6 @@ WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
 """Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8."""
 TRANSPOSES = 1 / 8
 """The largest share of the free memory that `transpose=auto` gives to transposes."""
-EXPERTS_TOO = f"experts in fp8, too, and other linears if one has {SMALL:,} weights or more"
 MULTIPLE = 16
 """Both sizes of a matrix in an fp8 product are multiples of this."""
 
@@ -285,8 +284,7 @@ class Quantize(Technique):
     def resolve(self, facts: Facts) -> str | None:
         chosen = []
         if self.type is Type.fp8:
-            chosen.append("torch multiplies the fp8 weights")
-            chosen += self._resolve_experts(facts)
+            chosen += ["torch multiplies the fp8 weights", *self._resolve_experts(facts)]
             if self.transpose is Switch.auto:
                 chosen.append(self._resolve_transpose(facts))
         elif self.library is Library.auto and (library := self._library(facts)):
@@ -316,7 +314,8 @@ class Quantize(Technique):
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
             if model is not None and any(experts_of(model)):
-                yield f"experts stay in {facts.dtype} ({why})" if why else EXPERTS_TOO
+                others = "" if any(self._targets(model)) else f", other linears stay in {facts.dtype} (all are small)"
+                yield f"experts stay in {facts.dtype} ({why})" if why else f"experts in fp8, too{others}"
 
     def _experts_obstacle(self, facts: Facts) -> str | None:
         """Why the experts cannot be in fp8 under `facts`."""

@@ -6,6 +6,7 @@ check() refuses a CPU, so these tests call Pipeline.build(), and products run by
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques import quantize
 from fxtune.techniques.base import Switch
+from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate import memory
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.lora.experts import grouped, observe_experts
@@ -92,6 +94,15 @@ def test_two_steps_over_fp8_experts_end_at_the_loss_of_the_plain_base():
             losses.append(loss.item())
         ends[name] = losses
     assert ends["fp8"][-1] < ends["fp8"][0]
+
+
+def test_layers_over_fp8_experts_are_one_graph(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    pipeline = fp8()
+    pipeline.compile = Compile(enabled=True)
+    mine = made(pipeline, mixture("qwen3_moe"))
+    evidence = list(pipeline.compile.verify(mine, make_probe(mine)))
+    assert all(one.acted for one in evidence), evidence
 
 
 @pytest.mark.parametrize("names", [["down_proj", "q_proj"], ["q_proj"]])

@@ -215,9 +215,9 @@ def run_experts(
     """
     routing = Routing(index, experts.num_experts)
     first = FIRST[0] if experts.has_gate else FIRST[1]
-    if weights_of := getattr(experts, "fp8_weights", None):
+    if hasattr(experts, "fp8_weights"):
         dtype = torch.bfloat16 if hidden.is_cuda else experts.compute_dtype
-        codes, nothing = weights_of(), hidden.new_empty(0, dtype=dtype)
+        codes, nothing = experts.fp8_weights(), hidden.new_empty(0, dtype=dtype)
         halves = [
             _halves(adapters[name], dtype) if name in adapters else _no_adapter(one.codes, nothing)
             for name, one in zip((first, LAST), codes, strict=True)

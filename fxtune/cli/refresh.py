@@ -9,8 +9,9 @@ What serves is always runs/quickstart.refresh/current/adapter, or current/model 
 `current` is a link to a run, replaced atomically. Each refresh starts from the run that it names, and lineage.json
 beside it keeps all figures and decisions. The first run is never changed.
 
-Exit codes: 0 promoted, 10 no drift, 11 rejected (what was trained is not better, and nothing is replaced); others as
-for every command. Killed at any moment, the same command goes on.
+Exit codes: 0 promoted, 10 no drift, 11 rejected (what was trained is not better, and nothing is replaced), 12 replaced
+(what these rows promoted does not serve any more); others as for every command. Killed at any moment, the same command
+goes on.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from fxtune.system.redact import redact, redact_arguments
 from fxtune.training.ranks import ranks_of
 from fxtune.training.refresh import RefreshData
 
-PROMOTED, NO_DRIFT, REJECTED = "promoted", "no drift", "rejected"
+PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "replaced"
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
 """The decisions in lineage.json: the first three are final, the next three those of a refresh that goes on, and `left`
-that of one that was not finished when another was begun."""
-EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11}
+that of one that was not finished when another was begun. `replaced` is an answer and not in the file."""
+EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11, REPLACED: 12}
 FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
 """Keys of `data` that a refresh may set. The others say what the old rows are."""
 DECIDED = {
@@ -59,6 +60,9 @@ DECIDED = {
     "train.epochs": "refresh.epochs says how long it trains",
     "train.max_steps": "refresh.epochs says how long it trains",
     "train.pause_after": "a refresh trains to the end",
+    "train.eval_every": "a refresh evaluates 20 times, for early stopping",
+    "train.stop.metric": "a refresh stops by the held-out loss, which its gate compares",
+    **dict.fromkeys(("run.export", "checkpoint.keep_best"), "a refresh exports its best evaluation"),
 }
 """Keys that a refresh decides, and why."""
 SCRIPTS = 3
@@ -131,6 +135,14 @@ class _Refresh:
             entry = self._begin(key, data, parent)
         elif decided in (DRIFT, TRAINING):
             say(f"Refresh {entry['number']} goes on.")
+        elif decided == PROMOTED and self.force:
+            entry = self._begin(key, data, parent)
+        elif decided == PROMOTED:
+            say(
+                f"run-{entry['number']} was promoted with these rows and does not serve any more: {parent} does. "
+                "--force trains with them again."
+            )
+            return {**entry, "decision": REPLACED}
         else:
             say(f"Refresh {entry['number']} has tested these rows already.")
         if entry["decision"] == DRIFT or (entry["decision"] == NO_DRIFT and self.force):

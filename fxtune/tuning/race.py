@@ -121,6 +121,11 @@ class Race:
             number -= bracket.count
         raise AssertionError("there are no more configurations")
 
+    def limit_rungs(self, bracket: int, count: int) -> None:
+        """Keep the last `count` rungs of a bracket: a run of it has so many evaluations."""
+        one = self.brackets[bracket]
+        self.brackets[bracket] = Bracket(one.count, one.rungs[-count:])
+
     def add(self, entrant: Entrant) -> None:
         assert entrant.number == len(self.entrants)
         self.entrants.append(entrant)
@@ -190,7 +195,7 @@ class Race:
 
     def _judge(self, bracket: int, rung: int) -> list[Entrant]:
         """Stop all but the best 1/eta of those that came to `rung`, once all have."""
-        if self._undecided(bracket, rung):
+        if rung not in self.brackets[bracket].rungs or self._undecided(bracket, rung):
             return []
         came = [one for one in self.entrants if one.bracket == bracket and rung in one.losses]
         keep = max(1, self._begin(bracket, rung) // self.eta)

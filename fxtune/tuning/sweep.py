@@ -52,6 +52,8 @@ REFRESH = 1.0
 """Seconds between two looks at the runs."""
 STARTUP = 8
 """Configurations that are spread evenly before TPE takes over; with Hyperband, those of the first bracket."""
+RUNG_RULE = 2
+"""Of Trial.step_of: the losses of a sweep that began by another rule are of other steps."""
 END_SWEEP = {error.__name__: error for error in (StorageError, DataError)}
 """Errors of a run that are not its configuration's: the sweep ends with them, and goes on when they are mended. For a
 configuration that has trained already, so is ConfigError: its data or its packages have changed."""
@@ -100,6 +102,7 @@ class SweepPlan:
             "space": {one.key: one.text for one in self.space},
             "method": self.method.value,
             "sampler": self.sampler.value,
+            "rung_rule": RUNG_RULE,
             **values,
         }
 
@@ -115,6 +118,8 @@ class Trial:
     """Of the whole run."""
     parts: int = 1
     """Rung r is near r / parts of the run."""
+    rungs: tuple[int, ...] = ()
+    """Of its bracket, with those that its run has no evaluation for."""
     every: int = 1
     """Steps between two evaluations."""
 
@@ -122,11 +127,21 @@ class Trial:
     def title(self) -> str:
         return ", ".join(f"{key}={shown(value)}" for key, value in self.values.items())
 
+    @property
+    def evaluations(self) -> int:
+        """Of the whole run, its end included."""
+        return -(-self.steps // self.every)
+
     def step_of(self, rung: int) -> int:
-        """The step of a rung: of the evaluation that is nearest to its share of the run."""
-        if rung == self.parts:
-            return self.steps
-        return min(self.steps, max(1, round(rung * self.steps / (self.parts * self.every))) * self.every)
+        """The step of a rung: of the evaluation that is nearest to its share of the run and after that of the rung
+        before. Where there are fewer evaluations than rungs, the last rungs have one each."""
+        at = 0
+        for index, one in enumerate(self.rungs[:-1]):
+            latest = self.evaluations - (len(self.rungs) - 1 - index)
+            at = max(1, min(latest, max(at + 1, round(one * self.steps / (self.parts * self.every)))))
+            if one == rung:
+                return min(self.steps, at * self.every)
+        return self.steps if rung else 0
 
     def curve(self) -> list[tuple[int, float]]:
         """(step, held-out loss) of each evaluation."""
@@ -209,6 +224,11 @@ class Sweep:
             text = yaml.safe_dump(now, sort_keys=False, allow_unicode=True)
             replace_text(self.folder / SETTINGS, text)
             return
+        if before.get("rung_rule") != RUNG_RULE:
+            raise ConfigError(
+                f"{self.folder} holds a sweep of another version of fxtune, which compared its configurations after "
+                "other steps. Finish it with that version, or set run.dir to a new folder."
+            )
         settings = {name: value for name, value in before.items() if name != "config"}
         changed = differences(settings, self.plan.saved())
         changed += differences(with_defaults(Config, before.get("config") or {}), plain)
@@ -251,7 +271,8 @@ class Sweep:
 
     def _add(self, entrant: Entrant, values: dict[str, Any]) -> Trial:
         self.race.add(entrant)
-        trial = Trial(entrant, values, self.folder / f"trial-{entrant.number}", parts=self.plan.parts)
+        rungs = self.plan.brackets()[entrant.bracket].rungs
+        trial = Trial(entrant, values, self.folder / f"trial-{entrant.number}", parts=self.plan.parts, rungs=rungs)
         self.trials.append(trial)
         self._measure(trial)
         return trial
@@ -260,6 +281,8 @@ class Sweep:
         """Set the steps of the run, if they are known."""
         trial.steps = self._steps.get(_length_key(trial), 0)
         trial.every = self.config.train.eval_every or max(1, -(-trial.steps // self.plan.parts))
+        if trial.steps:
+            self.race.limit_rungs(trial.entrant.bracket, trial.evaluations)
 
     def run(self, look: Callable[[], None]) -> None:
         """Race until it is over. `look` is called each second. Raises Stopped after all runs are saved; StorageError
@@ -304,7 +327,7 @@ class Sweep:
         values = self._values(number, self.study.ask)
         trial = self._add(Entrant(number, self.race.bracket_of(number)), values)
         try:
-            load(self.words(trial, 1))
+            load(self.words(trial, trial.rungs[0]))
         except ConfigError as error:
             self._fail(trial, redact_text(str(error)))
 
@@ -329,7 +352,16 @@ class Sweep:
             return
         self._steps[_length_key(trial)] = answer["steps"]
         self.study.set_user_attr("steps", self._steps)
+        before = self.race.brackets[trial.entrant.bracket].rungs
         self._measure(trial)
+        rungs = self.race.brackets[trial.entrant.bracket].rungs
+        if rungs != before:
+            steps = ", ".join(str(trial.step_of(rung)) for rung in rungs)
+            self.tell(
+                f"A run of {trial.steps} steps with train.eval_every={trial.every} is evaluated {trial.evaluations} "
+                f"times, so configurations are compared after {steps} steps and not {len(before)} times. Lower "
+                "train.eval_every for more."
+            )
 
     def _wait(self, look: Callable[[], None]) -> None:
         """Wait for a result, or a second."""

@@ -77,6 +77,12 @@ def test_rows_like_the_old_ones_are_no_drift_and_others_are_learned_and_promoted
     assert snapshot(parent) == before
     assert main(command) == 0
     assert "was promoted with these rows already" in capsys.readouterr().out
+    current.unlink()
+    current.symlink_to("../mine")  # back to the old run
+    assert main(command) == 12
+    assert "run-2 was promoted with these rows and does not serve any more" in capsys.readouterr().out
+    assert entries()[-1]["decision"] == "promoted"
+    assert current.resolve() == parent
 
 
 @pytest.mark.slow
@@ -195,6 +201,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(parent, capsys, monkeypatch
     refused(2, "unknown key `refresh.replai`", "refresh.replai=0.1")
     refused(2, "`data.eval_fraction` cannot be set here", "data.eval_fraction=0.1")
     refused(2, "`train.epochs` cannot be set here: refresh.epochs", "train.epochs=1")
+    refused(2, "`run.export` cannot be set here: a refresh exports its best", "run.export=last")
     command[2] = "data.sources=[{path: old.jsonl}]"
     refused(3, "there is nothing new in them")
     Path("text.jsonl").write_text('{"text": "a b c"}\n' * 3)

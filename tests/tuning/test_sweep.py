@@ -23,7 +23,7 @@ from fxtune.tuning import sweep as engine
 from fxtune.tuning import sweep_worker
 from fxtune.tuning.race import Entrant, State
 from fxtune.tuning.sampling import Sampler
-from fxtune.tuning.sweep import Method, Sweep, SweepPlan, Trial, _length_key, refuse
+from fxtune.tuning.sweep import Method, Sweep, SweepPlan, refuse
 from fxtune.tuning.sweep_space import parse
 
 SPACE = ["sweep.lr=loguniform(1e-4,1e-1)", "sweep.r=choice(2,4)"]
@@ -309,12 +309,42 @@ def test_recipe_that_cannot_be_swept(recipe, words, told):
         refuse(load([*recipe, *words]))
 
 
-def test_rungs_are_at_the_nearest_evaluation(recipe):
-    made = sweep_of([*recipe, "train.eval_every=10"], trials=1, parts=8)
-    trial = Trial(Entrant(0, 0), {}, made.folder, parts=8)
-    made._steps = {_length_key(trial): 87}
-    made._measure(trial)
-    assert [trial.step_of(rung) for rung in (1, 2, 4, 8)] == [10, 20, 40, 87]
+@pytest.mark.parametrize(
+    ("steps", "every", "kept", "at"),
+    [
+        (87, 10, (1, 2, 4, 8), [10, 20, 40, 87]),
+        (100, 20, (1, 2, 4, 8), [20, 40, 60, 100]),
+        (10, 0, (1, 2, 4, 8), [2, 4, 6, 10]),
+        (60, 50, (4, 8), [50, 60]),
+        (30, 50, (8,), [30]),
+    ],
+)
+def test_each_rung_has_an_evaluation_of_its_own(recipe, steps, every, kept, at):
+    made = sweep_of([*recipe, f"train.eval_every={every}"], trials=8, parts=8)
+    made._steps = {"{}": steps}
+    trial = made._add(Entrant(0, 0), {})
+    assert made.race.brackets[0].rungs == kept
+    assert [trial.step_of(rung) for rung in kept] == at
+    assert trial.step_of(0) == 0
+
+
+def test_race_with_fewer_evaluations_than_rungs_cuts_once_by_each(recipe):
+    told = []
+    made = sweep_of([*recipe, "train.eval_every=3"], trials=4)
+    made.tell = told.append
+    with made.opened():
+        made.run(lambda: None)
+    assert "compared after 3, 6 steps and not 3 times" in told[0]
+    assert [one.entrant.state for one in made.trials].count(State.done) == 2
+
+
+def test_sweep_of_another_rule_for_rungs_is_refused(recipe):
+    with sweep_of(recipe).opened():
+        pass
+    file = Path("sweep/sweep.yaml")
+    file.write_text(file.read_text().replace("rung_rule: 2\n", ""))
+    with pytest.raises(ConfigError, match="Finish it with that version"), sweep_of(recipe).opened():
+        pass
 
 
 def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):

@@ -157,7 +157,7 @@ def each(
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
     """Hand each tensor of `wanted`, by name and shape, to `take`, whole, on world.device in `dtype`, one at a time.
-    `model`: empty(). Raises as read()."""
+    `model`: empty(). Raises what read() raises, but only on the rank that sees the broken file."""
     every = {piece.name: piece.shape for parts in pieces_of(model).values() for piece in parts}
     with _opened(origin, model, every, path) as rows:
         for name, shape in wanted.items():

@@ -73,7 +73,7 @@ class Optimizer:
         names = list(self.names)
         together = [[name] for name in names] if self.rounds or one_by_one else [names]
         self.parts = [part for few in together for part in _library_optimizers(model, config, few, rows)]
-        self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
+        self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))}
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
         """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with others."""
         self.keep_gradients = keep_gradients
@@ -90,6 +90,10 @@ class Optimizer:
         """The weights that each rank holds whole, and their names: all, unless they are divided. Their gradients are
         its own until set_gradients(); those of divided weights are summed over the ranks by the backward pass."""
         return {one: name for one, name in self.names.items() if one not in self.divided}
+
+    def _in_one_step(self, part: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The weights that are updated together with those of `part`, itself included."""
+        return [one for group in part.param_groups for one in group["params"]] if self.one_by_one else list(self.names)
 
     def collect(self) -> None:
         """Take the gradients that the backward pass has left in divided parameters."""

@@ -284,15 +284,15 @@ class RunBuilder:
             raise
 
     def out_of_memory(
-        self, message: str, phase: MemoryPhase, rows: int | None = None, width: int | None = None
+        self, message: str, phase: MemoryPhase, rows: int | None = None, width: int | None = None, of_step: int = 1
     ) -> HardwareError:
         """The error with `message` and the changes that would help most. `rows` and `width` are those of the batch
-        that did not fit; None: the largest of the recipe.
+        that did not fit; None: the largest of the recipe. `of_step`: micro-batches of its step.
         """
         rows = rows or self.facts.micro_batch_size
         width = width or self.facts.row_length
         facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
-        freeing = in_backward.change_for(self.config, facts)
+        freeing = in_backward.change_for(self.config, facts) if of_step == 1 else ""
         need, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase, freeing)
         return HardwareError(f"{message}\n{oom_advice.to_text(need, changes, phase, rows, width)}")
 

@@ -38,12 +38,15 @@ from fxtune.techniques.precision import Autocast
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
 """Optimizers that count steps for all weights together."""
+RECORDS = "techniques.compile.cuda_graphs"
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
     if config.optimizer.in_backward is Switch.on:
-        for _, why, change in _obstacles(config, facts):
+        for key, why, change in _obstacles(config, facts):
+            if key == RECORDS:  # refuses this itself
+                continue
             yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
 
 
@@ -57,6 +60,17 @@ def change_for(config: Config, facts: Facts) -> str:
             return ""
         keys.append(change)
     return " ".join(["optimizer.in_backward=on", *keys])
+
+
+def refuse_halved(wish: Switch, rows: int) -> str:
+    """A note that `auto` stays off, as a resumed run halved its micro-batches to `rows` rows, so that each step has
+    several. Raises ConfigError if `wish` is on."""
+    why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
+    if wish is Switch.on:
+        raise ConfigError(
+            f"optimizer.in_backward: {why}, and keep all of them. Set it to off, or start another run: run.dir=NEW."
+        )
+    return f"optimizer: weights are not updated in the backward pass, because {why}"
 
 
 def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
@@ -106,7 +120,7 @@ def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield (
             "run.gpus",
             f"this run has {facts.degrees}, which add up gradients before the update",
-            "run.gpus=1, or divide the gradients by parallel.shard",
+            "run.gpus=1",
         )
     if optimizer.name in COUNTS_FOR_ALL:
         yield (
@@ -125,6 +139,12 @@ def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
             "techniques.compile.scope",
             "techniques.compile.scope=model is one graph, which returns all gradients at once",
             "techniques.compile.scope=layers",
+        )
+    if techniques.compile.enabled and techniques.compile.cuda_graphs is Switch.on:
+        yield (
+            RECORDS,
+            "CUDA graphs keep all gradients",
+            "techniques.compile.cuda_graphs=off",
         )
     if train.noise_scale:
         yield "train.noise_scale", "train.noise_scale compares several micro-batches", "train.noise_scale=false"

@@ -38,6 +38,7 @@ from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.throughput import StartupTimer
 from fxtune.tracking.wandb_worker import GOES_ON
+from fxtune.training import in_backward
 from fxtune.training.about import describe_run
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
@@ -226,6 +227,10 @@ class Trainer:
         )
         rows = self.batch_sizes.rows("training", config.train.micro_batch_size)
         self._set_plan(self.plan.with_micro_batch_size(rows).until(self.schedule.last, self.schedule.dropped))
+        if self.train_step.in_backward and rows < config.train.micro_batch_size:  # two would need all gradients
+            screen.note(in_backward.refuse_halved(config.optimizer.in_backward, rows))
+            self.builder.facts = self.facts = dataclasses.replace(self.facts, in_backward=False)
+            self.train_step.in_backward, self.monitor.in_backward = None, False
         self.held_out: HeldOutEvaluation | None = None
         if self.data.evaluation:
             self.held_out = builder.held_out(self.data.evaluation, self.language_model, self.objective)
@@ -507,7 +512,11 @@ class Trainer:
                 message += f"\n{error}"
         if part == "training":
             return self.builder.out_of_memory(
-                message, MemoryPhase.training, rows, self.plan.max_row_length(self.state.step)
+                message,
+                MemoryPhase.training,
+                rows,
+                self.plan.max_row_length(self.state.step),
+                self.plan.micro_batches(self.state.step),
             )
         width = self.held_out.widest if part == "evaluation" and self.held_out else None
         return self.builder.out_of_memory(message, MemoryPhase.forward, rows, width)
@@ -691,14 +700,23 @@ class Trainer:
     def _gives_finite_loss(self, step: int) -> bool:
         return not self.world.agree(not self._try(step), "trying the last weights")
 
-    def _try(self, step: int) -> bool:
-        """Whether the first micro-batch of a step has a finite loss on this rank."""
-        batch = self.builder.own(self.plan).batch(step, 0).to(self.world.device)
+    def _try(self, step: int, micro_batch: int = 0) -> bool:
+        """Whether a micro-batch of a step has a finite loss on this rank."""
+        batch = self.builder.own(self.plan).batch(step, micro_batch).to(self.world.device)
         return gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
 
     def _broken_router(self) -> str | None:
         """The router that gives NaN or infinite logits for the last step, on any rank."""
-        name = broken_router(self.language_model.model, partial(self._try, self.monitor.statistics.step - 1))
+        step = self.monitor.statistics.step - 1
+
+        def run() -> None:
+            for micro_batch in range(self.builder.own(self.plan).micro_batches(step)):
+                self._try(step, micro_batch)
+
+        try:
+            name = broken_router(self.language_model.model, run)
+        except Exception:  # noqa: BLE001  the error that ends the run is the loss, whatever fails in this search
+            name = None
         return next((one for one in self.world.gather(name, "looking for a broken router") if one), None)
 
 

@@ -32,6 +32,7 @@ from fxtune.techniques.precision import Autocast
 from fxtune.training import in_backward, trainer
 from fxtune.training.builder import RunBuilder
 from fxtune.training.in_backward import COUNTS_FOR_ALL, InBackward, change_for, decide, refusals
+from fxtune.training.step import TrainStep
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_signal_in_the_middle_waits_for_the_end_of_the_step(full, monkeypatch):
     assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())
 
 
-def test_a_gradient_that_is_not_finite_touches_no_weight():
+def test_a_gradient_that_is_not_finite_leaves_its_own_weight_and_later_ones():
     model, optimizer = make("adamw", one_by_one=True)
     pass_ = InBackward(optimizer)
     model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
@@ -225,6 +226,46 @@ def test_weight_whose_gradient_comes_in_parts_is_an_error():
         backward(model, 0)
 
 
+def test_run_that_halved_its_micro_batches_keeps_all_gradients(full, monkeypatch):
+    real, calls = TrainStep.backward, []
+
+    def short(self, *given, **named):
+        calls.append(given)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(TrainStep, "backward", short)
+    full.train.max_steps, full.optimizer.in_backward = 4, Switch.off
+    for run, pause in (("whole", None), ("run", 2)):
+        calls.clear()
+        full.run.dir, full.train.pause_after = run, pause
+        trainer.run(full)
+    full.train.pause_after, full.optimizer.in_backward = None, Switch.on
+    with pytest.raises(ConfigError, match=r"in_backward: the run halved its micro-batches to 4 rows .* Set it to off"):
+        trainer.run(full)
+    full.optimizer.in_backward = Switch.auto
+    monkeypatch.setattr(in_backward, "decide", lambda _, facts: (replace(facts, in_backward=True), ""))
+    trainer.run(full)
+    ours, other = weights("run"), weights("whole")
+    assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())
+
+
+def test_only_the_weights_of_one_part_are_copied_to_undo_a_step():
+    (_, whole), (_, single) = make("lion"), make("lion", one_by_one=True)
+    assert len(whole._in_one_step(whole.parts[0])) == len(single.parts)
+    assert [len(single._in_one_step(part)) for part in single.parts] == [1] * len(single.parts)
+
+
+def test_auto_steps_aside_for_cuda_graphs(full):
+    full.optimizer.in_backward, full.techniques.compile.enabled = Switch.auto, True
+    facts = replace(card(139, 4096, techniques={}), techniques=full.techniques, free_memory=1)
+    full.techniques.compile.cuda_graphs = Switch.on
+    assert not decide(full, facts)[0].in_backward
+    full.optimizer.in_backward = Switch.on
+    assert not list(refusals(full, facts)), "techniques.compile refuses it itself"
+
+
 BATCHES = "optimizer.in_backward: steps of 16 rows in micro-batches of 8 add up gradients"
 
 
@@ -235,7 +276,7 @@ BATCHES = "optimizer.in_backward: steps of 16 rows in micro-batches of 8 add up 
         ({"train.global_batch_size": 16}, {}, f"{BATCHES}, so all of them are kept. Set train.global_batch_size=8,"),
         ({"train.batch_ramp": [[0.5, 16]]}, {}, f"{BATCHES}, so all of them are kept. Set train.batch_ramp=[],"),
         ({"techniques.lora.enabled": True}, {}, "adapters' gradients are small"),
-        ({}, {"degrees": Degrees(2, 1, 1)}, "Set run.gpus=1, or divide the gradients by parallel.shard"),
+        ({}, {"degrees": Degrees(2, 1, 1)}, "Set run.gpus=1, or in_backward=off."),
         ({"optimizer.name": OptimizerName.apex_adamw}, {}, "apex_adamw counts steps for all weights together"),
         ({"techniques.precision.autocast": Autocast.float16}, {}, "float16's loss scale"),
         ({"techniques.compile.enabled": True, "techniques.compile.scope": Scope.model}, {}, "is one graph"),

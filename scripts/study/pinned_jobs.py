@@ -90,7 +90,10 @@ def run_jobs(
     finally:
         end(running)
         for process in running:
-            if process.job.goes_on:
+            if process.job.goes_on and process.code == 0 and process.has_result():  # it ended within GRACE
+                found[process.job.key] = {**process.result(), **process.seconds(found.get(process.job.key, {}))}
+                write(options.json, found)
+            elif process.job.goes_on:
                 found[process.job.key] = {PARTIAL: True, **process.seconds(found.get(process.job.key, {}))}
                 write(options.json, found)
     if missing := [job.key for job in jobs if done(found, job.key) is None]:
@@ -188,6 +191,9 @@ class _Process:
     def result(self) -> dict[str, Any]:
         self.output.seek(0)
         return dict(json.loads(self.output.read().splitlines()[-1]))
+
+    def has_result(self) -> bool:
+        return self.process.returncode is not None and os.fstat(self.output.fileno()).st_size > 0
 
     def errors(self) -> str:
         self.error.seek(0)

@@ -285,24 +285,38 @@ def main() -> None:
     for seed, parent in zip(options.seeds, parents, strict=True):
         if not (Seed(out, seed, 0).parent / "result.json").exists():
             forget(options.json, parent.key)  # the JSON file has come from another machine
-    run_jobs(parents, options, lambda one: f"held-out loss {one['loss']:.4f}, {one['wall_seconds']:.0f} s")
+    trained = run_jobs(parents, options, lambda one: f"held-out loss {one['loss']:.4f}, {one['wall_seconds']:.0f} s")
+    seeds = [seed for seed, one in zip(options.seeds, parents, strict=True) if done(trained, one.key)]
     tests = {
-        group: [job(group, seed, first) for seed in options.seeds for first in range(0, options.batches, CHUNK)]
+        group: [job(group, seed, first) for seed in seeds for first in range(0, options.batches, CHUNK)]
         for group in (WORSE, UNDRIFTED, DRIFTED)
     }
     found = run_jobs(
         [one for jobs in tests.values() for one in jobs], options, lambda one: f"{one['wall_seconds']:.0f} s"
     )
-    print(table({group: results(found, [one.key for one in jobs]) for group, jobs in tests.items()}))
+    keys = {group: [one.key for one in jobs] for group, jobs in tests.items()}
+    print(f"{len(seeds)} parents")
+    print(table({group: results(found, of_group) for group, of_group in keys.items()}))
+    for seed in seeds:
+        of_seed = {group: [key for key in keys[group] if f" | {seed} | " in key] for group in keys}
+        print(f"parent {seed}: " + "; ".join(rates({group: results(found, of_seed[group]) for group in keys})))
+
+
+def rates(tested: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """How often each error happened."""
+    same, other, worse = tested[UNDRIFTED], tested[DRIFTED], tested[WORSE]
+    return [
+        f"false alarms: {sum(one['found'] for one in same)} of {len(same)} undrifted batches",
+        f"drift seen: {sum(one['found'] for one in other)} of {len(other)} drifted batches",
+        f"wrong promotions: {sum(one['passed'] for one in worse)} of {len(worse)} worse adapters",
+    ]
 
 
 def table(tested: dict[str, list[dict[str, Any]]]) -> str:
     """The rates, and the figures of each kind."""
     same, other, worse = tested[UNDRIFTED], tested[DRIFTED], tested[WORSE]
     lines = [
-        f"false alarms: {sum(one['found'] for one in same)} of {len(same)} undrifted batches",
-        f"drift seen: {sum(one['found'] for one in other)} of {len(other)} drifted batches",
-        f"wrong promotions: {sum(one['passed'] for one in worse)} of {len(worse)} worse adapters",
+        *rates(tested),
         "",
         "| drift | batches | seen | loss on old rows | loss on new rows | largest p |",
         "|---|---|---|---|---|---|",

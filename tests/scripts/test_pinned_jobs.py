@@ -60,3 +60,11 @@ def test_job_that_the_time_limit_ends_goes_on_and_its_seconds_are_added(run, pin
     found = run([("a", CORES, True)])
     assert found["a"]["wall_seconds"] > before
     assert pinned.done(found, "a")["cores"]
+
+
+def test_job_that_ends_well_after_the_time_limit_is_done(pinned, tmp_path):
+    code = """trap 'echo "{\\"loss\\": 1}"; exit 0' TERM; sleep 60 & wait"""
+    pinned.BEGAN = pinned.time.monotonic()
+    options = argparse.Namespace(json=tmp_path / "found.json", jobs=1, minutes=0.02)
+    pinned.run_jobs([pinned.Job("a", ["sh", "-c", code], True)], options, str)
+    assert pinned.done(pinned.read(options.json), "a")["loss"] == 1

@@ -19,11 +19,13 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import HardwareError, NumbersError
-from fxtune.models.load import starting_from
+from fxtune.models.load import resolve_dtype, starting_from
+from fxtune.models.weights import bytes_of
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system import console
 from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.system.progress import phase
+from fxtune.system.units import GIB
 from fxtune.techniques.precision import Precision
 from fxtune.training.builder import RunBuilder
 from fxtune.training.oom_advice import MemoryPhase
@@ -75,6 +77,8 @@ def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_i
     gc.collect()  # the model of an earlier call
     alone = ParallelConfig()  # the run may divide its weights over ranks
     builder = RunBuilder(replace(config, model=starting_from(config.model, weights), parallel=alone))
+    if config.parallel != alone or builder.world.device.type == "cuda":
+        _require_fits(builder)
     config = builder.config
     model = builder.build()
     language_model = builder.language_model(model)
@@ -100,6 +104,19 @@ def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_i
                 "another copy of these weights, or model.dtype=float32."
             )
     return found
+
+
+def _require_fits(builder: RunBuilder) -> None:
+    """Raise HardwareError if the weights do not fit one device."""
+    model, facts = builder.config.model, builder.facts
+    if builder.config.techniques.quantize.enabled:  # they take a share of their bytes
+        return
+    needed = bytes_of(builder.hf_config, resolve_dtype(model, builder.world), model.trust_remote_code)
+    if needed > facts.memory:
+        raise HardwareError(
+            f"The weights take {needed / GIB:.1f} GiB, and {facts.device_name} has {facts.memory / GIB:.1f} GiB: "
+            "the models are compared on one card, although their runs may divide their weights. Use a larger card."
+        )
 
 
 @torch.no_grad()

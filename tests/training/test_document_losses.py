@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fxtune.data.batches.build import plan_evaluation
 from fxtune.data.batches.loader import Loader
+from fxtune.errors import HardwareError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.training.builder import RunBuilder
-from fxtune.training.document_losses import Documents, document_losses
+from fxtune.training.document_losses import Documents, _require_fits, document_losses
 from fxtune.training.evaluation import evaluate
 
 
@@ -31,3 +34,11 @@ def test_documents_add_up_to_the_evaluation(narrow, packing, length):
     alone = document_losses(model, loader, builder.techniques.precision)
     assert alone.digests.tolist() == found.digests[5:9].tolist()
     assert np.allclose(alone.means, found.means[5:9], rtol=1e-4)
+
+
+def test_divided_model_that_one_card_cannot_hold_is_refused_before_it_is_loaded(narrow):
+    builder = RunBuilder(narrow)
+    _require_fits(builder)
+    builder.facts = replace(builder.facts, memory=1000)
+    with pytest.raises(HardwareError, match="compared on one card, although their runs"):
+        _require_fits(builder)

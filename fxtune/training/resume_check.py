@@ -46,6 +46,10 @@ TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
 BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on", "experts": "off"}}
 """What runs did that an earlier version started, by technique and option that it did not have yet."""
+DRAWS = {"draws": "one seed a weight"}
+"""Of the random bits of stochastic rounding."""
+DRAWS_BEFORE = {"draws": "one sequence a step"}
+"""In runs that an earlier version started, whose setting.json does not say it."""
 Techniques = TypeVar("Techniques")
 
 
@@ -146,6 +150,8 @@ class ResumeCheck:
         self.compare("techniques", techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
             self.compare("optimizer", {"library": library(optimizer, facts).value})
+        if optimizer.stochastic_rounding:
+            self.compare("rounding", DRAWS, refuse=False)
         self.compare("model", {"dtype": facts.dtype, **_weight_digests(model)})
         self.compare("machine", _machine(facts), refuse=False)
 
@@ -186,6 +192,8 @@ class ResumeCheck:
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)
+        if name == "rounding" and self.before and section is None:
+            return DRAWS_BEFORE
         if not isinstance(section, dict):
             return {}
         if name == "techniques":

@@ -13,10 +13,11 @@ and alpha=32 on all linear layers of a block and all experts of a mixture, witho
 tokens, each exactly as long as a row, or chats with log-normal lengths of mean 500. Each tool tokenizes and packs the
 chats itself into rows of the same length. The loss is over every token.
 
-Cases with `full` in their name train all weights, which are bfloat16 in each tool, and so are AdamW's moments; where the
-name ends in `8bit`, fxtune's have 8 bits. On one card fxtune rounds weights and moments stochastically. TRL runs torch's
-fused AdamW, which rounds to nearest. Sharded over several cards fxtune does as TRL. Where the name of such a case ends
-in `fp8`, fxtune multiplies by the layers' linears in fp8 (techniques.float8), and TRL in bfloat16.
+Cases with `full` in their name train all weights, which are bfloat16 in each tool, and so are AdamW's moments. On one
+card fxtune rounds weights and moments stochastically. TRL runs torch's fused AdamW, which rounds to nearest. Sharded
+over several cards fxtune does as TRL. Where the name of such a case ends in `fp8` or `8bit`, the tools do not do the
+same: TRL multiplies in bfloat16 and has moments in bfloat16 there, too. In `fp8` fxtune multiplies by the layers'
+linears in fp8 (techniques.float8). In `8bit` its moments have 8 bits, and only weights are rounded stochastically.
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.forecasts import card
 from support.mixtures import mixture
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
+from fxtune.models.load import ModelConfig
+from fxtune.optim.config import OptimizerConfig
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import trainer
@@ -40,6 +43,26 @@ def test_unchanged_run_resumes_without_notes(unfinished_run, said):
     trainer.run(unfinished_run)
     assert not [text for text in said if "started this changed" in text]
     assert [text for text in said if "Resuming run after step 2" in text]
+
+
+def test_stochastic_rounding_of_an_earlier_version_is_noted_and_refused_in_a_deterministic_run(tmp_path):
+    file, notes = tmp_path / "setting.json", []
+    optimizer, facts = OptimizerConfig(stochastic_rounding=True), card(80, 4096, techniques={})
+
+    def resume(before: dict, strict: bool = False) -> None:
+        file.write_text(json.dumps(before))
+        check = ResumeCheck(tmp_path, resumes=True, strict=strict, note=notes.append)
+        check.check_config(ModelConfig(path=None), optimizer, {}, facts)
+
+    now = {"rounding": {"draws": "one seed a weight"}, "built": {}}
+    resume(now, strict=True)
+    assert notes == []
+    resume({"built": {"products": "torch"}})
+    assert "rounding.draws: one sequence a step -> one seed a weight" in notes[0]
+    with pytest.raises(ConfigError, match=r"its rounding changed.*run\.deterministic=true"):
+        resume({"built": {"products": "torch"}}, strict=True)
+    optimizer.stochastic_rounding = False
+    resume({"built": {"products": "torch"}}, strict=True)
 
 
 def test_another_torch_version_is_noted(unfinished_run, said):

@@ -28,7 +28,6 @@ from fxtune.models import load as models
 from fxtune.plugins import OBJECTIVES
 from fxtune.system import console
 from fxtune.system.oom import BatchSizes, out_of_memory_message
-from fxtune.techniques.float8 import Float8
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
@@ -63,8 +62,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
         )
     techniques = config.techniques if checkpoint else _trained_techniques(config)
-    # Only training computes in fp8, so the weights of such a run are evaluated on any device.
-    builder = RunBuilder(replace(config, techniques=replace(techniques, float8=Float8())))
+    builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
     world = builder.world
     tokenizer = world.main_first(partial(models.load_tokenizer, config.model), "waiting for the tokenizer")
     prepare = partial(prepare_evaluation, data, tokenizer, config.train.micro_batch_size, progress=world.main)

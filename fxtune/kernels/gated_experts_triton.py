@@ -274,7 +274,9 @@ def _gated(gate, up, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexp
     """h, and its derivatives by gate and by up."""
     if LIMIT > 0:
         within = (gate <= LIMIT).to(tl.float32), (tl.abs(up) <= LIMIT).to(tl.float32)
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)  # else NaN would become the limit
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         value, slope = activation(gate * ALPHA, SILU)
         value, up = value * (1 / ALPHA), up + SHIFT
         return value * up, slope * up * within[0], value * within[1]

@@ -49,8 +49,8 @@ class WeightGradient(str, Enum):
 @dataclass
 class Float8(Technique):
     weight_gradient: WeightGradient = WeightGradient.float8
-    """The dtype of the products that sum the gradients of weights over tokens. `bfloat16` is exact and slower: the
-    gain of float8 is then two thirds, and each layer keeps its inputs in 16 bits."""
+    """The dtype of the products that sum the gradients of weights over tokens. `bfloat16`: as without float8,
+    and slower: the gain of float8 is then two thirds, and each layer keeps its inputs in 16 bits."""
     skip: list[str] = field(default_factory=list)
     """Linears whose products stay in 16 bits, such as `down_proj` or `layers.0.mlp.up_proj`."""
 

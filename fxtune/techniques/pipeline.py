@@ -104,6 +104,11 @@ class Pipeline:
                 )
         return notes
 
+    def of_evaluation(self) -> Pipeline:
+        """These without float8: only training computes in fp8, so the weights of such a run are evaluated on any
+        device, and their loss is that of the exported model."""
+        return replace(self, float8=Float8())
+
     def packages(self, facts: Facts) -> Iterator[str]:
         """The optional packages that the enabled techniques would use under `facts`."""
         facts = replace(facts, techniques=self)

@@ -76,7 +76,8 @@ def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_i
     """
     gc.collect()  # the model of an earlier call
     alone = ParallelConfig()  # the run may divide its weights over ranks
-    builder = RunBuilder(replace(config, model=starting_from(config.model, weights), parallel=alone))
+    model_config, techniques = starting_from(config.model, weights), config.techniques.of_evaluation()
+    builder = RunBuilder(replace(config, model=model_config, parallel=alone, techniques=techniques))
     if config.parallel != alone or builder.world.device.type == "cuda":
         _require_fits(builder)
     config = builder.config

@@ -66,7 +66,22 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activa
         torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=5e-2)
 
 
+def nan_stays(act: Activation) -> None:
+    """A NaN of gate or up is one of h, forward, and of the gradients, backward, although both are limited."""
+    width, ends = 32, torch.tensor([2], dtype=torch.int32)
+    g, r1, b1, a2 = draw(2, 2 * width), draw(2, 0), draw(1, 2 * width, 0), draw(1, 0, width)
+    g[0, 6] = g[1, 9] = float("nan")  # gate 3 and up 4, interleaved
+    h, _, _ = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act)
+    assert h.isnan().nonzero().tolist() == [[0, 3], [1, 4]], h.isnan().nonzero()
+    dg, _, dw, _ = gated_experts_triton.backward(
+        g, r1, b1, draw(2, width), draw(2, 0), a2, torch.ones(2, 1), None, ends, act
+    )
+    assert dg.isnan().any(1).all()
+    assert dw.isnan().all()
+
+
 torch.manual_seed(0)
+nan_stays(ACTIVATIONS[-1])
 compared = 0
 for (tokens, k, experts), (width, ranks), act in itertools.product(
     ((9, 2, 3), (40, 4, 6), (7, 1, 1)), ((40, (8, 16)), (64, (24, 3))), ACTIVATIONS

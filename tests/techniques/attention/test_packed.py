@@ -15,6 +15,18 @@ from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.pipeline import make_probe
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_of_any_dtype_reach_flash4_in_bfloat16(dtype):
+    q, k, v = torch.randn(3, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sinks, bounds = torch.tensor([0.1, 1.7], requires_grad=True), torch.tensor([0, 5], dtype=torch.int32)
+    out = packed_attention._by_flash4(q, k, v, bounds, 0.3, 0, 0.0, sinks)
+    rounded = sinks.detach().bfloat16()
+    assert torch.equal(out, torch.ops.fxtune.flash4(q, k, v, None, 5, 0.3, 0, 0.0, rounded)[0])
+    assert not torch.equal(rounded.float(), sinks)
+    out.sum().backward()
+    assert sinks.grad.dtype is torch.float32
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral_sliding"])
 def test_a_plain_call_with_packed_positions_isolates_documents(family):
     """In a user's forward pass without cu_seqlens, transformers builds the mask."""

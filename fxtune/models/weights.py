@@ -71,7 +71,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
     loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks output_loading_info
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
-    if unpacks(origin, hf_config):
+    if unpacked := unpacks(origin, hf_config):
         hf_config = copy.deepcopy(hf_config)
         hf_config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}  # removed by transformers
     # ImportError: a kernel that config.json names is not installed.
@@ -109,6 +109,10 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
             f"{place} do not fit its config.json ({hf_config.model_type}): {troubles}. transformers would continue "
             "with random weights. Use a complete copy."
         )
+    if unpacked:
+        for name, weight in built.named_parameters():
+            if ".experts." in name:
+                weight.data = weight.data.to(dtype)  # transformers 5.17 leaves them in bfloat16, which is exact
     if reason := _packed_weight(files, built) or ("" if all_finite(built) else _why_not_finite(files, dtype)):
         raise StorageError(f"model.path={path}: {reason}")
     return built

@@ -124,9 +124,10 @@ def shortened(value: object, limit: int = 60) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of `known` that is most like `word`, in upper or lower case, with a ratio of difflib of `cutoff` or
-    more; None if none is."""
-    by_lower = {option.lower(): option for option in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
+    more; None if none is. One with the same letters in another order comes before all others."""
+    by_lower, word = {option.lower(): option for option in known}, word.lower()
+    same_letters = [option for option in by_lower if sorted(option) == sorted(word)]
+    close = difflib.get_close_matches(word, same_letters or by_lower, 1, cutoff)
     return by_lower[close[0]] if close else None
 
 

@@ -20,6 +20,12 @@ from fxtune.config.validate import OTHER_NAMES, Validator
 KEYS = sorted(all_keys(Config))
 
 
+def test_a_key_with_the_same_letters_is_proposed_before_one_that_is_more_alike():
+    validator = Validator(Config, lambda _: "here", from_file=False)
+    assert validator.find(("run", "xeport")) is None
+    assert "did you mean `run.export`?" in validator.problems[0]  # run.report has a longer part in common
+
+
 @given(st.sampled_from([key for key in KEYS if "." in key]), st.data())
 def test_two_swapped_letters_in_a_key_are_recognised(key, data):
     """The key is refused, and the right one is proposed."""

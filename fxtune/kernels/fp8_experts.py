@@ -37,6 +37,9 @@ from fxtune.kernels.grouped_matmul import outer, product, segments
 
 TORCH, TRITON = "torch", "triton"
 """Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the one of fp8_experts_triton.py."""
+MOST_RANKS = 128
+"""The largest rank that Triton's GEMM adds itself: larger tiles do not fit in Hopper's shared memory. Beyond it
+torch's multiplies."""
 
 
 class Weights(NamedTuple):
@@ -242,6 +245,7 @@ def _with_adapter(
     [experts, r, out], if it is not part of the first one."""
     codes, scales = weights
     low = (narrow, factor) if narrow.shape[1] else None
+    by = TORCH if narrow.shape[1] > MOST_RANKS else by
     if low is None or by == TRITON:
         return scaled_product(x, codes, scales, ends, narrow.dtype, by, low), None
     return scaled_product(x, codes, scales, ends, narrow.dtype, by), expand(narrow, factor, ends)

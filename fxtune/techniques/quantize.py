@@ -331,6 +331,10 @@ class Quantize(Technique):
             return f"parallel.shard={facts.degrees.shard} divides linears in fp8, and no experts"
         if facts.techniques.lora.grouped_experts is Switch.off:
             return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
+        paths = [path for path, one in model.named_modules() if follows_interface(one)]
+        for saved in facts.techniques.lora.modules_to_save:
+            if any(f".{path}.".find(f".{saved}.") >= 0 for path in paths):
+                return f"techniques.lora.modules_to_save={saved} trains whole experts, and those in fp8 are frozen"
         return next(filter(None, map(experts_obstacle, experts_of(model))), None)
 
     def _expert_weights(self, model: nn.Module | None, facts: Facts) -> int:

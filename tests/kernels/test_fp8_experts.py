@@ -61,6 +61,17 @@ def test_values_and_gradients_are_near_those_of_the_dequantized_weights(act, tra
         assert apart(mine, other) < 0.06, name
 
 
+@pytest.mark.parametrize("rank", [128, 129])
+def test_a_large_rank_is_left_to_torch(rank, monkeypatch):
+    """Triton's tiles of such a rank do not fit in shared memory, so its GEMM must not get them."""
+    asked = []
+    monkeypatch.setattr(operators, "scaled_product", lambda *given: asked.append(given[5:]))
+    monkeypatch.setattr(operators, "expand", lambda *_: None)
+    narrow, factor = torch.ones(2, rank), torch.ones(1, rank, 16)
+    operators._with_adapter((narrow, narrow), (narrow, narrow), narrow, factor, torch.tensor([2]), operators.TRITON)
+    assert [one[0] for one in asked] == [operators.TRITON if rank == 128 else operators.TORCH]
+
+
 @pytest.mark.parametrize("by", [operators.TORCH, operators.TRITON])
 def test_what_is_not_rounded_is_exact(by, monkeypatch):
     """With activations left as they are, only the order of sums differs from the 16-bit operator's."""

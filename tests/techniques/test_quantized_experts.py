@@ -165,6 +165,8 @@ def test_the_forecast_of_fp8_experts_is_right(small, monkeypatch):
         ("gpt_oss", {}, {}, "GptOssExperts has biases or another layout"),
         ("qwen3_moe", {"moe_intermediate_size": 40}, {}, "a multiple of 16, and experts have one of 40"),
         ("qwen3_moe", {}, {"grouped_experts": Switch.off}, "grouped_experts=off adds adapters to whole weights"),
+        ("qwen3_moe", {}, {"modules_to_save": ["mlp"]}, "modules_to_save=mlp trains whole experts"),
+        ("qwen3_moe", {}, {"modules_to_save": ["experts"]}, "modules_to_save=experts trains whole experts"),
     ],
 )
 def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, options, why):

@@ -222,7 +222,7 @@ class Quantize(Technique):
 
     def _check_linears(self, model: nn.Module, facts: Facts) -> Iterator[str]:
         """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
-        found = [(name, linear) for name, _, _, linear in self._targets(model)]
+        found = [(name, linear) for name, _, _, linear in self._targets(model, self.takes_experts(facts))]
         total = sum(parameter.numel() for parameter in model.parameters())
         if not found and not self._expert_weights(model, facts):
             yield (
@@ -300,7 +300,8 @@ class Quantize(Technique):
 
     def _resolve_transpose(self, facts: Facts) -> str:
         model = skeleton(facts.model)
-        weights = sum(linear.weight.numel() for *_, linear in self._targets(model)) if model is not None else 0
+        linears = self._targets(model, self.takes_experts(facts)) if model is not None else ()
+        weights = sum(linear.weight.numel() for *_, linear in linears)
         weights = (weights + self._expert_weights(model, facts)) // facts.degrees.shard
         short = bool(facts.free_memory) and weights > TRANSPOSES * facts.free_memory
         self.transpose = Switch.off if short else Switch.on
@@ -314,7 +315,9 @@ class Quantize(Technique):
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
             if model is not None and any(experts_of(model)):
-                others = "" if any(self._targets(model)) else f", other linears stay in {facts.dtype} (all are small)"
+                others = (
+                    "" if any(self._targets(model, True)) else f", other linears stay in {facts.dtype} (all are small)"
+                )
                 yield f"experts stay in {facts.dtype} ({why})" if why else f"experts in fp8, too{others}"
 
     def _experts_obstacle(self, facts: Facts) -> str | None:
@@ -335,11 +338,19 @@ class Quantize(Technique):
         for saved in facts.techniques.lora.modules_to_save:
             if any(f".{path}.".find(f".{saved}.") >= 0 for path in paths):
                 return f"techniques.lora.modules_to_save={saved} trains whole experts, and those in fp8 are frozen"
+        if skipped := [
+            skip for skip in self.skip for name in TENSORS for path in paths if is_named(f"{path}.{name}", skip)
+        ]:
+            return f"techniques.quantize.skip={skipped[0]} names a part of them, and they are quantized whole"
         return next(filter(None, map(experts_obstacle, experts_of(model))), None)
+
+    def takes_experts(self, facts: Facts) -> bool:
+        """Whether the experts are in fp8 under `facts`, also before `auto` is decided."""
+        return self.experts is not Switch.off and self._experts_obstacle(facts) is None
 
     def _expert_weights(self, model: nn.Module | None, facts: Facts) -> int:
         """The number of weights of experts that are in fp8."""
-        if model is None or self.experts is Switch.off or self._experts_obstacle(facts):
+        if model is None or not self.takes_experts(facts):
             return 0
         return sum(getattr(one, name).numel() for one in experts_of(model) for name in TENSORS)
 
@@ -365,9 +376,9 @@ class Quantize(Technique):
         there = [one for one in (Library.bitsandbytes, Library.torchao) if one.value in facts.packages]
         return there[0] if there else None
 
-    def _targets(self, model: Any) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+    def _targets(self, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
         """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`;
-        none beside experts in fp8 if all of them are small."""
+        none if the `experts` are in fp8 and all linears are small."""
         head, found = model.get_output_embeddings(), []
         for path, parent in model.named_modules():
             for name, module in parent.named_children():
@@ -375,7 +386,7 @@ class Quantize(Technique):
                 skipped = module is head or any(is_named(full, skip) for skip in self.skip)
                 if isinstance(module, nn.Linear) and not skipped:
                     found.append((full, parent, name, module))
-        if self.experts is not Switch.on or any(linear.weight.numel() >= SMALL for *_, linear in found):
+        if not experts or any(linear.weight.numel() >= SMALL for *_, linear in found):
             yield from found
 
     def apply(self, model: Any, world: World) -> nn.Module:
@@ -385,7 +396,7 @@ class Quantize(Technique):
     def apply_as_read(self, model: Any, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
         """apply() to a model without memory, whose linears cannot be quantized row by row. Returns the names and
         shapes of the weights that it has read by `each_weight`."""
-        wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in self._targets(model)}
+        wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in self._targets(model, False)}
         self._replace_linears(model, world, partial(each_weight, wanted))
         return wanted
 
@@ -396,7 +407,7 @@ class Quantize(Technique):
         each_weight: Callable[[Callable[[str, torch.Tensor], None]], None] | None = None,
     ) -> nn.Module:
         compute = getattr(torch, self.compute_dtype.value)
-        targets = list(self._targets(model))
+        targets = list(self._targets(model, self.experts is Switch.on))
         if not targets and self.experts is not Switch.on:  # check() cannot know models with code of their own
             raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
         every = sum(parameter.numel() for parameter in model.parameters())

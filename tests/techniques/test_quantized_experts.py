@@ -181,6 +181,24 @@ def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, opt
     assert [why in one for one in reasons] == [True] * bool(why)
 
 
+def test_a_check_knows_what_auto_will_decide():
+    """Beside experts in fp8 the small linears stay in 16 bits, so the gate with one output is no obstacle."""
+    model, pipeline = mixture("qwen2_moe"), fp8(Switch.auto, Switch.auto)
+    pipeline.quantize.compute_dtype = ComputeDtype.auto
+    facts = dataclasses.replace(facts_of(model, **H200), techniques=pipeline)
+    assert not [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
+    pipeline.quantize.experts = Switch.off
+    assert [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
+
+
+def test_skip_keeps_experts_with_a_tensor_of_that_name_in_16_bits():
+    pipeline = fp8(Switch.auto)
+    pipeline.quantize.skip = ["down_proj"]
+    decided, said = resolved(mixture("glm4_moe"), pipeline)
+    assert decided.experts is Switch.off
+    assert "skip=down_proj names a part of them" in said
+
+
 def test_a_model_without_experts_and_other_types_have_none_in_fp8():
     from support.architectures import random_model
 

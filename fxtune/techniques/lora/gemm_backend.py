@@ -17,7 +17,6 @@ from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
-from fxtune.techniques.base import Switch
 from fxtune.techniques.lora.experts import grouped
 from fxtune.techniques.lora.fused_modules import groups
 
@@ -52,7 +51,7 @@ def obstacle(facts: Facts) -> str | None:
             "techniques.precision.autocast=bfloat16"
         )
     quantize = facts.techniques.quantize
-    if quantize.enabled and quantize.experts is not Switch.on:  # beside experts in fp8 small linears keep 16 bits
+    if quantize.enabled and not quantize.takes_experts(facts):  # beside experts in fp8 small linears keep 16 bits
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
     if tokens and tokens < MIN_ROWS:
         return (

@@ -228,7 +228,7 @@ def record(fxtune: float, judged: float) -> dict:
     run = dict(train=[2.0, 1.5], held_out=[(0, 2.1), (1, 1.6), (2, 1.0)], step_seconds=0.05, seconds=9.0)
     ours = dict(run, held_out=[(1, 1.6), (2, fxtune)], judged=judged)
     return {
-        "sizes": {"steps": 2},
+        "sizes": {"steps": 2, "r": 16, "experts": 0},
         "base": base,
         "runs": {
             "plain 0": run,
@@ -277,7 +277,7 @@ def test_worker_that_dies_or_times_out_is_replaced(scripts, monkeypatch):
 
 def test_small_base_is_refused_before_training(scripts, texts, tmp_path):
     args = argparse.Namespace(
-        **{**scripts.equal_loss.SMOKE, "out": tmp_path, "roots": [texts], "smoke": False, "seed": 0}
+        **{**scripts.equal_loss.SMOKE, "out": tmp_path, "roots": [texts], "smoke": False, "seed": 0, "experts": 0}
     )
     answer = scripts.equal_loss.make_base(args)
     assert "at least 100,000,000 are needed" in answer["error"]

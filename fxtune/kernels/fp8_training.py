@@ -14,7 +14,7 @@ beside the weights: a checkpoint, a resumed run and an export know nothing of fp
   and the scale of each row of x goes into the row of dy: dW = (diag(x scales) dy)^T codes. Only that product needs one
   scale for the whole of dy, which follows from the rows' scales without reading dy again. So a token whose numbers are
   thousands of times those of the others costs them precision there: one activation of 1e5 among 2,048 tokens raises
-  the error of dW's other columns from 0.04 to about 0.1. techniques.float8 can compute dW in bfloat16,
+  the error of dW's other columns from 0.04 to about 0.1. techniques.float8 can compute dW in bfloat16
   (weight_gradient), or leave a linear out (skip).
 
 The forward pass keeps x^T as codes, 1 byte a number in place of 2. W is quantized in the forward and again in the

@@ -34,5 +34,6 @@ def on_ranks(ranks: int, work: Callable[[int, str], Result]) -> list[Result]:
         finally:
             c10d._unregister_process_group(name)
 
-    with ThreadPoolExecutor(ranks) as pool:
+    # The compiler's stance is the process's: each thread restores what it found, which is another thread's stance.
+    with torch.compiler.set_stance("default"), ThreadPoolExecutor(ranks) as pool:
         return [future.result() for future in [pool.submit(one, rank) for rank in range(ranks)]]

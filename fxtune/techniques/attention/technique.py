@@ -173,6 +173,7 @@ class Attention(Technique):
         wanted = self._implementation(model.config)
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         layers = attention_layers(text.to_dict())
+        evidence = []
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if layers:
@@ -180,9 +181,10 @@ class Attention(Technique):
                 # Not every config of a hybrid says how many of its layers attend.
                 some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
                 acted = seen.get(wanted, 0) >= layers or some
-                yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted)
+                evidence.append(Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted))
             if (probe["position_ids"] == 0).sum() > 1:
-                yield self._isolation(model, probe)
+                evidence.append(self._isolation(model, probe))
+        yield from evidence
 
     @staticmethod
     def _isolation(model: nn.Module, probe: dict[str, Any]) -> Evidence:

@@ -1,6 +1,7 @@
 """Measures how often `fxtune refresh` errs: false alarms, drift that it misses, and worse adapters that it promotes.
 
     python scripts/study/refresh_rates.py --json refresh_rates.json --jobs 14 --minutes 9      # again: goes on
+    python scripts/study/refresh_rates.py --json drifted.json --groups drifted                 # only these batches
     python scripts/study/refresh_rates.py --json /tmp/rates.json --smoke                       # a short test
 
 For each seed a run learns the quickstart's task from rows of its own, and holds 30 % of them out. Then, by the functions
@@ -44,6 +45,7 @@ PARENT_ROWS, BATCH_ROWS, JUDGE_ROWS = 240, 100, 300
 CHUNK = 5
 """Batches of a job."""
 UNDRIFTED, DRIFTED, WORSE = "undrifted", "drifted", "worse"
+GROUPS = (WORSE, UNDRIFTED, DRIFTED)
 LEAST_NOISE = 0.02
 """Standard deviation of the first noise, in those of each weight matrix."""
 LEAST_SHARE = 1 / 64
@@ -270,6 +272,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="a parent each")
     parser.add_argument("--batches", type=int, default=10, help="batches of each group and seed (%(default)s)")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="what to test (default: all)")
     parser.add_argument("--out", type=Path, default=Path("build/refresh_rates"), help="folder of runs (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="one seed and two batches")
     options = parser.parse_args()
@@ -289,7 +292,8 @@ def main() -> None:
     seeds = [seed for seed, one in zip(options.seeds, parents, strict=True) if done(trained, one.key)]
     tests = {
         group: [job(group, seed, first) for seed in seeds for first in range(0, options.batches, CHUNK)]
-        for group in (WORSE, UNDRIFTED, DRIFTED)
+        for group in GROUPS
+        if group in options.groups
     }
     found = run_jobs(
         [one for jobs in tests.values() for one in jobs], options, lambda one: f"{one['wall_seconds']:.0f} s"
@@ -304,17 +308,21 @@ def main() -> None:
 
 def rates(tested: dict[str, list[dict[str, Any]]]) -> list[str]:
     """How often each error happened."""
-    same, other, worse = tested[UNDRIFTED], tested[DRIFTED], tested[WORSE]
+    told = {
+        UNDRIFTED: ("found", "false alarms: {} of {} undrifted batches"),
+        DRIFTED: ("found", "drift seen: {} of {} drifted batches"),
+        WORSE: ("passed", "wrong promotions: {} of {} worse adapters"),
+    }
     return [
-        f"false alarms: {sum(one['found'] for one in same)} of {len(same)} undrifted batches",
-        f"drift seen: {sum(one['found'] for one in other)} of {len(other)} drifted batches",
-        f"wrong promotions: {sum(one['passed'] for one in worse)} of {len(worse)} worse adapters",
+        line.format(sum(one[key] for one in tested[group]), len(tested[group]))
+        for group, (key, line) in told.items()
+        if group in tested
     ]
 
 
 def table(tested: dict[str, list[dict[str, Any]]]) -> str:
     """The rates, and the figures of each kind."""
-    same, other, worse = tested[UNDRIFTED], tested[DRIFTED], tested[WORSE]
+    same, other, worse = (tested.get(group, []) for group in (UNDRIFTED, DRIFTED, WORSE))
     lines = [
         *rates(tested),
         "",

@@ -56,6 +56,8 @@ SHARES = {
     "bucketed": 3,
     "float16": 2,
     "early": 2,
+    "growing": 2,
+    "growing-padded": 1,
     "workers": 2,
     "tokenisers": 1,
     "compiled": 1,

@@ -88,7 +88,7 @@ def plan(
 
 
 class Run:
-    """A run by its folder or name, finished or not. What it holds is read when it is asked for."""
+    """A run by its folder or name, finished or not. Each property reads the run's files when it is used."""
 
     def __init__(self, run: str | Path) -> None:
         """Raises ConfigError if there is no such run."""
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def _files(self) -> RunFiles:
-        """Its files as they are now: a run that trains writes on."""
+        """The run's files as they are now: a run that still trains adds to them."""
         return RunFiles(self.folder)
 
     @property
@@ -181,7 +181,7 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
     if overrides:
         raise ConfigError("A config takes no overrides: set its fields, or give them to load_recipe().")
     values = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return compose.typed(OmegaConf.create(values))  # checked as what is typed
+    return compose.typed(OmegaConf.create(values))  # checked as a command line is
 
 
 def _words(config: Config) -> list[str]:
@@ -214,7 +214,7 @@ def _as_typed(value: Any) -> str:
 
 @dataclasses.dataclass
 class _Value:
-    """Makes plain data of a list of dataclasses."""
+    """Wraps a value, so that asdict() makes plain data of a list of dataclasses."""
 
     value: Any
 

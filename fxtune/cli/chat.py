@@ -38,7 +38,7 @@ Write = Callable[[str], None]
 
 @dataclass
 class Speaker:
-    """A model in the conversation, with its own copy of it."""
+    """A model, and the conversation as that model has seen it."""
 
     label: str
     model: Any

@@ -33,7 +33,7 @@ class Command:
     ranks: bool = False
     """It works on the ranks of `run.gpus`. Other commands run in one process, also if torchrun starts several."""
     alone_with: tuple[str, ...] = ()
-    """Options with which it runs in one process all the same, and starts what has ranks itself."""
+    """With one of these options it runs in one process, and starts the processes that have ranks itself."""
 
 
 def _flag(text: str) -> dict[str, Any]:
@@ -193,8 +193,8 @@ COMMANDS = {
                 "type": whole_number(1),
                 "help": "how often they are compared, the end included; each rung is eta times as far",
             },
-            "--sampler": {"choices": ["spread", "tpe"], "help": "how configurations are drawn (see docs)"},
-            "--seed": {"metavar": "N", "type": whole_number(0), "help": "of the draws (0)"},
+            "--sampler": {"choices": ["spread", "tpe"], "help": "how configurations are drawn (docs/sweeps.md)"},
+            "--seed": {"metavar": "N", "type": whole_number(0), "help": "the seed with which they are drawn (0)"},
             "--workers": {"metavar": "N", "type": whole_number(1), "help": "runs at a time (all GPUs, or 1)"},
             "--output": {"metavar": "FILE.yaml", "help": "where the recipe goes"},
             **_JSON,
@@ -235,7 +235,7 @@ COMMANDS = {
                 "type": positive_number("the temperature at which tokens are drawn"),
                 "help": "draw tokens at random instead of the most likely ones",
             },
-            "--trust-remote-code": _flag("run the Python code that comes with the model"),
+            **_TRUST,
         },
     ),
     "push": Command(
@@ -325,5 +325,5 @@ options
 
 exit codes: 0 done, 1 verify or doctor found a problem (with a traceback: a bug of fxtune),
             2 config, 3 data, 4 hardware, 5 numbers, 6 storage, 7 another rank died,
-            10 refresh found no drift, 11 refresh rejected what it trained,
+            10 refresh found no drift, 11 rejected what it trained, 12 found another model promoted since,
             75 stopped by SIGTERM or SIGUSR1, 130 by Ctrl-C: progress is saved, and the same command continues"""

@@ -205,7 +205,7 @@ def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] |
 
         try:
             ranks = ranks_of(config)
-        except UserError:  # told below
+        except UserError:  # _recipe() reports it
             return None
     return (ranks, device) if ranks > 1 else None
 

@@ -100,7 +100,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
 
 
 def _trained_techniques(config: Config) -> Pipeline:
-    """The techniques without an untrained adapter, as it adds nothing. A quantized base needs one, so it stays."""
+    """The techniques without an untrained adapter, which adds nothing. Over a quantized base it stays, because a
+    quantized base needs adapters."""
     techniques = config.techniques
     if config.model.adapter or techniques.quantize.enabled:
         return techniques

@@ -31,7 +31,7 @@ from fxtune.training.ranks import ranks_of
 from fxtune.training.run_end import FINISH
 
 DONE = "done"
-"""What _prepare() says of a run that needs no more training here."""
+"""What _prepare() returns for a run that needs no more training here."""
 
 
 def run(run: str, *, trust_remote_code: bool = False) -> None:
@@ -41,7 +41,7 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
     folder = run_folder(run)
     config = compose.of_run(folder, trust_remote_code)
     config.run.dir, config.run.resume = str(folder), Resume.must
-    # The ranks that are started below have nothing to look at.
+    # A rank that this command has started does not prepare the run again.
     ranks = "1" if LAUNCHER in os.environ else choice.of_rank_0(lambda: _prepare(folder, config))
     if ranks == DONE:
         return
@@ -62,7 +62,7 @@ def _prepare(folder: Path, config: Config) -> str:
         alive = _is_alive(folder / ".lock")
         if not alive and not stored.paths(folder / CHECKPOINTS):
             raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
-        ranks = 1 if alive else ranks_of(config)  # before the file: a run that cannot go on is not told to end
+        ranks = 1 if alive else ranks_of(config)  # raises for a run that cannot go on: then there is no file to write
         (folder / FINISH).touch()
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error

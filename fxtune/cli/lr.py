@@ -56,7 +56,7 @@ def run(
         say(note)
     say(curve_table(found))
     if found.epochs > 1:
-        say(f"The test saw the data {found.epochs:.1f} times, so a low loss is also that of known rows.")
+        say(f"The test saw the data {found.epochs:.1f} times, so a low loss may be that of rows seen before.")
     say(verdict(found))
     if plot is not None and place()[0] == 0:
         draw(found, config.run.name, plot)
@@ -76,7 +76,7 @@ def verdict(found: RangeTest) -> str:
 
 
 def curve_table(found: RangeTest) -> Any:
-    """The curve as a table: the mean loss at every third rate or so, with a bar."""
+    """The curve as a table of at most about ROWS rates, with a bar for the smoothed loss."""
     top = max(mean for mean in found.smoothed[:-1] or found.smoothed)
     every = max(1, math.ceil(len(found.rates) / ROWS))
     shown = sorted({*range(0, len(found.rates), every), len(found.rates) - 1})
@@ -90,7 +90,7 @@ def curve_table(found: RangeTest) -> Any:
         for at in shown
     ]
     title = f"{len(found.rates)} steps" + (", until the loss diverged" if found.diverged else "")
-    return table(title, ["learning rate", "loss", "mean of the last", ""], rows)
+    return table(title, ["learning rate", "loss", "smoothed", ""], rows)
 
 
 def _bar(share: float) -> str:
@@ -107,7 +107,7 @@ def draw(found: RangeTest, title: str, file: Path) -> None:
     start = found.smoothed[0]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(found.rates, found.losses, ".", color="0.7", label="loss of a step")
-    axes.plot(found.rates, found.smoothed, color="C0", label="mean of the last")
+    axes.plot(found.rates, found.smoothed, color="C0", label="smoothed")
     for rate, name, color in ((found.suggestion, "suggestion", "C2"), (found.present, "recipe", "C1")):
         if rate is not None:
             axes.axvline(rate, color=color, linestyle="--", label=f"{name}: {rate:g}")

@@ -405,7 +405,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
             run.error = redact_text(str(error))
         except Ended:
             failures.append(RankError)
-            run.error = "a rank failed; the reason stands above"
+            run.error = "a rank failed, for the reason above"
         except Exception as error:
             raise _JobError(error) from error
 

@@ -5,8 +5,8 @@
     fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two of them, at 3.5 an hour each
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
 
-No weight is loaded and no GPU is needed. The forecasts are held against measurements in docs/performance.md. Time
-counts the start, the steps and the evaluations; a first start compiles for a minute more.
+No weight is loaded and no GPU is needed. docs/performance.md compares the forecasts with measurements. Time counts the
+start, the steps and the evaluations; the first start compiles for a minute more.
 """
 
 from __future__ import annotations
@@ -183,10 +183,10 @@ def _say_lengths(counted: Lengths | str) -> None:
 
 def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: float, lengths: Lengths | None) -> None:
     """What would make it fit: changes of the recipe, more cards, or other cards."""
-    say("What would make it fit, each alone:")
+    say("What would help it to fit:")
     for change, enough in changes_to_fit(config, forecast):
         saved = f"{change.saves / GIB:,.1f} GiB less"
-        say(f"  {change.setting}: {saved}{', enough' if enough else ', and more of it'}")
+        say(f"  {change.setting}: {saved}{', enough' if enough else ', not enough alone'}")
     fitting = [
         name
         for name in reversed(MODELS)

@@ -173,7 +173,8 @@ def print_statistics(plan: Plan, console: Console) -> None:
 
 
 def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
-    """What the documents of each source are like, before long ones are split: copies and held-out ones included."""
+    """Lengths and supervised shares of the documents of each source, before long ones are split. Copies and held-out
+    documents are included."""
     columns = ["source", *(f"{one} %" for one in PERCENTILES), "longest", "supervised", "5 %", "50 %", "95 %"]
     rows = []
     for table in (table.whole or table for table in tables):
@@ -209,7 +210,7 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         share = plan.summary()["supervised_share"]
         seconds = own * micro_batch_seconds(facts, kept, share)
         speed = plan.tokens(plan.last_stage) / seconds
-        rows["a step"] = f"{seconds:,.2g} s, {speed:,.0f} tokens/s in all: not less, by the rates of the kernels"
+        rows["a step"] = f"at least {seconds:,.2g} s, at most {speed:,.0f} tokens/s in all, by the kernels' rates"
     shown = [(name, _gib(row) if isinstance(row, int) else row) for name, row in rows.items() if row]
     title = f"Forecast for {'each rank' if degrees.ranks > 1 else 'a step'} on {facts.device_name}"
     console.print(screen.table(title, ["", ""], shown))

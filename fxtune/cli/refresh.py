@@ -5,13 +5,13 @@ replaced if the result is better.
     fxtune refresh runs/quickstart 'data.sources=[{path: new.jsonl}]' refresh.alpha=0.001 optimizer.lr=1e-3
     fxtune refresh quickstart 'data.sources=[{path: new.jsonl}]' --force    # train although there is no drift
 
-What serves is always runs/quickstart.refresh/current/adapter, or current/model where the run trained the whole model:
-`current` is a link to a run, replaced atomically. Each refresh starts from the run that it names, and lineage.json
-beside it keeps all figures and decisions. The first run is never changed.
+The model that serves is always runs/quickstart.refresh/current/adapter, or current/model where the run trained the
+whole model: `current` is a link to a run, replaced atomically. Each refresh starts from the run that `current` links
+to, and lineage.json beside it keeps all figures and decisions. The first run is never changed.
 
-Exit codes: 0 promoted, 10 no drift, 11 rejected (what was trained is not better, and nothing is replaced), 12 replaced
-(what these rows promoted does not serve any more); others as for every command. Killed at any moment, the same command
-goes on.
+Exit codes: 0 promoted, 10 no drift, 11 rejected (the new model is not better, and nothing is replaced), 12 replaced
+(the model that these rows gave was promoted, and another one serves now); others as for every command. After a kill at
+any moment the same command goes on.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ from fxtune.training.refresh import RefreshData
 
 PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "replaced"
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
-"""The decisions in lineage.json: the first three are final, the next three those of a refresh that goes on, and `left`
-that of one that was not finished when another was begun. `replaced` is an answer and not in the file."""
+"""The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. DRIFT, TRAINING and PROMOTING are those of
+a refresh that is not finished, LEFT that of one that was not finished when another was begun. REPLACED is an answer of
+the command and not in the file."""
 EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11, REPLACED: 12}
 FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
 """Keys of `data` that a refresh may set. The others say what the old rows are."""
@@ -228,7 +229,7 @@ class _Refresh:
         self.lineage.save()
 
     def _train(self, entry: dict[str, Any]) -> None:
-        """Take the run of an entry to its end, from wherever it is."""
+        """Start or resume the run of an entry, until it is finished."""
         if (self._candidate(entry) / RESULT).exists():
             return
         words = [
@@ -237,7 +238,7 @@ class _Refresh:
             *(text for text in self.overrides if text.startswith("data.cache_dir=")),
         ]
         config = compose.load(words)
-        gc.collect()  # the model of the tests
+        gc.collect()  # frees the model that the drift was measured with
         if ranks_of(config) > 1:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # the ranks need the memory that the tests took
@@ -264,7 +265,7 @@ class _Refresh:
 
 
 def _digest(weights: Path) -> str:
-    """Of the weights in a folder."""
+    """The sha256 of the weights in a folder."""
     digest = hashlib.sha256()
     try:
         for file in sorted(weights.glob("*.safetensors")):
@@ -283,7 +284,7 @@ def _drift_table(drift: dict[str, Any], old: Profile, new: Profile) -> Any:
         [f"tokens ({', '.join(f'{one} %' for one in PERCENTILES)})", *map(_lengths, (old, new))],
         ["supervised", f"{old.supervised:.0%}", f"{new.supervised:.0%}"],
         ["scripts of the letters", *map(_scripts, (old, new))],
-        ["distance of the shares of tokens", "", f"{drift['token_distance']:.2f}"],
+        ["distance of the token distributions", "", f"{drift['token_distance']:.2f}"],
     ]
     return table("Old held-out rows and new rows", ["", "old", "new"], rows)
 
@@ -300,7 +301,7 @@ def _drift_verdict(drift: dict[str, Any], alpha: float) -> str:
     is_drift = "Drift" if drift["found"] else "No drift"
     return (
         f"{is_drift}: the loss on the new rows is {drift['new_loss']:.4f}, and {drift['old_loss']:.4f} on the old "
-        f"held-out ones; p = {drift['p']:.2g} (permutation test; it is drift up to refresh.alpha={alpha:g})."
+        f"held-out ones; p = {drift['p']:.2g} (permutation test; drift is p up to refresh.alpha={alpha:g})."
     )
 
 

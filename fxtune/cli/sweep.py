@@ -1,8 +1,8 @@
 """`fxtune sweep`: searches for good hyper-parameters, and stops the losers early.
 
     fxtune sweep +recipe=quickstart data.eval_fraction=0.1 sweep.lr='loguniform(1e-3,2e-2)' sweep.r='choice(8,16,32)'
-    fxtune sweep ... --method hyperband                  # several brackets, from judged early to run to the end
-    fxtune sweep ... --trials 16 --eta 4 --workers 2     # more configurations, harder rungs, two runs at a time
+    fxtune sweep ... --method hyperband                  # several brackets: many judged early to few run to the end
+    fxtune sweep ... --trials 16 --eta 4 --workers 2     # more configurations, one of four goes on, two runs at a time
 
 sweep.KEY takes loguniform(LOW,HIGH), uniform(LOW,HIGH) or choice(A,B,C). KEY may be shortened to the end of its name.
 Each configuration trains up to a rung, a share of its run, and is paused by a checkpoint. The best 1/eta go on with

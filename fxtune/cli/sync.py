@@ -26,7 +26,7 @@ def run(folder: str) -> None:
         tracker.upload(Path(folder), say)
     except Timeout as error:
         raise StorageError(
-            f"{folder} is in use by a run that still works and sends its metrics itself: wait."
+            f"{folder} is in use by a run that still trains and sends its metrics itself: wait until it has ended."
         ) from error
     except OSError as error:
         raise StorageError(f"{folder} cannot be read: {error}. Change its permissions.") from error

@@ -33,6 +33,7 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
 from fxtune.distributed.world import World
 from fxtune.errors import CheckError
+from fxtune.models.dims import EXPERTS
 from fxtune.models.export_proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, observed, parameter_counts
 from fxtune.objectives.language_model import LanguageModel
@@ -53,8 +54,6 @@ SAMPLE = 4096
 """Elements of each trained tensor that are compared before and after a step; two 8B models would not fit."""
 FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens}
 """Formats in which every token may be supervised."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of a Hugging Face config that make the model a mixture of experts."""
 
 
 def run(config: Config, loss: bool = False, each: bool = False, json: Optional[Path] = None) -> None:

@@ -98,9 +98,9 @@ def typed(cfg: DictConfig) -> Config:
 
 
 def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[str] = ()) -> Config:
-    """The config of the run in `folder`, which a stranger may have written: only `trust_remote_code` lets it run code,
-    and it does not say where files are written. `overrides`: keys of a command line, which come after it. Raises
-    ConfigError if there is no run, or if a key is wrong."""
+    """The config of the run in `folder`. A stranger may have written it: only `trust_remote_code` lets it run code,
+    and the folders that it names for output are ignored. `overrides`: keys of a command line, which override it.
+    Raises ConfigError if there is no run, or if a key is wrong."""
     values = read_config(folder)
     if values is None:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
@@ -201,8 +201,8 @@ def _register(store: RecipeStore, everything: bool) -> None:
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """Hydra, with what prepare() registered. Its errors become ConfigErrors. Its one global instance is put aside, as
-    fxtune tune composes what it writes inside a job of a multirun."""
+    """Hydra, with what prepare() registered. Its errors become ConfigErrors. Hydra has one global instance; one that
+    exists is put aside meanwhile, because `fxtune tune` composes a config inside a job of a multirun."""
     instance = GlobalHydra.instance()
     outer, instance.hydra = instance.hydra, None
     try:

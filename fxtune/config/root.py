@@ -43,7 +43,7 @@ class RunConfig:
     dir: Optional[str] = None
     """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if that one is taken."""
     seed: int = field(default=0, metadata={"min": 0})
-    """Of the order of the data, new weights and dropout."""
+    """The seed of the data's order, of new weights and of dropout."""
     resume: Resume = Resume.auto
     """`auto`: continue an unfinished run of the same config, or start one. `never`: start one.
     `must`: fail if there is none."""
@@ -54,8 +54,8 @@ class RunConfig:
     """`auto`: the GPU if there is one."""
     gpus: str = "auto"
     """How many GPUs of this machine train together, each in a process of its own (a rank). `auto`: as many as divide
-    the micro-batches of a step. A number with run.device=cpu: so many processes on the CPU. torchrun starts ranks on
-    several machines (docs/distributed.md)."""
+    the micro-batches of a step. With run.device=cpu, a number is that of processes on the CPU. torchrun starts ranks
+    on several machines (docs/distributed.md)."""
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
     """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
     export: Export = Export.best
@@ -115,8 +115,8 @@ class TrainConfig:
     multiple of eval_every at which the run evaluates from then on. null: 0.05 with train.stop, else any share."""
     stop: StopConfig = field(default_factory=StopConfig)
     max_minutes: Optional[float] = field(default=None, metadata={"above": 0})
-    """Be done so many minutes after the start, all processes of the run taken together. With schedule.name=wsd the
-    decay begins early enough to end in time; other schedules are cut off."""
+    """End the run within so many minutes of running time; the time between a stop and a resume does not count. With
+    schedule.name=wsd the decay begins early enough to end in time; other schedules are cut off."""
     pause_after: Optional[int] = field(default=None, metadata={"min": 1})
     """Save after this step and end, without an export. The same command with a later one, or without it, goes on with
     the same bits. The learning rate is that of the whole run."""
@@ -163,7 +163,7 @@ class RefreshConfig:
     """The rate of false alarms of each test: how often rows like the old ones count as drift, and how often a model
     that is not better passes the gate's test."""
     sample: int = field(default=1000, metadata={"min": 10})
-    """Documents, old and new each, that are compared at most."""
+    """How many old documents, and how many new ones, are compared at most."""
     held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
     """The share of the new rows that is held out to judge by; a source's own eval_fraction comes first."""
     replay: float = field(default=0.5, metadata={"above": 0, "below": 1})
@@ -255,7 +255,7 @@ class Config:
         if train.noise_scale and train.global_batch_size == train.micro_batch_size:
             yield (
                 "`train.noise_scale=true` compares the micro-batches of a step, and "
-                f"`train.micro_batch_size={train.micro_batch_size}` makes one of it: set it to "
+                f"`train.micro_batch_size={train.micro_batch_size}` leaves only one: set it to "
                 f"{max(train.micro_batch_size // 2, 1)}, or raise train.global_batch_size"
             )
         if len(self.optimizer.betas) != 2:
@@ -284,7 +284,7 @@ class Config:
             )
 
     def _stop_conflicts(self) -> Iterator[str]:
-        """Yield what early stopping and evaluations by the clock lack."""
+        """Yield the conflicts of early stopping, of train.eval_share and of train.max_minutes."""
         data, stop, share = self.data, self.train.stop, self.train.eval_share
         patience = f"`train.stop.patience={stop.patience}`"
         if not stop.patience:

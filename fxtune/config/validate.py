@@ -126,7 +126,7 @@ class Validator:
             self.check(below, value, keys)
 
     def _check_choice(self, choices: list[str], value: Any, keys: Keys, others: str = "") -> None:
-        """`others`: who gives more choices, for the message."""
+        """`others`: a sentence that says where more choices come from."""
         if value in choices:
             return
         word, shown, remark = str(value), value, ""

@@ -57,7 +57,7 @@ class ChatRole(str, Enum):
 
 @dataclass
 class LearnConfig:
-    """Which turns of a chat the model learns to write. A turn's own `train` or `weight` (0 or 1) comes first."""
+    """Which turns of a chat the model learns to write. A turn's own `train` or `weight` (0 or 1) overrides this."""
 
     roles: list[ChatRole] = field(default_factory=lambda: [ChatRole.assistant])
     """Whose turns are learned."""
@@ -138,7 +138,7 @@ class MixConfig:
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     eval_sources: list[SourceConfig] = field(default_factory=list)
-    """Held-out sources for evaluation. They replace the share of eval_fraction; a source's own is held out as well."""
+    """Held-out sources for evaluation. They replace eval_fraction; the eval_fraction of one source still holds."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """Hold out this share of the documents of `sources`. A document's content decides, so it stays on its side when
     rows are added, and copies of it are on the same side."""
@@ -149,16 +149,17 @@ class DataConfig:
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)
     """Let rows grow: [[0.0, 8192], [0.3, 16384], [0.6, 65536]] has rows of 8,192 tokens at first, and of 65,536 from
-    60 % of the run's steps on. The last length is sequence_length and the others divide it. If rows are n
+    60 % of the run's steps on. The last length is sequence_length, and each of the others divides it. If rows are n
     times shorter, a step takes n times as many, so it has room for the same tokens. A document longer than a row waits
-    for a later stage of the epoch that takes it whole; text is cut where none follows, or where shorter documents do
-    not fill the steps."""
+    for a later stage of the epoch that takes it whole. Text is cut if no such stage follows, or if shorter documents
+    do not fill the steps."""
     packing: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
     """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding.
     `auto`: true if the model and its attention keep documents apart and there are no `buckets`, else false, with a
     line that says why."""
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
-    """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch."""
+    """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch; with
+    packing=auto and the compiler, to an eighth, a quarter, a half or all of sequence_length."""
     on_long: OnLong = OnLong.split
     """What to do with a document longer than sequence_length. `split`: text anywhere, chats at their turns, with the
     system prompt in each piece."""
@@ -169,9 +170,9 @@ class DataConfig:
     them out of training. `keep`: train on them."""
     dedup: Dedup = Dedup.off
     """Use each document of `sources` once. `exact`: leave out copies, by their tokens. `near`: also documents that are
-    like an earlier one, or like one of eval_sources. Those left out are neither trained on nor held out."""
+    similar to an earlier one, or to one of eval_sources. Those left out are neither trained on nor held out."""
     dedup_similarity: float = field(default=0.8, metadata={"above": 0, "max": 1})
-    """With `near`: the Jaccard similarity of two documents' runs of five tokens from which on they are alike."""
+    """With `near`: documents are similar if their sets of 5-grams of tokens have this Jaccard similarity or more."""
     on_bad_row: OnBadRow = OnBadRow.error
     """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
     the run folder and goes on."""
@@ -193,7 +194,7 @@ class DataConfig:
 
     @property
     def packs(self) -> bool:
-        """Whether rows hold several documents. An undecided `auto` does, unless there are buckets."""
+        """Whether rows hold several documents. An undecided `auto` counts as true, unless there are buckets."""
         return not self.buckets if self.packing == AUTO else bool(self.packing)
 
     @property
@@ -203,7 +204,7 @@ class DataConfig:
         return tuple(common if source.eval_fraction is None else source.eval_fraction for source in self.sources)
 
     def mean_row_length(self) -> float:
-        """Tokens of a token's row, in the mean over the steps of the run."""
+        """Mean tokens in a row, over the steps of the run."""
         stages = [*(self.length_schedule or [[0.0, self.sequence_length]]), [1.0, self.sequence_length]]
         return float(sum((end - begin) * length for (begin, length), (end, _) in pairwise(stages)))
 
@@ -281,8 +282,8 @@ class DataConfig:
             )
         if self.length_schedule:
             raise ConfigError(
-                "data.mix.long_share sets the share of long documents in every step, and data.length_schedule lets "
-                "them wait for longer rows. Leave one of them out."
+                "data.mix.long_share sets the share of long documents in every step, and data.length_schedule makes "
+                "long documents wait for longer rows. Leave one of the two keys out."
             )
         if weights is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Draws the weights of a model of which each rank holds a part: the same numbers as in one process.
+"""Draws the weights of a model whose parts are held by several ranks: the same numbers as in one process.
 
 Random numbers come in one sequence, in the order in which constructors and init functions ask for them. So each rank
 draws all of them, one parameter at a time, and keeps its rows. The model is built twice, with matrices on the meta
@@ -85,7 +85,7 @@ class _Writes(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []
         """All matrices: a new one must not get the storage of one that is gone."""
         self.devices: dict[int, torch.device] = {}
-        """Where a matrix was asked for, by its storage."""
+        """{storage of a matrix: the device on which it was requested}."""
         self.value = torch.empty(0)
         """The numbers of the storage that is written."""
 

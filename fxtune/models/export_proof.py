@@ -73,7 +73,7 @@ class Proof:
         return replace(self, recomputed=count, left_out=left_out, seconds=seconds)
 
     def figures(self) -> dict[str, float]:
-        """As metrics of the run."""
+        """The figures as metrics of the run, by name."""
         found = {"kl": self.kl, "max_difference": self.difference, "proof_seconds": self.seconds}
         return {f"export/{name}": value for name, value in found.items() if value is not None}
 
@@ -241,7 +241,7 @@ class _Plain:
     def build(self) -> Any:
         file, held = self.folder / "config.json", self.base
         config = type(held.config).from_pretrained(self.folder) if file.exists() else copy.deepcopy(held.config)
-        config._attn_implementation = "eager"  # any kernel of it may need documents, or a GPU
+        config._attn_implementation = "eager"  # another kernel may need the bounds of documents, or a GPU
         weight = next(held.parameters())
         dtype = next((one.dtype for one in held.parameters() if one.is_floating_point() and one.itemsize > 1), None)
         code = bool(getattr(config, "auto_map", None))  # it has run already, to build the model

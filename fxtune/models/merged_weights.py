@@ -48,7 +48,8 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any) -> tuple[i
         count, passed = 0, []
         for name in sorted(merged.files):
             source = next((one for one in (*_spellings(name), *_tied(name)) if one in stored.files), None)
-            of_experts = bool(lora.target_parameters) and merged[name].dim() > 2  # under any name: Granite-MoE's
+            # By its dimensions, because families name experts differently (Granite-MoE).
+            of_experts = bool(lora.target_parameters) and merged[name].dim() > 2
             if of_experts or adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
                 passed.append(name)
                 continue
@@ -104,7 +105,7 @@ class _Adapters:
         return not self._others.isdisjoint(name.split("."))
 
     def replacement(self, name: str) -> str | None:
-        """The tensor of the adapter's file that stands for this one: a bias, or of a module that was trained whole."""
+        """The tensor of the adapter's file that replaces this one: a bias, or a tensor of a module trained in full."""
         module, _, leaf = name.rpartition(".")
         spelled = (f"{PREFIX}{module}.{leaf}", f"{PREFIX}{module}.base_layer.{leaf}")
         own = leaf != "weight" or not self._module(name)

@@ -24,7 +24,7 @@ from fxtune.system.hub import Origin, fetch, locate_adapter
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 FACTORED = ("pissa", "olora")
-"""Values of `init` that also change the base, which whoever loads the adapter must know."""
+"""Values of `init` that also change the base, so an adapter with one of them fits only the changed base."""
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
 """Options that name the modules with adapters."""
 _PEFT_ONLY = (
@@ -53,7 +53,8 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     patterns = {name: getattr(lora_config, name) or {} for name in ("rank_pattern", "alpha_pattern")}
     options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}
     if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in _adapter_weights(model)}:
-        options = {name: value for name, value in options.items() if name not in TARGETS}  # in whatever words
+        # The file has the same modules, so it does not matter how its options name them.
+        options = {name: value for name, value in options.items() if name not in TARGETS}
     _require_same_options(saved, options, lora_config, adapter)
     load_weights(model, origin, adapter, key)
     model.adapter_start = adapter
@@ -116,7 +117,7 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
 
 
 def _wrong_values(saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(option and value, what is wrong) of options of which peft would make nonsense, or a traceback."""
+    """(option and value, what is wrong) of options with which peft would fail or compute nonsense."""
     for option in ("target_modules", "exclude_modules", "modules_to_save"):
         value = saved.get(option)
         names = isinstance(value, list) and all(isinstance(one, str) for one in value)

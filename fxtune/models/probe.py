@@ -58,4 +58,5 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
 
 
 def relative_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference of two tensors, divided by the norm of `other`."""
     return ((one.float() - other.float()).norm() / other.float().norm()).item()

@@ -21,7 +21,7 @@ from fxtune.system.atomic_files import replace_folder, sync
 
 
 def staging_folders(folder: Path) -> tuple[Path, Path]:
-    """Where save_model() puts a folder together, and where the one that it replaces stands meanwhile."""
+    """(where save_model() writes `folder` before it renames it, where it puts the folder that it replaces)."""
     return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
 
 

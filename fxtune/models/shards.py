@@ -71,7 +71,7 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
 
 
 def mark_joined(whole: nn.Parameter, parts: Sequence[Any]) -> None:
-    """Mark `whole` as `parts` below each other, if they are marked."""
+    """Mark `whole` as the rows of `parts`, one part after the other, if these are marked."""
     found = [getattr(part, MARK, None) for part in parts]
     if all(found):
         starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]

@@ -30,6 +30,7 @@ from fxtune.kernels.linear_cross_entropy import (
     scale_and_cap,
 )
 from fxtune.kernels.matmul import CUBLAS
+from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, observed, running_on_text
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
@@ -79,7 +80,7 @@ class LanguageModel:
         return self._cross_entropy(batch, "sum")
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability of each supervised token, float32 [supervised], in `batch.labels` order; 0 for IGNORED."""
+        """Log-probability of each supervised token, float32 [supervised], as in `batch.labels`; 0 for IGNORE_INDEX."""
         return -self._cross_entropy(batch, "none")
 
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
@@ -95,8 +96,8 @@ class LanguageModel:
         return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
 
     def router_terms(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Of the newest forward pass, which was that of `batch`: the auxiliary loss, and figures of the routers, each
-        times the supervised tokens. The loss is None in evaluation, and where there is none."""
+        """(the auxiliary loss, figures of the routers) of the newest forward pass, which was that of `batch`; each is
+        multiplied by the number of supervised tokens. The loss is None in evaluation and for models without one."""
         self.asked_routers = True
         if self.routers is None:
             return None, {}
@@ -186,8 +187,8 @@ class LanguageModel:
             try:
                 logits, losses = with_head(self.model, lambda: self._head_logits_and_losses(inputs, labels))
                 differences = [
-                    _relative_difference(logits, own.float()),
-                    _relative_difference(losses, expected),
+                    relative_distance(logits, own.float()),
+                    relative_distance(losses, expected),
                 ]
             except (AttributeError, RuntimeError, TypeError) as problem:  # no head directly after the decoder
                 if out_of_memory_reason(problem):
@@ -241,7 +242,3 @@ def _linear(head: Any) -> nn.Linear | None:
 
 def _fp8_scales(linear: nn.Linear) -> torch.Tensor | None:
     return linear.scales if isinstance(linear, Fp8Head) else None
-
-
-def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()

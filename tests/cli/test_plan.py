@@ -31,7 +31,7 @@ def test_too_small_a_card_is_told_what_helps(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert not found["fits"]
     assert "does not fit" in shown
-    assert "What would make it fit, each alone:" in shown
+    assert "What would help it to fit:" in shown
     assert "techniques.quantize.enabled=true: " in shown
     assert "a larger card: --gpu " in shown
 

@@ -40,8 +40,8 @@ def plan_training(
 
     The run ends after `max_steps` or `epochs`, whichever comes first; if both are None, after one epoch. `excluded`:
     digests of documents that are left out; `near_copies`: the same, of data.dedup. `ramp`: train.batch_ramp. Raises
-    ConfigError if settings contradict each other, DataError if a table has nothing to learn from, or a document that
-    is not to be cut and that no stage of an epoch takes whole.
+    ConfigError if settings contradict each other, and DataError if a table has nothing to learn from, or a document
+    that must not be cut and that no stage of an epoch takes whole.
     """
     assert len(tables) == len(data.sources)
     data.validate()

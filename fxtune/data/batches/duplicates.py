@@ -1,14 +1,14 @@
 """Finds documents that repeat others, exactly or nearly, so that each is learned once (`data.dedup`).
 
-It acts before documents are held out: of documents that are alike only the first is used, on whichever side it falls,
-so that no near-copy of a held-out document is trained on.
+It acts before documents are held out: of similar documents only the first is used, for training or for evaluation, so
+no near-copy of a held-out document is trained on.
 
-Exact copies have the same token ids, so their stored digests say it. Near-copies are found by MinHash and
-locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is the set of its runs of SHINGLE tokens,
-and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity. Minima are compared in
-bands; documents that share a band are candidates, and the similarity of candidates is then computed from the sets
-themselves, so no document is left out for chance. Runs that a tenth of the documents have, such as a chat template and
-a system prompt, say nothing about a document and are not compared.
+Exact copies have the same token ids and therefore the same stored digest. Near-copies are found by MinHash and
+locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is the set of its shingles, the sequences
+of SHINGLE tokens in it, and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity.
+Minima are compared in bands; documents that share a band are candidates. The similarity of candidates is then computed
+from the sets themselves, so no document is left out by chance. Shingles that a tenth of the documents have, such as
+those of a chat template and a system prompt, say nothing about a document and are not compared.
 
 Everything is a function of the tokens and the settings, in the order of the sources. The minima and the bands take
 0.75 KB a document at the default similarity. The result is kept beside the tokens.
@@ -33,12 +33,12 @@ from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 
 SHINGLE = 5
-"""Tokens of a run."""
+"""Tokens of a shingle."""
 PERMUTATIONS = 128
 FREQUENT, SAMPLED = 0.1, 2000
-"""Runs that this share of a sample of so many documents has are not compared."""
+"""A shingle is not compared if this share of a sample of SAMPLED documents has it."""
 FEW = 50
-"""With fewer documents every run is compared."""
+"""With fewer documents every shingle is compared."""
 _CATCH = 0.99
 """The chance that two documents that are just similar enough share a band."""
 _COMPARED = 100
@@ -56,12 +56,12 @@ class Duplicates:
     near: np.ndarray
     """uint64, ascending: the digests of near-copies."""
     like: np.ndarray
-    """uint64: for each of these, the digest of the earlier document that it is like."""
+    """uint64: for each of these, the digest of the earlier document that it is similar to."""
 
 
 def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig) -> Duplicates:
-    """The near-copies among `tables`, those of data.sources. A document that is like one of `held_out`, those of
-    data.eval_sources, is a near-copy, too; documents of `held_out` are none."""
+    """The near-copies among `tables`, those of data.sources: documents similar to an earlier one, or to one of
+    `held_out`, the tables of data.eval_sources. Documents of `held_out` are never near-copies."""
     none = np.zeros(0, np.uint64)
     if data.dedup is not Dedup.near:
         return Duplicates(none, none)
@@ -89,7 +89,7 @@ def _store(file: Path, value: np.ndarray) -> None:
 
 
 def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
-    """Which documents of a table are no copies of earlier ones in it or of those with the digests `seen`, bool.
+    """Which documents of a table repeat no earlier one of the table and none with a digest in `seen`, bool.
 
     The pieces of a chat have its digest: those of its first copy are kept.
     """
@@ -106,7 +106,8 @@ def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
 
 
 def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float) -> tuple[np.ndarray, np.ndarray]:
-    """(digests of near-copies, of what each is like), both by the first. The first `held_out` tables have none."""
+    """(digests of near-copies, ascending; for each the digest of the document that it is similar to). The first
+    `held_out` tables have no near-copies."""
     digests = np.concatenate([table.digests for table in tables])
     first = np.unique(digests, return_index=True)[1]
     order = np.sort(first)  # each content once, in the order of the tables
@@ -139,7 +140,7 @@ def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float)
 
 
 class _Shingles:
-    """The sets of runs of tokens of documents, each document given by its table and its place there."""
+    """The set of shingles of each document, given by its table and its index there."""
 
     def __init__(self, tables: Sequence[TokenTable], owner: np.ndarray, inside: np.ndarray) -> None:
         self.tables, self.owner, self.inside = tables, owner, inside
@@ -151,7 +152,7 @@ class _Shingles:
             self.frequent = runs[times >= max(2, FREQUENT * len(sample))]
 
     def of(self, document: int) -> np.ndarray:
-        """The runs of a document, uint64, each once, ascending. A shorter document is one run."""
+        """Hashes of a document's shingles, uint64, each once, ascending. A shorter document is one shingle."""
         table, at = self.tables[self.owner[document]], int(self.inside[document])
         ids = np.asarray(table.ids[int(table.offsets[at]) : int(table.offsets[at + 1])]).astype(np.uint64)
         size = min(SHINGLE, len(ids))

@@ -167,7 +167,7 @@ class EpochStream(RowSequence):
         self.excluded = excluded
         """Digests of documents that are left out, because they are held out as well; None or empty: none."""
         self.near_copies = near_copies
-        """Digests of documents that are left out, because they are like another one; None or empty: none."""
+        """Digests of documents that are left out, because they are similar to another one; None or empty: none."""
         each = [
             make_segments(table, settings.sequence_length, settings.on_long, on_side, excluded)
             for table, on_side in zip(self.tables, self.documents(), strict=True)
@@ -185,7 +185,7 @@ class EpochStream(RowSequence):
         """bool [segments]: which are long for `settings.mix`; without it, none."""
         if settings.mix:
             self._require_both_kinds(settings.mix)
-        # Epochs that draw segments have different ones, so their numbers of rows differ a little.
+        # Each epoch draws other segments then, so the number of rows differs a little.
         self.has_equal_epochs = settings.weights is None and settings.mix is None
         self._pattern: Optional[tuple[np.ndarray, np.ndarray]] = None
 
@@ -197,14 +197,10 @@ class EpochStream(RowSequence):
     def fingerprint(self) -> str:
         """Equal for streams with the same rows."""
         settings = {**asdict(self.settings), "side": self.settings.side.value}
-        for later in (
-            "mix",
-            "limit",
-            "shares",
-            "distinct",
-        ):  # so that fingerprints from before there were these stay valid
-            if settings[later] is None:
-                del settings[later]
+        # Fields that a later version added count only where they are set, so that earlier fingerprints stay valid.
+        for added in ("mix", "limit", "shares", "distinct"):
+            if settings[added] is None:
+                del settings[added]
         if self.excluded is not None and len(self.excluded):
             settings["excluded"] = hashlib.sha256(self.excluded.tobytes()).hexdigest()
         if self.near_copies is not None and len(self.near_copies):

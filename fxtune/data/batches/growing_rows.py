@@ -5,16 +5,16 @@ stage before it in this epoch took, chosen at random:
 
 - A stage that ends within the epoch fills exactly its steps, first with documents that fit a row whole. Longer ones
   wait for the next stage.
-- If those that fit do not fill the stage's steps, so many of the longer ones as are missing are cut into rows.
-- If what is left of an epoch fits into the present stage, no longer rows follow in it, so nothing waits: long
+- If those that fit do not fill the stage's steps, just enough of the longer ones are cut to fill them.
+- If what is left of an epoch fits into the present stage, no longer rows follow in this epoch. So nothing waits: long
   documents are cut.
 
 A piece begins with the last token of the piece before it. That token is context only there, so each supervised token
 of an epoch is a target exactly once, however its document is cut. Chats are not cut, nor is anything with an on_long
 other than split: such a document needs a stage in its epoch that takes it whole, else the run is refused.
 
-All this is a function of (stream, stages, epoch). From the first epoch of the last stage on, rows are those of a run
-without stages.
+All this is a function of (stream, stages, epoch). From the first epoch that begins in the last stage, rows are those
+of a run without stages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ORDER, _ROWS = 5, 6
 
 @dataclass(frozen=True)
 class CutSegments:
-    """The segments of a stream, and behind them the pieces of those that are longer than some rows."""
+    """The segments of a stream, followed by the pieces of those that are longer than rows of some stage."""
 
     segments: Segments
     source: np.ndarray
@@ -88,8 +88,8 @@ class _Block(NamedTuple):
 class GrowingRows(RowSequence):
     """The rows of `stream` in the stages of `step_rows`.
 
-    Raises DataError, as late as the epoch is counted or built, if it has a document that is not to be cut and no stage
-    takes whole.
+    Raises DataError if an epoch has a document that must not be cut and that no stage takes whole. This is found only
+    when the epoch is counted or built.
     """
 
     has_equal_epochs = False
@@ -100,7 +100,7 @@ class GrowingRows(RowSequence):
         self._lengths = step_rows.by_length()
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
-        """By stage, the rows of an epoch that lies in it as a whole, where all of these have as many."""
+        """{stage: rows of an epoch that lies in it as a whole}, where all such epochs have the same number."""
 
     def share(self, epoch: int, row: int) -> float:
         begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
@@ -203,7 +203,7 @@ class GrowingRows(RowSequence):
         return rows * length if self.stream.settings.packing else rows
 
     def _fills(self, segments: np.ndarray) -> int:
-        """How much of a capacity `segments` are."""
+        """How much of a capacity `segments` take: tokens, or documents."""
         return int(self.segments.length[segments].sum()) if self.stream.settings.packing else len(segments)
 
     def _refuse(self, waiting: np.ndarray, stage: int, row: int) -> NoReturn:

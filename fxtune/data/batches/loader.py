@@ -71,7 +71,7 @@ class StepBatches:
     micro_batches: Iterator[Batch]
     """In order. Take them before the next step (the rest is skipped) and while the iterator of steps exists."""
     own: Optional[int] = None
-    """How many of them count, from the first on (Plan.own_micro_batches); None: all."""
+    """The first `own` of them count in sums (Plan.own_micro_batches); None: all."""
     wait_seconds: float = 0.0
     """How long the consumer of `micro_batches` has waited for them."""
 

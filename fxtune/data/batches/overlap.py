@@ -1,7 +1,7 @@
 """Rows that are both trained on and held out, found by their tokens.
 
-Such a row makes an evaluation tell how well the model remembers. It is found by the digest of its token ids, which the
-tables store, so it may be in another file, under another name or in another format.
+With such a row an evaluation measures what the model remembers. The row is found by the digest of its token ids, which
+the tables store, so it may be in another file, under another name or in another format.
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ class Plan:
         return -(-self._all_micro_batches(step) // self.sizes.ranks)
 
     def own_micro_batches(self, step: int) -> int:
-        """How many of them count. If the ranks do not divide the last step of a run, the last micro-batch of some
-        ranks repeats one of another rank, and is to be left out of every sum.
+        """How many of this rank's micro-batches count. If the ranks do not divide the last step of a run, the last
+        micro-batch of some ranks repeats one of another rank, and must be left out of every sum.
         """
         return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
 
@@ -180,7 +180,8 @@ class Plan:
         return -(-self.rows(step) // self.micro_rows(step))
 
     def micro_rows(self, step: int) -> int:
-        """Rows of a micro-batch of the step: as many more as they are shorter than the longest ones."""
+        """Rows of a micro-batch of the step: n times micro_batch_size if its rows are n times shorter than the
+        longest."""
         longest, length = self.stream.settings.sequence_length, self.step_rows.length(step - self.sizes.dropped)
         return self.sizes.micro_batch_size * (longest // length)
 
@@ -229,8 +230,8 @@ class Plan:
         segments, offsets = self._micro_batch(step, micro)
         length, stage = self.row_sequence.segments.length[segments], self.stage(step)
         packing = self.stream.settings.packing
-        # Slots for rows that all have as many documents as the fullest one of the stage's first epoch, and padding.
-        # Few batches need more.
+        # Slots as if all rows had as many documents as the fullest row of the stage's first epoch, and padding. Few
+        # batches need more.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
         return BatchSpec(
@@ -378,7 +379,7 @@ class Plan:
         cut_segments = CutSegments.of(self.stream, shorter) if shorter else None
 
         def layout(step_rows: StepRows) -> _Layout:
-            """With the rows of so many steps, or of the epochs if they are less."""
+            """With the rows of max_steps steps, or of the epochs if these are fewer."""
             rows = self.stream if cut_segments is None else GrowingRows(self.stream, step_rows, cut_segments)
             count = math.inf if most is None else step_rows.first_row(most)
             if most is None or sizes.epochs is not None:
@@ -450,7 +451,7 @@ class Plan:
 
 
 def _count_rows(rows: RowSequence, epochs: float, limit: float) -> float:
-    """Rows of so many epochs, or `limit` if they are more."""
+    """Rows of `epochs` epochs, but at most `limit`."""
     count = number = 0
     while number < int(epochs) and count < limit:  # one by one: a weighted epoch takes time to build
         count, number = rows.end(number), number + 1

@@ -4,10 +4,10 @@ A run has one stage, or several: `train.batch_ramp` lets the batch grow, and `da
 stage begins at a share of the run's steps, so the plan must know how many there are. With train.epochs that is the
 smallest number of steps that covers the epochs. Learning-rate schedules count steps, as always.
 
-Rows of a stage are shorter by a whole number n than the last ones, and a step takes n times as many of them. So each
-step has room for the same tokens, in micro-batches of the same tokens: memory, the time of the matmuls and the noise
-of a gradient stay about what they are, and only attention becomes cheaper. "Dataset Decomposition" (arXiv 2405.13226)
-keeps the tokens of a step, too.
+Rows of a stage are n times shorter than those of the last stage, n a whole number, and a step takes n times as many.
+So each step has room for the same tokens, in micro-batches of the same tokens: memory, the time of the matmuls and the
+noise of a gradient stay about what they are, and only attention becomes cheaper. "Dataset Decomposition" (arXiv
+2405.13226) keeps the tokens of a step, too.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class StepRows:
 
     @staticmethod
     def holding(rows: int, stages: Sequence[Stage], max_steps: int | None) -> StepRows:
-        """The layout of a run over `rows` rows, of at most `max_steps` steps; about that where later steps have fewer
-        rows."""
+        """The layout of the fewest steps that hold `rows` rows, at most `max_steps`; approximate if later steps have
+        fewer rows."""
         low, high = 1, -(-rows // min(stage.rows for stage in stages))
         while low < high:
             middle = (low + high) // 2
@@ -79,7 +79,7 @@ class StepRows:
         return any(start.length != self.starts[0].length for start in self.starts)
 
     def by_length(self) -> StepRows:
-        """The same rows, with those stages only that change their length."""
+        """The same rows, with only those stages that change the length of rows."""
         changes = [start for before, start in pairwise(self.starts) if start.length != before.length]
         return StepRows((self.starts[0], *changes), self.planned)
 
@@ -110,7 +110,7 @@ class StepRows:
         return self.starts[stage + 1].row if stage + 1 < len(self.starts) else None
 
     def tokens(self, row: int) -> int:
-        """Tokens for which the rows before `row` have room."""
+        """How many tokens the rows before `row` have room for."""
         total = 0
         for stage in range(self.stage_of_row(row) + 1):
             start, end = self.starts[stage], self.end(stage)

@@ -1,12 +1,12 @@
-"""Checks that each part of a row reaches the text, so that nothing which a user wrote is lost in silence.
+"""Checks that each part of a row reaches the text, so that nothing which a user wrote is lost silently.
 
 Every field of a row that is not empty must be found in the rendered text, or be named: in the table of known fields
 that carry no training text (KNOWN), or in the source's `unused`. Anything else is a bad row, with the field's name.
 Where the chat template leaves a part out by design, the document is used and counted under a remark.
 
-Two checks complete each other. What a template writes depends on the shape of a conversation (roles, and which fields
-there are), so each new shape is rendered once with sentinels in all fields; this finds a system prompt that is dropped
-although its words stand elsewhere. And each row's own strings are searched in its text, which costs little.
+There are two checks. What a template writes depends on the shape of a conversation (roles, and which fields there
+are), so each new shape is rendered once with sentinels in all fields; this finds a system prompt that is dropped
+although its words stand elsewhere. Then each row's own strings are searched in its text, which costs little.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KNOWN = frozenset(
 KNOWN_ENDINGS = tuple(
     f"_{ending}" for ending in ("id", "ids", "url", "date", "time", "count", "score", "hash", "type")
 )
-"""So do names that end like this."""
+"""Names with these endings describe a row, too."""
 
 READ: dict[RowFormat, frozenset[str]] = {
     RowFormat.messages: frozenset((*LIST_KEYS, "tools", "prompt", "text")),
@@ -51,8 +51,8 @@ READ: dict[RowFormat, frozenset[str]] = {
     ),
     RowFormat.text: frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion")),
 }
-"""The columns of each format, and those that often hold the same once more: the rendered text, the first question, or
-the chats beside the text that a user has chosen."""
+"""The columns of each format, and those that often repeat them: the rendered text, the first question, or the chats
+beside a text that the user has chosen to train on."""
 
 TURN_KEYS = frozenset(
     ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")

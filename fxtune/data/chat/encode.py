@@ -9,8 +9,8 @@ tokenizers insert, is supervised if it is inside a span.
 No special tokens are added to rendered text, because the template has written them. Plain text gets the
 tokenizer's beginning-of-text and end-of-text tokens, unless the text has them.
 
-The result for a row that cannot be used is the reason. A fault that makes every row unusable (no chat template, one
-that does not compile, a slow tokenizer) raises DataError at once.
+For a row that cannot be used, the result is the reason, a string. A fault that makes every row unusable (no chat
+template, one that does not compile, a slow tokenizer) raises DataError at once.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Encoder:
         return [next(documents) if isinstance(result, _Text) else result for result in results]
 
     def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
-        """The pieces of a chat row that is longer than a row, which has `self.longest` tokens. `whole`: its tokens."""
+        """The pieces, of at most `self.longest` tokens, of a chat that is longer. `whole`: the tokens of the chat."""
         assert self.longest is not None
         if self.format is RowFormat.prompt_completion and isinstance(row.get("prompt"), str):
             return truncate_chat(whole, self.longest)
@@ -166,7 +166,7 @@ class Encoder:
         if self._template(with_tools=False)[0].frame.endings:
             return []
         return [
-            "the chat template writes no end-of-turn token behind the assistant's answer, so the model does not learn "
+            "the chat template writes no end-of-turn token after the assistant's answer, so the model does not learn "
             "where to stop; add one in a template of your own (data.chat_template=FILE)"
         ]
 

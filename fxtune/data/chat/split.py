@@ -1,10 +1,10 @@
 """Splits a chat longer than a row into shorter ones, so that no answer is cut and each keeps its system prompt.
 
 Each piece is a conversation of its own, rendered by the chat template: the leading system messages and the tools, then
-as many whole exchanges as fit. An exchange is a question and all that follows it up to the next one. One that does not
-fit alone is an agent's work, as a rule: it is split into its steps (an assistant turn with the results of its calls),
-and each piece repeats the question. A step that does not fit alone is cut at the end of the row. What is cut off is
-counted, as is a chat whose template refuses to begin in its middle, which is cut as a whole.
+as many whole exchanges as fit. An exchange is a question and all that follows it up to the next question. An exchange
+that does not fit alone is usually an agent's work: it is split into its steps (an assistant turn with the results of
+its calls), and each piece repeats the question. A step that does not fit alone is cut at the end of the row. A chat
+whose template refuses to begin in its middle is cut as a whole. What is cut off is counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SplitChat:
 
 
 def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> SplitChat:
-    """The pieces of a chat, of at most `longest` tokens each. `whole`: its own tokens, which are more."""
+    """The pieces of a chat, of at most `longest` tokens each. `whole`: the tokens of the chat, which are more."""
     splitter = _Splitter(chat, encode, longest)
     first = next((at for at, message in enumerate(chat.messages) if message["role"] != "system"), len(chat.messages))
     try:

@@ -7,21 +7,21 @@ quote it. Two methods are exact:
 (a) `{% generation %}` marks: the template marks the spans itself, and transformers returns them.
 
 (b) Sentinels, for templates without marks (the published ones of Llama-3.1, Qwen3 and Gemma-3): render once more with
-private-use characters in place of the assistant's contents. What surrounds them is written by the template, and the
-rest of the real text is the contents:
+private-use characters in place of the assistant's contents. The template writes the text around them, and the rest of
+the real text is the contents:
 
     all turns at once   If the pieces between the sentinels, joined with the contents as given (or stripped, as
                         `| trim` leaves them), spell the real text, the positions are proven. This is the usual case.
     turn by turn        Otherwise, one rendering for each turn. The real text must end with the text after the
-                        sentinel: there the content ends, whatever the template did to it (reasoning removed, JSON
-                        escaped).
+                        sentinel. The content ends where that text begins, whatever the template did to the content
+                        (reasoning removed, JSON escaped).
 
-A turn that calls tools is located by sentinels in place of the functions' names. It ends behind the last arguments, by
+A turn that calls tools is located by sentinels in place of the functions' names. It ends after the last arguments, by
 the text that a probe showed there, or where a rendering that stops after this turn ends (`_span_of_calls`).
 
 A supervised span starts where the generation prompt ends, because from there on the model writes. So an empty
 `<think></think>` that the template puts before the content is learned, and so is the header of a turn if the template
-has no generation prompt. A span ends after the end-of-turn token, before the newline behind it. A probe of two
+has no generation prompt. A span ends after the end-of-turn token, before the newline that follows it. A probe of two
 messages measures once for each template what the generation prompt, the text between it and the content, and the end
 of a turn are (`TurnFrame`). If a template cannot be read in these ways, the row is a bad row; nothing is guessed.
 

@@ -32,7 +32,7 @@ class RowFormat(str, Enum):
 
 
 SPLIT_AT_TURNS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
-"""Formats whose documents are not split anywhere."""
+"""Formats whose long documents are split between turns, not at any token."""
 
 ROW_FORMATS.reserve(RowFormat)
 

@@ -56,7 +56,7 @@ class Source:
     parts: list[tuple[list[DataFile], int, int]] = field(default_factory=list)
     """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
     remark: str = ""
-    """Which files of a folder `split` leaves."""
+    """Which files of a folder `split` selects; empty if all."""
 
     @property
     def name(self) -> str:

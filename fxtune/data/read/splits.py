@@ -2,8 +2,8 @@
 
 A split is written as in the datasets library, whose parser is used: `train`, `train[:10%]`, `train[100:200]`,
 `train[-5%:]`, `train+test`. A folder has splits if its files are named by them, as train.jsonl and test.jsonl or as
-data/validation-00000.parquet; the nearest name that holds such a word counts. `train` means all files, unless every
-file of a folder names a split. A split that the data does not have is an error: it would be read as another one.
+data/validation-00000.parquet; the last part of the path that holds such a word counts. `train` means all files, unless
+every file of a folder names a split. A split that the data does not have is an error.
 """
 
 from __future__ import annotations

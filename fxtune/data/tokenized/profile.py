@@ -1,4 +1,4 @@
-"""What documents look like: their lengths, what is supervised, the scripts of their letters and their tokens.
+"""Statistics of documents: lengths, supervised share, the scripts of their letters, and the shares of tokens.
 
 Scripts stand for languages: they are read from the Unicode name of each letter, which takes no model and tells Greek
 from Korean, but not French from German.

@@ -1,4 +1,5 @@
-"""The rows of a source's documents: what a report names by file and line, and what is copied."""
+"""The row that each document of a source was made from: a message names its file and line, `fxtune refresh` copies
+it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from fxtune.data.tokenized.table import TokenTable
 
 
 def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig) -> Iterator[Row]:
-    """The row of each document, in order. `table`: the tokens of `source`, which say what rows could not be used; None
-    if there were none of these. The documents are those of whole chats (`TokenTable.whole`)."""
+    """The row of each document, in order. `table`: the tokens of `source`, which say which rows could not be used;
+    None if all could. The documents are those of whole chats (`TokenTable.whole`)."""
     opened = open_source(source, cache_root(data) / "datasets" if data.cache_dir else None)
     bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
     return (row for row in opened.rows() if row.value is not None and row.where not in bad)

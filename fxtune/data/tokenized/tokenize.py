@@ -41,9 +41,10 @@ from fxtune.system.progress import phase
 ENCODING_VERSION = 4
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
 LAST_VERSION = 3
-"""Part of a table's fingerprint unless a row gets other tokens than from that version, so that earlier runs resume."""
+"""Part of a table's fingerprint, in place of ENCODING_VERSION, if all rows get the same tokens as with this version.
+So runs that were begun with it resume."""
 SPLIT_VERSION = 1
-"""The same, of a table of split chats."""
+"""Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256
@@ -71,7 +72,7 @@ def tokenize(
     try:
         table, cached = _open_or_build(folder, settings, opened, encoder, data)
         if format in SPLIT_AT_TURNS and data.on_long is OnLong.split and table.longest > data.sequence_length:
-            # Only now, and as a table of its own: without long chats the tokens do not depend on the row's length.
+            # A table of its own, because the tokens of all other sources do not depend on the row's length.
             encoder.longest = data.sequence_length
             settings.append(["split at turns", SPLIT_VERSION, data.sequence_length])
             pieces, found = _open_or_build(folder, settings, opened, encoder, data)

@@ -170,7 +170,7 @@ def test_rows_of_a_stage_are_dealt_out_to_ranks_and_cut_into_pieces():
 
 
 def test_share_of_long_documents_and_rows_that_grow_are_refused_together():
-    with pytest.raises(ConfigError, match=r"data\.length_schedule lets them wait"):
+    with pytest.raises(ConfigError, match=r"data\.length_schedule makes long documents wait"):
         grown([natural(9, 20, 0)], length_schedule=[[0.0, 16], [0.5, 64]], mix=MixConfig(0.5, 32))
 
 

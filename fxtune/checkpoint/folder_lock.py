@@ -3,7 +3,7 @@
 flock works for every path to the folder, and the death of a process releases it. Some network file systems keep it
 within one machine, and then a second host gets the lock, too. So the holder writes its host and a count, which goes
 up, next to the lock. Whoever gets the lock and finds the note of another host waits to see whether the count moves.
-After an orderly end there is no note, so only a run that died on one host and goes on on another has to wait.
+After an orderly end there is no note. So only a run that died on one host and is continued on another has to wait.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Lineage:
             raise StorageError(f"{self.folder / LINEAGE} cannot be written: {error}. Free space there.") from error
 
     def serve(self, run: Path) -> None:
-        """Let `run` serve: readers see the link to the run before or to this one. Raises StorageError."""
+        """Let `run` serve. A reader sees either the old link or the new one. Raises StorageError."""
         staging = self.folder / f".{CURRENT}"
         try:
             staging.unlink(missing_ok=True)

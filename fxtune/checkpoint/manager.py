@@ -7,10 +7,10 @@ The training loop stops only while the tensors are copied (host_copy.py). A thre
 checkpoints; at most one save is in flight. A failed save is reported once and the next one tries again. Only a run
 whose last save failed ends with an error (`wait`).
 
-With several ranks each writes the parts of which it is the first holder, all at the same time, in two phases: rank 0
-makes the folder and room for all parts, each rank writes its own and says its digests, and only then rank 0 writes the
-manifest and renames the folder. The threads of the ranks tell each other of every phase over a group of their own
-(distributed/background.py). So a save succeeds or fails on all ranks, and a rank that dies in between leaves no
+With several ranks, each part is written by the first rank that holds it, all parts at the same time, in two phases:
+rank 0 makes the folder and room for all parts, each rank writes its own and sends its digests, and only then rank 0
+writes the manifest and renames the folder. The threads of the ranks agree on every phase over a process group of their
+own (distributed/background.py). So a save succeeds or fails on all ranks, and a rank that dies in between leaves no
 checkpoint.
 
 The newest usable checkpoint is loaded, and each newer one is reported with the reason. When the run then saves, a
@@ -109,9 +109,9 @@ class Checkpoint:
     path: Path
     state: TrainState
     weights: dict[str, torch.Tensor]
-    """On the CPU; of a sharded weight the part of this rank."""
+    """On the CPU; of a sharded weight, the part of this rank."""
     moments: dict[str, torch.Tensor]
-    """On the CPU; of a moment of a sharded weight's shape the part of this rank."""
+    """On the CPU; of a moment that is sharded like its weight, the part of this rank."""
 
 
 class Checkpoints:
@@ -199,10 +199,9 @@ class Checkpoints:
     ) -> None:
         """Copy a checkpoint and write it in the background. Waits for the previous save first.
 
-        `alone`: only rank 0, which holds everything, calls this.
-
         Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`: the
-        time.perf_counter() at which the loop stopped for this save. Does not raise disk errors: see `failure`, `wait`.
+        time.perf_counter() at which the loop stopped for this save. `alone`: only rank 0, which holds everything,
+        calls this. Does not raise disk errors: see `failure`, `wait`.
         """
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
@@ -231,7 +230,7 @@ class Checkpoints:
     def _own_part(
         self, tensors: Mapping[tuple[str, str], torch.Tensor]
     ) -> tuple[Part, dict[tuple[str, str], torch.Tensor]]:
-        """The tensors that this rank writes, of each its part, and where they lie in the whole ones."""
+        """(where this rank's parts lie in the whole tensors, the parts that this rank writes)."""
         own = {
             (kind, name): one for (kind, name), one in tensors.items() if self._writer(name, one) == self.ranks.rank
         }
@@ -359,7 +358,7 @@ class Checkpoints:
         self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest usable checkpoint, None if there is no checkpoint. `model`: the weights that it must fit, as they
+        """The newest usable checkpoint; None if there is no checkpoint. `model`: the weights that it must fit, as they
         are sharded here; None: whatever it holds, whole.
 
         Raises StorageError if there are checkpoints and none is usable, or if the ranks see different ones.

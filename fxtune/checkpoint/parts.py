@@ -5,7 +5,7 @@
                     state.json  manifest.json
 
 The manifest has the shape of each whole tensor and the offset of each part. Any number of ranks, and one process, read
-the rectangles that they need out of the files, which are memory maps: nobody reads more than it keeps.
+the rectangles that they need out of the files, which are memory maps. No process reads more than it keeps.
 
 torch's own engine for this, `torch.distributed.checkpoint`, keeps fewer promises: its writers hash nothing, its
 safetensors writer leaves no record of which files belong together, and its own format is a pickle. So fxtune writes
@@ -16,6 +16,7 @@ offsets (`DCP_SHARDING_INFO`), so that torch.distributed.checkpoint.load() with 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class StoredTensor:
 class StoredTensors(Mapping[str, StoredTensor], AbstractContextManager["StoredTensors"]):
     """The tensors in `files` by name. A context manager, which closes the files.
 
-    `files`: the chunks of each file's tensors, or None where each is whole. Raises ValueError if a file is none of
-    safetensors, and if a tensor is not complete or not what `chunks` say.
+    `files`: the chunks of each file's tensors, or None where each is whole. Raises ValueError if a file is not a
+    safetensors file, or if a tensor is not complete or not what its chunks say.
     """
 
     def __init__(self, files: Mapping[Path, Chunks | None]) -> None:
@@ -138,12 +139,5 @@ def _complete(chunks: list[Chunk]) -> bool:
         for start, length, end in zip(chunk.offset, chunk.size, shape, strict=True)
     )
     apart = all(one.overlap(other) is None for index, one in enumerate(chunks) for other in chunks[:index])
-    filled = sum(_elements(chunk.size) for chunk in chunks)
-    return inside and (apart or not shape) and filled == _elements(shape)
-
-
-def _elements(size: tuple[int, ...]) -> int:
-    count = 1
-    for length in size:
-        count *= length
-    return count
+    filled = sum(math.prod(chunk.size) for chunk in chunks)
+    return inside and (apart or not shape) and filled == math.prod(shape)

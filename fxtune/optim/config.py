@@ -50,7 +50,7 @@ class OptimizerConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"min": 0, "below": 1})
     """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
     eps: float = field(default=1e-8, metadata={"above": 0})
-    """AdamW's."""
+    """Added to the denominator of AdamW's update."""
     momentum: float = field(default=0.9, metadata={"min": 0, "below": 1})
     """SGD's and Muon's momentum."""
     fused: bool = True
@@ -116,8 +116,8 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
     if eight_bit and facts.degrees.shard > 1 and not facts.techniques.lora.enabled:
         yield (
-            "optimizer.name: adamw_8bit scales its moments in blocks that reach over rows, so a checkpoint of divided "
-            "weights could not be read by other ranks. Use adamw, lion, muon or sgd, or set parallel.shard=1."
+            "optimizer.name: adamw_8bit scales its moments in blocks that span rows, so another number of ranks could "
+            "not read a checkpoint of divided weights. Use adamw, lion, muon or sgd, or set parallel.shard=1."
         )
     if not eight_bit and config.library is not Library.auto:
         yield (
@@ -126,7 +126,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         )
     if config.name is OptimizerName.adamw_schedulefree and SCHEDULEFREE not in facts.packages:
         yield (
-            f"optimizer.name: adamw_schedulefree is of the package schedulefree, which {facts.lacks(SCHEDULEFREE)}. "
+            f"optimizer.name: adamw_schedulefree needs the package schedulefree, which {facts.lacks(SCHEDULEFREE)}. "
             "Install it with pip install schedulefree, or use adamw."
         )
     if config.name is OptimizerName.adamw_schedulefree and facts.degrees.shard > 1:

@@ -1,9 +1,10 @@
 """Muon for matrices that are divided by rows over ranks (parallel.shard).
 
-Muon makes the update of a whole matrix orthogonal, and a rank has rows of it. Momentum is a number for each weight, so
-each rank keeps that of its rows. Then the ranks share the work: of each N matrices, rank i gets all rows of the update
-of matrix i, makes it orthogonal, and sends the rows back. These are two exchanges of bfloat16, in which Muon computes
-anyway, so the numbers are those of one process. A rank sends 4 (N - 1) / N bytes for each weight that it holds.
+Muon makes the update of a whole matrix orthogonal, and here a rank has only some rows of it. Momentum is a number for
+each weight, so each rank keeps that of its rows. Then the ranks share the work: of each N matrices, rank i gets all
+rows of the update of matrix i, makes it orthogonal, and sends the rows back. Both exchanges are in bfloat16, in which
+Muon computes anyway, so the numbers are those of one process. A rank sends 4 (N - 1) / N bytes for each weight that it
+holds.
 """
 
 from __future__ import annotations

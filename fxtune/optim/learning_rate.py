@@ -11,7 +11,7 @@ the guide's for batches; 128 documents are the batch of its sweeps. Here it is b
 such reduction (arXiv 2507.07101, and the built-in model agrees: docs/learning_rate.md), and adapters tolerate large
 ones less than full fine-tuning does ("LoRA Without Regret").
 
-It is a first guess. `fxtune lr` looks at the loss.
+It is a first guess. `fxtune lr` tests rates on the data.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Guess:
 
 
 def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
-    """The learning rate of optimizer.lr=auto. `documents`: in a step of the run, on average. optim/config.check() has
-    refused what the rule is not for.
+    """The learning rate of optimizer.lr=auto. `documents`: the mean number of documents in a step of the run. Recipes
+    for which there is no rule are refused before, by no_rule() of optim/config.py.
     """
     lora, hidden, family = facts.techniques.lora, int(facts.text["hidden_size"]), str(facts.text.get("model_type"))
     like = next((name for name in EXPONENTS if family.startswith(name)), "llama")

@@ -1,1 +1,1 @@
-"""What the folder of a run says: its difference to another run, why a step takes so long, a page to look at."""
+"""Reports from the folder of a run: its difference from another run, what its time is made of, an HTML page."""

@@ -1,7 +1,7 @@
 """What the time of a run is made of, and which keys would change it: RULES, one entry for each cause.
 
-A rule looks at figures that the run recorded, and at nothing else. Its share is of the run's whole time, so the list
-is in the order of what there is to gain.
+A rule reads only figures that the run recorded. Its share is that of the run's whole time, so the list begins with
+what would gain most.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Rule:
     """The smallest share that is reported."""
     share: Callable[[Times], float]
     sentence: Callable[[Times], str]
-    """With {share} where the share belongs."""
+    """The text, in which {share} stands for the share."""
     keys: Callable[[Times], list[str]]
 
 

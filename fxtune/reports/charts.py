@@ -1,6 +1,7 @@
 """Charts of a run's metrics, or of several runs', as SVG without style, script or address: the page has the style.
 
-Drawn by pygal. A line has at most POINTS points; of more, the lowest and the highest of each stretch are drawn.
+Drawn by pygal. A line has at most POINTS points; of a longer one the lowest and the highest value of each section are
+drawn.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Chart:
 
 
 def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False) -> Chart | None:
-    """The chart; None if no line has a point. `logarithmic`: with such a scale if the values are wide apart."""
+    """The chart; None if no line has a point. `logarithmic`: use a logarithmic scale if the values are far apart."""
     import pygal
     from pygal.style import Style
 
@@ -82,7 +83,7 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
 
 
 def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """At most POINTS of the finite points, in order: the first, the last, the lowest and highest of each stretch."""
+    """At most POINTS of the finite points, in order: the first, the last, the lowest and highest of each section."""
     rows = sorted(item for item in points.items() if math.isfinite(item[1]))
     if len(rows) <= POINTS:
         return rows

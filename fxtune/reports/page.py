@@ -77,10 +77,10 @@ class Page:
     differences: Table
     sources: Table
     evidence: list[tuple[str, list[dict[str, Any]]]]
-    """Whose it is, and each option; runs with the same stand together."""
+    """(names of the runs, their options); runs with equal options share an entry, and the name is empty if all do."""
     lengths: list[tuple[str, list[tuple[str, int, float]]]]
-    """Whose and of which training source, and rows of a range of tokens, how many documents have so many, and their
-    share of the largest count."""
+    """(training source and names of the runs, [(range of tokens, documents in it, their share of the largest
+    count)])."""
     answers: Table
     environment: Table
     written: str

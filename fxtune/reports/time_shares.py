@@ -1,7 +1,8 @@
 """Where the time of a run went, from the times that it recorded: start-up, parts of the steps, evaluations, saves.
 
-A part of the steps is its mean over the log lines, each weighted with the steps since the line before it, times the
-steps. A line that a resumed run has repeated counts once, so the time of steps that a kill lost is in no part.
+The time of a part of the steps is its mean over the log lines, times the number of steps; a line is weighted by the
+steps since the line before it. A line that a resumed run has repeated counts once, so the time of steps that a kill
+lost is in no part.
 """
 
 from __future__ import annotations

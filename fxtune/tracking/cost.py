@@ -16,7 +16,7 @@ class CostConfig:
     """The price of a kilowatt-hour, for machines of your own. Only energy that can be read is counted."""
 
     def of(self, card_seconds: float, joules: float | None) -> float | None:
-        """The cost of so much time of cards and energy; None without a price, or if what it is for is not known."""
+        """The cost of this time of cards and this energy; None without a price, or if the priced amount is unknown."""
         parts = []
         if self.card_hour is not None:
             parts.append(self.card_hour * card_seconds / 3600)

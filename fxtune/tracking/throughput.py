@@ -61,9 +61,9 @@ class TrainingCost:
 def training_cost(model: nn.Module) -> TrainingCost | None:
     """Count the matmuls of `model`, adapters included, by which of its weights require a gradient.
 
-    Of a mixture's experts those count that a token uses. None if these formulas do not hold: experts stored otherwise
-    than in transformers' interface, latent attention, models without attention heads. Norms, activations, RoPE,
-    routers and softmax are negligible and left out.
+    Of a mixture's experts only those that a token uses are counted. None if these formulas do not hold: experts stored
+    otherwise than in transformers' interface, latent attention, models without attention heads. Norms, activations,
+    RoPE, routers and softmax are negligible and left out.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -107,7 +107,7 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
 def _matmul(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a module that multiplies by its own matrix; None for others.
 
-    It is recognised by its attributes, so that quantised and fused linears count with their logical size. Of a wrapper
+    It is recognized by its attributes, so that quantized and fused linears count with their logical size. Of a wrapper
     with the same attributes, such as PEFT's, only the linear inside counts.
     """
 

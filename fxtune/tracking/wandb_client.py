@@ -72,7 +72,7 @@ class WandbClient:
         if (os.environ.get(ADDRESS) or server()) != server():
             notes.put(
                 f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs "
-                "would show them. Take them out of there."
+                "would show them. Remove them from the variable."
             )
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()

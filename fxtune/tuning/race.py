@@ -122,7 +122,7 @@ class Race:
         raise AssertionError("there are no more configurations")
 
     def limit_rungs(self, bracket: int, count: int) -> None:
-        """Keep the last `count` rungs of a bracket: a run of it has so many evaluations."""
+        """Keep only the last `count` rungs of a bracket, whose runs have `count` evaluations."""
         one = self.brackets[bracket]
         self.brackets[bracket] = Bracket(one.count, one.rungs[-count:])
 
@@ -174,7 +174,7 @@ class Race:
         return self._judge(entrant.bracket, rung)
 
     def fail(self, entrant: Entrant, reason: str) -> list[Entrant]:
-        """`entrant` cannot go on. Returns those that are stopped now, as the others of a rung wait for it no more."""
+        """`entrant` cannot go on. Returns those that are stopped now, because their rung no longer waits for it."""
         entrant.state, entrant.reason = State.failed, reason
         if self.prunes is not None:
             return []
@@ -182,7 +182,8 @@ class Race:
         return [one for rung in rungs[:-1] for one in self._judge(entrant.bracket, rung)]
 
     def judge(self) -> list[Entrant]:
-        """Stop whoever the losses so far stop: after a restart, what was decided when the sweep was killed."""
+        """Stop the configurations that the losses so far rule out. After a restart this completes what was being
+        decided when the sweep was killed."""
         if self.prunes is not None:
             paused = [one for one in self.entrants if one.state is State.paused]
             return self._stop([one for one in paused if self.prunes(one)])

@@ -31,16 +31,16 @@ LEAST_STEPS = 20
 SPAN = 100.0
 """The test begins at a guess divided by this, and ends at the guess times this."""
 SMOOTHING = 0.8
-"""Decay of the mean of the losses: it is of about five steps."""
+"""Decay of the moving mean of the losses, which covers about five steps."""
 START = 5
-"""The mean of so many losses is that of the untrained model: the first rates change nothing."""
+"""The mean of the first so many losses is that of the untrained model, because the first rates change nothing."""
 DIVERGED = 0.15
 """The loss has diverged when its mean is above that of the untrained model by this share, and by four times the error
 of such a mean."""
 REACH = 3
 """The slope at a rate is that of so many steps before and after it."""
 LEAST_DISTANCE = 3.0
-"""The suggestion is below the rate of the lowest mean by this factor at least: means lag behind."""
+"""The suggestion is below the rate of the lowest mean by this factor at least, because a moving mean lags behind."""
 GAIN = 0.03
 """A curve whose mean falls by less than this share suggests nothing."""
 
@@ -160,7 +160,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | No
     why = (
         f"the loss falls fastest there; {where}"
         if found == steepest
-        else (f"{where}, and the suggestion keeps a third of that")
+        else (f"{where}, and the suggestion is a third of that")
     )
     if lowest == len(losses) - 1:
         why += ", where the test ended: higher rates may be better (--highest)"

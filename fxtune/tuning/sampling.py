@@ -1,8 +1,8 @@
 """Draws the configurations of a sweep.
 
-Without results to learn from, points that are spread evenly beat independent draws: a scrambled Sobol sequence,
-without points that it had before. With results, Optuna's tree-structured Parzen estimator (TPE) draws where
-losses are low; it also learns from configurations that were stopped.
+Without results to learn from, evenly spread points beat independent draws. They come from a scrambled Sobol sequence;
+a point that it had before is skipped. With results, Optuna's tree-structured Parzen estimator (TPE) draws where losses
+are low; it also learns from configurations that were stopped.
 
 A configuration depends on the seed, its number and the results so far. So a sweep that is killed draws it again.
 """
@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial
 from fxtune.tuning.sweep_space import Dimension
 
 MOST_DRAWS = 1000
-"""Points of the sequence that are drawn for one configuration that none before had."""
+"""So many points are drawn at most to find one that no configuration had before."""
 
 
 class Sampler(str, Enum):

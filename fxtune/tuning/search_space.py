@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Deltas = dict[str, Any]
 """The keys that a candidate changes, with plain values: {"techniques.attention.backend": "sdpa"}."""
 MARGIN = 0.15
-"""Share of the free memory by which a forecast may exceed it: its own error."""
+"""A forecast may exceed the free memory by this share, because it may be wrong by as much."""
 MAX_EAGER_TOKENS = 2048
 """Row length from which eager attention is not worth a trial, because it writes out all scores."""
 MAX_GRAPH_LAYERS = 16

@@ -53,10 +53,10 @@ REFRESH = 1.0
 STARTUP = 8
 """Configurations that are spread evenly before TPE takes over; with Hyperband, those of the first bracket."""
 RUNG_RULE = 2
-"""Of Trial.step_of: the losses of a sweep that began by another rule are of other steps."""
+"""Version of Trial.step_of(). A sweep that was begun with another version compared losses after other steps."""
 END_SWEEP = {error.__name__: error for error in (StorageError, DataError)}
-"""Errors of a run that are not its configuration's: the sweep ends with them, and goes on when they are mended. For a
-configuration that has trained already, so is ConfigError: its data or its packages have changed."""
+"""Errors of a run that its configuration did not cause: the sweep ends with them, and goes on when they are mended.
+ConfigError is one of them if the configuration has trained before: then its data or its packages have changed."""
 
 
 class Method(str, Enum):
@@ -89,7 +89,7 @@ class SweepPlan:
         return race.halving(self.trials, self.eta, self.parts)
 
     def pruner(self) -> optuna.pruners.BasePruner:
-        """Of Optuna, for the methods that judge each configuration by those before it."""
+        """Optuna's pruner, for the methods that judge each configuration by those before it."""
         if self.method is Method.asha:
             return optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=self.eta)
         if self.method is Method.median:
@@ -115,11 +115,11 @@ class Trial:
     values: dict[str, Any]
     folder: Path
     steps: int = 0
-    """Of the whole run."""
+    """Steps of the whole run; 0: not known yet."""
     parts: int = 1
     """Rung r is near r / parts of the run."""
     rungs: tuple[int, ...] = ()
-    """Of its bracket, with those that its run has no evaluation for."""
+    """The rungs of its bracket, including those for which its run has no evaluation."""
     every: int = 1
     """Steps between two evaluations."""
 
@@ -129,7 +129,7 @@ class Trial:
 
     @property
     def evaluations(self) -> int:
-        """Of the whole run, its end included."""
+        """The number of evaluations of the whole run, its end included."""
         return -(-self.steps // self.every)
 
     def step_of(self, rung: int) -> int:
@@ -383,7 +383,7 @@ class Sweep:
             look()
 
     def _reach(self, trial: Trial, rung: int) -> None:
-        """`trial` has come to `rung`: note its loss there, and stop whoever that stops."""
+        """`trial` has come to `rung`: record its loss there, and stop the configurations that this rules out."""
         last = trial.step_of(rung)
         losses = [loss for step, loss in trial.curve() if step <= last]
         if not losses:

@@ -190,5 +190,5 @@ def _choice(key: str, text: str, inside: str) -> Dimension:
 
 
 def _check(key: str, value: str) -> None:
-    """Raise ConfigError if `value`, as it is spelled on a command line, is none of `key`."""
+    """Raise ConfigError if `key` cannot have `value`, as it is spelled on a command line."""
     RecipeStore(Config).override(f"{key}={value}")

@@ -170,8 +170,8 @@ def hardware(name: str, config: Config) -> Facts:
         optimizer=config.optimizer.name.value,
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
     )
-    if "GPU with" in line[1]:
-        ranks = 2 if line[1].startswith("two times") else 1
+    if re.search("GPUs? with", line[1]):
+        ranks = 2 if line[1].startswith("two GPUs") else 1
         memory = int(re.search(r"(\d+) GB", line[1])[1]) * 10**9
         host = re.search(r"(\d+) GB of host", line[1])
         older = re.search(r"A100|A10\b|RTX 3090", line[1])

@@ -101,25 +101,13 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
     }
 
 
-def _parts(forecast: RunForecast) -> list[tuple[str, int]]:
-    need = forecast.need
-    parts = [
-        ("weights", need.weights),
-        ("gradients, optimizer", need.trained),
-        ("for other ranks", need.exchange),
-        ("activations", need.kept + max(need.layer, need.loss)),
-        ("workspaces, fragmentation", need.device - need.allocated),
-    ]
-    return [(name, size) for name, size in parts if size]
-
-
 def _bar(forecast: RunForecast) -> Text:
     """The memory of one card as a bar, and what its parts are."""
     whole = max(forecast.facts.free_memory, forecast.need.device)
     block, empty = ("█", "░") if unicode() else ("#", ".")
     bar, legend, shown = Text(), Text(), 0
     total = 0
-    for (name, size), colour in zip(_parts(forecast), COLOURS, strict=False):
+    for (name, size), colour in zip(forecast.need.parts.items(), COLOURS, strict=False):
         total += size
         end = round(BAR * total / whole)
         bar.append(block * (end - shown), colour)

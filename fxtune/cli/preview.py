@@ -195,10 +195,7 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
     fits = "fits" if need.device <= facts.free_memory else "may not fit"
     rows = {
         "ranks": f"{degrees.ranks} ({degrees})" if degrees.ranks > 1 else "",
-        "weights": need.weights,
-        "gradients, optimizer": need.trained,
-        "for other ranks": need.exchange,
-        "activations": need.kept + max(need.layer, need.loss),
+        **need.parts,
         "in all": f"{_gib(need.device)}, {_gib(facts.free_memory)} are free: {fits}",
         "host memory": need.host,
     }

@@ -300,12 +300,25 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
+def undo_limit(config: OptimizerConfig) -> int:
+    """The largest size in bytes of trained weights on a GPU for which a Guard undoes bad steps of this optimizer; 0 if
+    it never does."""
+    syncs = (OptimizerName.adafactor, OptimizerName.adamw_schedulefree)
+    skips = config.name in (OptimizerName.adamw, OptimizerName.sgd) and (config.fused or config.stochastic_rounding)
+    return 0 if skips or config.name in syncs else MAX_BYTES
+
+
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether a Guard undoes bad steps. Adafactor itself syncs for each weight; schedulefree counts on the host."""
+    """Whether a Guard undoes bad steps of `part`, which updates `parameters` together with others."""
+    small = sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
+    return small and parameters[0].is_cuda and _can_undo(part)
+
+
+def _can_undo(part: torch.optim.Optimizer) -> bool:
+    """Whether a Guard may undo bad steps. Adafactor itself syncs for each weight; schedulefree counts on the host."""
     counts = isinstance(part, torch.optim.Adafactor) or _is_from(part, "schedulefree")
     # Ranks that exchange updates in a step take it together, or none does.
-    possible = not part.defaults.get("fused") and not counts and not isinstance(part, DividedMuon)
-    return possible and parameters[0].is_cuda and sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
+    return not part.defaults.get("fused") and not counts and not isinstance(part, DividedMuon)
 
 
 def _is_from(part: torch.optim.Optimizer, package: str) -> bool:

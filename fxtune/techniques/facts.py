@@ -31,6 +31,11 @@ class Facts(MachineFacts):
     """Whether the optimizer rounds weights stochastically."""
     moments: str = "float32"
     """The dtype of its moments then."""
+    undo_limit: int = 0
+    """Where the weights that are updated together have at most so many bytes, the optimizer copies them, their
+    gradients and moments before a step, to undo it if it is bad. 0: it never does."""
+    step_rows: int = 0
+    """Rows of a step of all ranks; 0: one micro-batch on each."""
     in_backward: bool = False
     """Whether each weight is updated in the backward pass, so that not all gradients exist at once."""
     deterministic: bool = False
@@ -66,6 +71,11 @@ class Facts(MachineFacts):
     def tokens(self) -> int:
         """Tokens of one rank in a micro-batch of the longest rows."""
         return -(-self.micro_batch_size * self.row_length // self.degrees.context)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step of one rank adds up the gradients of several micro-batches."""
+        return self.step_rows > self.micro_batch_size * self.degrees.data_ranks
 
     @property
     def compute_dtype(self) -> str:

@@ -232,7 +232,7 @@ class Pipeline:
             return
         need = self.memory_need(facts)
         fixed = need.weights + need.trained
-        least = fixed + need.kept + need.layer  # without the loss: whether it is fused may still be `auto`
+        least = replace(need, loss=0).allocated  # whether the loss is fused may still be `auto`
         here = f"and this machine has {facts.memory / GIB:.1f} GiB"
         if fixed > facts.memory:
             taken = (

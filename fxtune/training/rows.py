@@ -10,6 +10,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, DataConfig
 from fxtune.distributed.world import World
 from fxtune.models import load as models
+from fxtune.optim.optimizer import undo_limit
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Dynamic
@@ -47,6 +48,8 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
         optimizer=config.optimizer.name.value,
         stochastic_rounding=config.optimizer.stochastic_rounding,
         moments=config.optimizer.moments.value,
+        undo_limit=undo_limit(config.optimizer),
+        step_rows=config.train.largest_batch,
         in_backward=config.optimizer.in_backward is Switch.on,
         deterministic=config.run.deterministic,
         degrees=world.degrees,

@@ -30,6 +30,8 @@ from fxtune.training.run_forecast import Lengths, forecast_run  # noqa: E402
 FAST, MEMORY = ("techniques=[fast,lora]",), ("techniques=[fast,lora,memory]",)
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 PLAIN = ("techniques=lora", "techniques.attention.enabled=true", "techniques.attention.backend=sdpa")
+FULL, FULL_FP8 = ("techniques=[full,fast]",), ("techniques=[full_fp8,fast]",)
+ROUNDED = "optimizer.stochastic_rounding=true"
 HOST_GIB = 128.0
 
 
@@ -50,6 +52,12 @@ def added(*names: str) -> tuple[str, ...]:
     return (*PLAIN, *(word for name in names for word in TECHNIQUES[name]))
 
 
+def mixed(**layers: int) -> tuple[str, ...]:
+    """The overrides with which so many layers keep each level."""
+    kept = ",".join(f"{level}:{count}" for level, count in layers.items())
+    return "techniques.checkpointing.policy=mix", f"techniques.checkpointing.mix={{{kept}}}"
+
+
 MEASURED = (
     # scripts/bench/bench_peers.py
     Measured("8b_4x4096", "8b", 4, 4096, FAST, 71.3, 17532),
@@ -60,6 +68,12 @@ MEASURED = (
     Measured("8b_1x65536_fp8", "8b", 1, 65536, FP8, 123.4, 7457),
     Measured("8b_1x65536_30gib", "8b", 1, 65536, (*FAST, "run.memory_gib=30"), 24.2, 6150),
     Measured("1b, full fine-tuning", "1b", 8, 4096, ("techniques=[full,fast]",), 47.1, 69032),
+    Measured("1b, full, float32 moments", "1b", 8, 4096, (*FULL, ROUNDED), 51.7, 67454),
+    Measured("1b, full, fp8", "1b", 8, 4096, FULL_FP8, 42.1, 84672),
+    # What `auto` kept in this run: its forecast was 20 GiB higher then.
+    Measured("8b, full", "8b", 2, 8192, (*FULL, *mixed(wide=8, everything=24)), 112.0, 11334),
+    Measured("8b, full, fp8", "8b", 2, 8192, FULL_FP8, 108.6, 15690),
+    Measured("8b, full, 8-bit moments", "8b", 2, 8192, (*FULL, "optimizer.name=adamw_8bit", ROUNDED), 102.8),
     # scripts/bench/ablate.py
     *(Measured("fast", "8b", rows, length, FAST, 71.3) for rows, length in ((4, 4096), (1, 16384))),
     *(Measured("memory", "8b", rows, length, MEMORY, 17.4) for rows, length in ((4, 4096), (1, 16384))),

@@ -148,7 +148,7 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
         techniques=measured.pipeline,
     )
     need = forecast(facts, measured.pipeline.checkpointing.plan())
-    return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)
+    return need.allocated - (need.trained - need.gradients)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch import nn
 
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
-from fxtune.optim.optimizer import Optimizer
+from fxtune.optim.optimizer import Optimizer, _can_undo, undo_limit
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -290,3 +290,13 @@ def test_schedule_free_averages_are_those_of_its_library():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
         assert not torch.equal(model.up.weight, trained["up.weight"])
     assert all(torch.equal(trained[name], weight) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"name": name} for name in OptimizerName] + [{"fused": False}])
+def test_the_limit_of_copies_says_which_optimizers_undo_their_steps(options):
+    config = OptimizerConfig(**options)
+    try:
+        parts = Optimizer(torch.nn.Linear(64, 64), config).parts
+    except ImportError:
+        pytest.skip("its package is not installed")
+    assert (undo_limit(config) > 0) == any(_can_undo(part) for part in parts)

@@ -308,7 +308,7 @@ def test_a_refusal_comes_before_a_weight_is_loaded(full):
 
 def test_forecast_counts_the_gradients_of_a_layer_and_auto_frees_what_does_not_fit(full):
     full.optimizer.in_backward = Switch.auto
-    facts = replace(card(139, 4096, techniques={}), optimizer="adamw_8bit")
+    facts = replace(card(139, 512, techniques={}), optimizer="adamw_8bit")
     facts = replace(facts, techniques=full.techniques)
     kept, freed = (forecast(replace(facts, in_backward=on), RecomputePlan("input")) for on in (False, True))
     end = 2 * 128256 * 4096  # the head is larger than a layer

@@ -445,8 +445,5 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _used(facts: Facts, need: Need) -> str:
     host = f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
-    return (
-        f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB free{host} (weights {need.weights / GIB:.1f}, "
-        f"gradients and optimizer {need.trained / GIB:.1f}, kept by the layers {need.kept / GIB:.1f}, one layer's "
-        f"work {max(need.layer, need.loss) / GIB:.1f})"
-    )
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
+    return f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB free{host} ({parts})"

@@ -15,8 +15,15 @@ Layers with low levels come first (`RecomputePlan.levels`), and the memory of th
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
 those of two layers. Outside the layers there are weights, for each trained parameter its gradient and the optimizer's
 moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the layers' backward
-pass begins. If weights are updated in the backward pass (`Facts.in_backward`), gradients are those of a layer, or of
-the embedding or the head; where these two are one tensor, both.
+pass begins.
+
+Gradients do not exist together with all that the layers keep: the backward pass frees a layer's tensors and leaves
+its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
+the head and of the layers behind it; the end of the backward pass; and the optimizer's step. Steps of several
+micro-batches and CUDA graphs hold all gradients all the time. If weights are updated in the backward pass
+(`Facts.in_backward`), gradients are those of a layer, or of the embedding or the head; where these two are one tensor,
+both. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments before their step
+(`Facts.undo_limit`).
 
 The forecast is that of one rank. Replicas add up their gradients in a buffer as large as all of them, in float32
 unless the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights,
@@ -90,22 +97,61 @@ class Need:
     kept: int
     """What all layers keep for the backward pass, on the device."""
     layer: int
-    """What the layers' backward pass adds to that at its peak."""
+    """What the layers' backward pass adds to that at its peak, with the gradients that exist there."""
     loss: int
     host: int = 0
     """Pinned host memory."""
     exchange: int = 0
     """What is held to exchange weights and gradients with other ranks."""
+    gradients: int = 0
+    """Those of `trained` that exist only after the loss: all, unless they are held from step to step."""
+    update: int = 0
+    """What the end of the backward pass or the optimizer's step adds to them."""
+
+    @property
+    def passing(self) -> int:
+        """Activations, and gradients that come and go, when they are most together."""
+        return max(self.kept + max(self.layer, self.loss), self.gradients + self.update)
 
     @property
     def allocated(self) -> int:
         """The peak of what torch's allocator hands out (`torch.cuda.max_memory_allocated()`)."""
-        return self.weights + self.trained + self.exchange + self.kept + max(self.layer, self.loss)
+        return self.weights + self.trained - self.gradients + self.exchange + self.passing
 
     @property
     def device(self) -> int:
         """The memory that must be free: the peak, with fragmentation and workspaces."""
         return int(self.allocated * (1 + SPARE)) + CONTEXT
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """`device` by purpose, for people."""
+        held = "optimizer" if self.gradients else "gradients and optimizer"
+        parts = {
+            "weights": self.weights,
+            held: self.trained - self.gradients,
+            "for other ranks": self.exchange,
+            "gradients and activations" if self.gradients else "activations": self.passing,
+            "workspaces and fragmentation": self.device - self.allocated,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Bytes of gradients and moments on one rank."""
+
+    moments: int
+    gradients: int
+    """Of all trained weights."""
+    layer: int
+    """Gradients of one layer."""
+    end: int
+    """The gradient of the embedding or of the head."""
+
+    def copies(self, gradients: int) -> int:
+        """Bytes of the weights that have so many bytes of gradients, of these gradients and of their moments."""
+        return int(gradients * (2 + self.moments / max(self.gradients, 1)))
 
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
@@ -117,19 +163,44 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     sizes, working, sent = (
         {level: count(level) * tokens for level in set(levels)} for count in (layer.kept, layer.working, layer.sent)
     )
+    weights, trained = _bytes_of_rank(facts, shape)
+    held_on = facts.accumulates or facts.techniques.compile.keep_gradients
+    freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
     host = 0
-    for level, sends in zip(levels, plan.sending(shape.layers), strict=True):
+    for index, (level, sends) in enumerate(zip(levels, plan.sending(shape.layers), strict=True)):
         away = sent[level] if sends else 0.0
         staying += sizes[level] - away
         held = staying + away + below  # this layer's tensors are on the device, the layer below's are in transfer
-        most, below = max(most, held + working[level]), away
+        behind = 0 if held_on or freed else trained.end + trained.layer * (shape.layers - index - 1)
+        most, below = max(most, held + working[level] + trained.layer + behind), away
         host += pinned_bytes(int(away))
+    if freed:  # the head's weight is updated before the layers' backward pass
+        most = max(most, held + trained.end + undone)
     if layer.fused and quantized_type(facts) in ("nf4", "int8"):
         most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
-    weights, trained = _bytes_of_rank(facts, shape)
-    exchange = exchange_bytes(facts)
-    return Need(weights, trained, int(held), int(max(most - held, 0)), _loss_bytes(facts, shape), host, exchange)
+    gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
+    update = max(undone, trained.end if shape.tied and not freed else 0)  # the tied weight has two, which are added up
+    return Need(
+        weights,
+        trained.moments + gradients,
+        int(held),
+        int(max(most - held, 0)),
+        _loss_bytes(facts, shape),
+        host,
+        exchange_bytes(facts),
+        0 if held_on else gradients,
+        update,
+    )
+
+
+def _undone_bytes(facts: Facts, trained: Trained) -> int:
+    """Bytes of the copies from which an optimizer undoes a bad step: of all weights, or of the largest one if each has
+    its own optimizer. They are made where all weights that take the step together are at most `Facts.undo_limit`."""
+    whole = trained.gradients if not facts.in_backward else max(trained.end, trained.layer)
+    if whole > facts.undo_limit:
+        return 0
+    return trained.copies(whole)
 
 
 class LayerBytes:
@@ -242,17 +313,17 @@ def _liger_runs(facts: Facts, kernel: str) -> bool:
     return liger.enabled and getattr(liger, kernel) is Switch.on
 
 
-def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, int]:
+def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     """Bytes of weights, and of gradients and moments, on one rank. Adapters are whole on each."""
     weights, trained = _parameter_bytes(facts, shape)
     parts = facts.degrees.shard
     if parts == 1 or not facts.techniques.lora.enabled:
-        return -(-weights // parts), -(-trained // parts)
+        return -(-weights // parts), Trained(*(-(-size // parts) for size in vars(trained).values()))
     adapters = 4 * trained_parameters(facts)
     return -(-(weights - adapters) // parts) + adapters, trained
 
 
-def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
+def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     """Bytes of weights, and of gradients and moments."""
     number, lora, quantize = BYTES.get(facts.dtype, 4), facts.techniques.lora, facts.techniques.quantize
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
@@ -267,8 +338,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
         rest = shape.other_parameters + shape.expert_parameters if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * each
         layer = shape.linear_parameters // shape.layers
-        gradients = total if not facts.in_backward else end + layer if shape.tied else max(end, layer)
-        return number * total + copies, int(number * gradients + total * moments * each + extra)
+        trained = Trained(int(total * moments * each + extra), number * total, number * layer, number * end)
+        return number * total + copies, trained
     adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
@@ -284,7 +355,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
     linears = adapters - _expert_parameters(facts, shape)
     packed = number * linears if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
-    return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
+    trained = Trained(int(4 * adapters * moments), 4 * adapters, 4 * adapters // shape.layers, 0)
+    return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, trained
 
 
 def exchange_bytes(facts: Facts) -> int:
@@ -363,5 +435,7 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
         return max(states + logits * (2 * number + 8), 5 * copies)
     rows = facts.techniques.liger.chunk_rows
     held = rows * shape.vocabulary * number if rows else BUFFER
-    head = 0 if lora.enabled else 4 * shape.vocabulary * shape.hidden  # the gradient is summed in float32
+    # The gradient is summed in float32 and then copied to the weight's dtype.
+    size = BYTES.get(facts.dtype, 4)
+    head = 0 if lora.enabled else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
     return max(states + min(logits * number, held) + 4 * min(logits, BLOCK) + head, 5 * copies)

@@ -12,6 +12,7 @@ from support.architectures import built, enable, facts_of, lora, tiny_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fxtune.distributed.parallel import Degrees
 from fxtune.kernels import frozen_base, fused_lora
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
@@ -173,3 +174,40 @@ def test_other_ranks_of_some_modules_are_forecast(kind, options):
     wanted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert trained_parameters(facts_of(tiny_model(kind), techniques=lora(r=4, **options))) == wanted
     assert trained_parameters(facts_of(tiny_model(kind), techniques=lora(r=4))) != wanted
+
+
+FULL_8B = {"liger": {"rms_norm": "on", "fused_linear_cross_entropy": "on"}, "compile": {}}
+
+
+def test_gradients_grow_while_activations_are_freed():
+    """Full fine-tuning of 8B: with many tokens the loss is the peak, with few the end of the backward pass."""
+    moments, gradients = 4 * 8.03e9, 2 * 8.03e9
+    long, short = (forecast(card(139, tokens, techniques=FULL_8B), RecomputePlan()) for tokens in (16384, 128))
+    assert long.allocated == pytest.approx(gradients + moments + long.kept + long.loss, rel=0.001)
+    assert short.kept < gradients / 8
+    assert gradients + moments + gradients < short.allocated < 1.03 * (gradients + moments + gradients)
+
+
+@pytest.mark.parametrize("why", ["micro-batches", "CUDA graphs"])
+def test_gradients_that_are_held_from_step_to_step_come_on_top(why):
+    facts = replace(card(139, 16384, techniques=FULL_8B), micro_batch_size=1, step_rows=1)
+    once = forecast(facts, RecomputePlan()).allocated
+    if why == "micro-batches":
+        held = replace(facts, step_rows=2)
+        assert not replace(held, degrees=Degrees(replicate=2)).accumulates, "one on each rank"
+    else:
+        held = replace(facts, techniques=enable(liger=FULL_8B["liger"], compile={"cuda_graphs": "on"}))
+    assert forecast(held, RecomputePlan()).allocated - once == pytest.approx(2 * 8.03e9, rel=0.001)
+
+
+def test_copies_that_undo_a_bad_step_are_counted():
+    """Weights, gradients and 8-bit moments of the head in the backward pass; of all adapters in a step of its own."""
+    head = 128256 * 4096
+    facts = replace(card(139, 4096, techniques=FULL_8B), optimizer="adamw_8bit", undo_limit=2**31)
+    assert forecast(facts, RecomputePlan()) == forecast(replace(facts, undo_limit=0), RecomputePlan())  # too large
+    facts = replace(facts, in_backward=True)
+    seen = [forecast(replace(facts, undo_limit=limit), RecomputePlan("input")) for limit in (0, 2**31)]
+    assert [one.update for one in seen] == [0, pytest.approx(head * (2 + 2 + 2), rel=0.01)]
+    assert seen[1].layer - seen[0].layer > 2 * head
+    adapters = replace(card(139, 4096), optimizer="lion", undo_limit=2**31)
+    assert forecast(adapters, RecomputePlan()).update == 4 * 3 * trained_parameters(adapters)

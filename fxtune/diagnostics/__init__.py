@@ -1,1 +1,1 @@
-"""Is it right, fast, installed: parity with plain transformers, benchmark, package checks, energy."""
+"""Is it right, fast, installed: parity with plain transformers, benchmark, system report, links, energy."""

@@ -4,7 +4,7 @@
 and fill caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device
 only where training does (every `train.log_every` steps) and at both ends. The time of a step is the time between two
 events on the device's own stream. Tokens per second count the tokens of documents; padding is counted separately.
-Of several ranks each takes its part of every step, and the figures are of all.
+With several ranks, each takes its part of every step, and the figures are those of all ranks.
 """
 
 from __future__ import annotations

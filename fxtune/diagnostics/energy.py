@@ -1,8 +1,8 @@
 """Measures the energy that a GPU uses in a block of code, for `fxtune bench`.
 
-It uses the first of two sources that the GPU has (fxtune/system/energy.py): its energy counter, of which it takes two
-readings, and nothing runs in between; or its power, sampled ten times a second by a thread and integrated. If the GPU
-has neither, there is no figure, and `how` gives the reason.
+There are two sources (fxtune/system/energy.py): the GPU's energy counter, read before and after the block; or, on a
+GPU without one, its power, which a thread samples ten times a second and integrates. If the GPU has neither, there is
+no figure, and `how` gives the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The links between the GPUs of this machine: what connects each two (NVML), and how fast all add up numbers together.
+"""The links between the GPUs of this machine: what connects each pair (NVML), and how fast all of them all-reduce.
 
 `fxtune doctor` runs this file as a program, because NVML and NCCL may hang: `python -m fxtune.diagnostics.links RANKS
 DEVICE` starts RANKS processes, which all-reduce numbers for a few seconds, and prints its answer as JSON. On a CPU
@@ -154,7 +154,7 @@ def _pair(pair: Pair) -> Finding:
 
 
 def pairs(nvml: Any, uuids: list[str]) -> Iterator[Pair]:
-    """What connects each two of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
+    """What connects each pair of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
     handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
     for (first, one), (second, other) in combinations(enumerate(handles), 2):
         linked = _status(nvml, one, other, NVLINK) == 0

@@ -2,8 +2,8 @@
 
 The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
 compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in the reference: scaled
-RoPE, adapters, a quantized base. So do fp8 products of trained weights, except in the float32 reference. Dropout is
-off everywhere, because two passes would never agree.
+RoPE, adapters, a quantized base, and, except in the float32 reference, fp8 products of trained weights. Dropout is off
+everywhere, because two passes would never agree.
 
 In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
 that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
@@ -315,7 +315,7 @@ class _Comparison:
         return plan.own_micro_batches(0), batches
 
     def _compare(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
-        """What rank 0 finds, on every rank."""
+        """The comparison by rank 0, on every rank."""
         compared = self._compared(name, result, bounds) if self.world.main else None
         found = self.world.broadcast(compared, "waiting for rank 0 to compare")
         assert found is not None, "rank 0 has compared"

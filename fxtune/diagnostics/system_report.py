@@ -31,7 +31,7 @@ LOW_FILES = 1024
 
 class State(str, Enum):
     works = "works"
-    info = "told"
+    info = "info"
     """Nothing to judge."""
     warning = "warning"
     missing = "missing"

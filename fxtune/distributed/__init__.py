@@ -1,1 +1,1 @@
-"""The device of this process. Ranks, mesh and collectives will belong here."""
+"""Ranks: the device of each, what they decide and sum together, and how they are started and watched."""

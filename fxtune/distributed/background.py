@@ -1,7 +1,7 @@
-"""What the ranks tell each other from a thread beside the training loop.
+"""Exchanges values between ranks from a thread beside the training loop.
 
 The collectives of one process group must come in the same order on every rank, and a thread has no fixed place among
-those of the loop. So the thread has a gloo group of its own: connections of the hosts, which never wait for a GPU. A
+those of the loop. So the thread has a gloo group of its own: CPU connections, which never wait for a GPU. A
 rank that dies closes its connections, and the others get a LostRankError at once.
 """
 
@@ -26,7 +26,7 @@ class BackgroundGroup:
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
         self._heartbeat = world.heartbeat if world else None
-        if world and world.size > 1:  # torch waits for hours for a rank that has gone before it makes the group
+        if world and world.size > 1:  # fails at once if a rank is gone; new_group would wait hours for it
             world.agree(0, "making a group of the ranks")
         self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
         hosts = self.gather(socket.gethostname(), "counting the ranks of each host")
@@ -39,7 +39,7 @@ class BackgroundGroup:
         return self.rank == 0
 
     def gather(self, value: Result, doing: str) -> list[Result]:
-        """The `value` of every rank, in their order, on every rank. Raises LostRankError if a rank is gone."""
+        """The `value` of every rank, by rank, on every rank. Raises LostRankError if a rank is gone."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -53,10 +53,10 @@ class BackgroundGroup:
         return values
 
     def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
-        """What work() returns on every rank, in their order.
+        """What work() returns on every rank, by rank.
 
-        An `expected` error of any rank is raised on all, in the same words. Any other is raised where it happened, and
-        the other ranks raise LostRankError.
+        An `expected` error of any rank is raised on all, with the same text. Any other error is raised on its own
+        rank, and the other ranks raise LostRankError.
         """
         if self.size == 1:
             return [work()]

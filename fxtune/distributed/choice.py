@@ -1,4 +1,4 @@
-"""What rank 0 chooses for all ranks before they have met, as the folder of a sweep's next run."""
+"""A choice of rank 0 for all ranks, before they have a process group: the folder of a sweep's next run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def of_rank_0(choose: Callable[[], str]) -> str:
     """choose() of rank 0, on all ranks, which call this in the same order. Raises its UserError there, and
     LostRankError on the others; RankError if the ranks cannot reach each other.
 
-    Rank 0 waits until the others have read it: it may end, and the store that it opened with it.
+    Rank 0 waits until the others have read it, because the store ends with rank 0, which opened it.
     """
     rank, size, _ = place()
     if size == 1:

@@ -19,14 +19,14 @@ hold the same chunk; a plain tensor has none."""
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rectangle of a tensor that is held or stored apart. All three have an entry for each dimension."""
+    """A rectangular part of a tensor, held or stored on its own. Each field has an entry for each dimension."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Of the chunk's first element in it."""
+    """Where the chunk's first element lies in it."""
     size: tuple[int, ...]
-    """Of the chunk."""
+    """The shape of the chunk."""
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Chunk:
@@ -74,7 +74,7 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
 
 
 def coordinates(tensor: torch.Tensor) -> Coordinates:
-    """Which chunk of `tensor` this rank holds, in the same words on every rank that holds it."""
+    """Which chunk of `tensor` this rank holds: equal on all ranks that hold the same chunk."""
     if not is_divided(tensor):
         return ()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]

@@ -1,12 +1,13 @@
-"""The failure that ends a run of several ranks: one rank has it, all end with its exit code, and it is told once.
+"""The failure that ends a run of several ranks: all ranks end with the exit code of the one that failed, and its
+message is printed once.
 
-A rank that fails announces it before it closes its connections. The others then lose that rank, a consequence, and
-take over the announced failure. Where it is announced depends on who started the ranks:
+A rank that fails announces its failure before it closes its connections. The others then lose their connections to
+it, and take the announced failure as the cause. Where it is announced depends on who started the ranks:
 
-    fxtune's launcher    In a file of the launcher's folder. The launcher tells it, because it also knows which rank
+    fxtune's launcher    In a file of the launcher's folder. The launcher prints it, because it also knows which rank
                          was killed and could announce nothing.
-    torchrun, srun       In the store through which the ranks found each other. The first rank to write there tells
-                         its failure; the others keep quiet. Ranks that fail before they have found each other (a
+    torchrun, srun       In the store through which the ranks found each other. The first rank to write there prints
+                         its failure; the others print nothing. Ranks that fail before they have found each other (a
                          mistake in a recipe) connect to the store for this.
 """
 
@@ -123,8 +124,8 @@ _KEPT: list[bool] = []
 
 
 def keep_connections() -> None:
-    """Note that this process must end by os._exit(): its run failed and it kept its process group, so it can take part
-    in no other run, or a thread still waits inside torch for a connection, and Python's own end would abort there."""
+    """Note that this process must end by os._exit(). Either its run failed and it kept its process group, so it can
+    join no other run; or a thread still waits inside torch for a connection, and a normal exit would abort there."""
     _KEPT.append(True)
 
 
@@ -155,7 +156,7 @@ def announce(error: BaseException) -> Failure:
 
 
 def conclude(error: BaseException) -> tuple[bool, int]:
-    """Whether this rank tells the user of `error`, which ends it, and its exit code."""
+    """(whether this rank prints `error`, which ends it; its exit code)."""
     rank, size, local_rank = place()
     mine = Failure.of(error)
     if size == 1:
@@ -163,7 +164,7 @@ def conclude(error: BaseException) -> tuple[bool, int]:
     ending = announce(error)
     if HEARTBEATS in os.environ:
         return False, ending.exit_code
-    if not _wait_for_readers(rank, size) and mine.lost:  # rank 0 is gone, with its store, and has told if it could
+    if not _wait_for_readers(rank, size) and mine.lost:  # rank 0 is gone with its store, and has printed if it could
         return rank == 1 or local_rank == 0, mine.exit_code
     return ending.rank == rank, ending.exit_code
 
@@ -180,7 +181,7 @@ def read(folder: Path) -> list[Failure]:
 
 
 def _first(mine: Failure) -> Failure | None:
-    """The failure that stands in the store: an earlier one of another rank, or now `mine`. None without a store."""
+    """The first failure in the store: an earlier one of another rank, or now `mine`. None without a store."""
     try:
         store = _STORES[-1] if _STORES and not _LEFT else begin_run(find_store(PATIENCE))
         if mine.lost:

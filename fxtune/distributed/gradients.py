@@ -7,18 +7,18 @@ Gradients are copied into flat buckets, in the order in which the backward pass 
 the last micro-batch is in its backward pass, a hook on each weight counts what has arrived, and the sum of a full
 bucket starts beside the rest of the pass (on a GPU on NCCL's stream). Buckets start in their fixed order, whatever
 order autograd takes, because all ranks must call their collectives in one order. The last bucket, which is full only
-when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So with one bucket
-nothing is sent before that: 168 MB for rank-16 adapters of 8B take 0.6 ms over NVLink, of a step of 930 ms, and are
-not worth more.
+when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So one bucket alone
+has no overlap. It needs none for adapters: those of rank 16 of 8B are 168 MB, which take 0.6 ms over NVLink in a step
+of 930 ms.
 
-A rank that runs out of memory in its last backward pass may be the only one, and the others may be adding up by then.
-It therefore starts the sums that it has not (start()) with whatever its buckets hold, which takes no memory, and only
-then do the ranks agree. So each rank takes part in the same sums in each attempt at a step, nobody waits for a sum
-that does not come, and if the ranks agree that the step failed, all of them drop the result.
+One rank alone may run out of memory in its last backward pass, while the others are already summing. It therefore
+starts its remaining sums (start()) with whatever its buckets hold, which takes no memory, and only then do the ranks
+agree. So each rank takes part in the same sums in each attempt at a step, no rank waits for a sum that another has not
+started, and if the ranks agree that the step failed, all of them drop the result.
 
 There is no overlap where a gradient is not final when its hook runs: a replayed CUDA graph runs no hooks, and
-float16's loss scale is divided out after the pass. Nor where ranks share rows: their backward passes call collectives
-of their own, and two of them at once may wait for each other.
+float16's loss scale is divided out after the pass. There is none either where ranks share rows: their backward passes
+call collectives of their own, and two collectives at once may wait for each other.
 
 `reduce_dtype=bfloat16` halves what is sent. Each gradient is rounded to 8 significant bits (by at most 1/256 of its
 value), and so is each partial sum: N ranks round N - 1 times more. The range is float32's, so nothing overflows.
@@ -87,7 +87,7 @@ class GradientSum:
         bucket_bytes: int = 0,
         overlap: bool = True,
     ) -> None:
-        """`parameters`: their names, in the model's order. `bucket_bytes`: of a bucket, about; 0: one bucket.
+        """`parameters`: their names, in the model's order. `bucket_bytes`: about how large a bucket is; 0: one bucket.
         `overlap`: whether each backward pass runs hooks and leaves gradients that are final.
         """
         self.world, self.names = world, list(parameters.values())
@@ -112,7 +112,8 @@ class GradientSum:
                 self.parameters[member].register_post_accumulate_grad_hook(hook)
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
-        """`micro_batches`, each one as soon as the next is known: the hooks of the last one's pass start sums."""
+        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last one. Each is yielded
+        when the next is known, so that the last one is recognised."""
         self.drop()
         ahead: list[Item] = []
         for item in micro_batches:

@@ -107,14 +107,15 @@ def launch(ranks: int, argv: list[str]) -> int:
         except ChildFailedError as error:
             return _conclude(error.failures, failure.read(folder), heartbeat.read(folder), watch.ended)
         except SignalException as stop:  # the agent has passed it on
-            raise _told(failure.read(folder), Stopped(signal.Signals(stop.sigval))) from None
+            raise _first_cause(failure.read(folder), Stopped(signal.Signals(stop.sigval))) from None
         finally:
             del os.environ[HEARTBEATS], os.environ[LAUNCHER]
     return 0
 
 
-def _told(failures: list[Failure], otherwise: BaseException) -> BaseException:
-    """The error that the first of `failures` was, without those that another rank's end caused."""
+def _first_cause(failures: list[Failure], otherwise: BaseException) -> BaseException:
+    """The first of `failures` as the error that it was, but for bugs and those that another rank's end caused;
+    `otherwise` if there is none."""
     for found in failures:
         if found.signal is not None:
             return Stopped(signal.Signals(found.signal), found.message)
@@ -126,7 +127,7 @@ def _told(failures: list[Failure], otherwise: BaseException) -> BaseException:
 
 
 def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, Beat], ended: str) -> int:
-    """The exit code of a run of which a rank failed; raises the error to tell, if there is one.
+    """The exit code of a run in which a rank failed; raises the error to print, if there is one.
 
     `deaths`: torch's ProcessFailure of each rank that did not end with 0, `failures`: what ranks announced, `ended`:
     why the launcher ended a rank. When one rank fails torch sends the others a SIGTERM, and later a SIGKILL.
@@ -141,7 +142,7 @@ def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, 
         causes = [found for found in causes if found.signal is None] or causes
         if causes and causes[0].bug:
             return causes[0].exit_code
-        raise _told(causes, RankError(f"The ranks of this run lost each other. {AGAIN}"))
+        raise _first_cause(causes, RankError(f"The ranks of this run lost each other. {AGAIN}"))
     rank, one = min((killed or silent).items(), key=lambda item: item[1].timestamp)
     if one.exitcode > 0:  # it has printed why
         return int(one.exitcode)
@@ -158,8 +159,8 @@ ENDING_SECONDS = 30.0
 
 
 def _overdue(failures: list[Failure], beats: dict[int, Beat], now: float) -> set[int]:
-    """The ranks that should have ended: those that announced a failure, and after an error also those that write
-    nothing: their GPUs may wait for a rank that does not come. `now`: time.time()."""
+    """The ranks that should have ended: those that announced a failure, and after an error also those that are not
+    writing files, because their GPUs may wait for a rank that is gone. `now`: time.time()."""
     late = [found for found in failures if now - found.at > ENDING_SECONDS]
     failed = {found.rank for found in late}
     stuck = {rank for rank, beat in beats.items() if beat.doing not in WRITING}
@@ -175,7 +176,7 @@ def _is_alive(child: int) -> bool:
 
 
 class _LauncherWatch:
-    """A thread that watches the ranks of this host, and ends the one that will never move again."""
+    """A thread that watches the ranks of this host, and kills one that hangs (watch.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._over, self.ended = folder, threading.Event(), ""

@@ -96,7 +96,7 @@ class ParallelConfig:
         return int(mib * MIB)
 
     def check(self, degrees: Degrees) -> Iterator[str]:
-        """Yield what ranks that are divided so cannot do, worded as what to change."""
+        """Yield a message for each key that a run with these `degrees` cannot have."""
         for asked in self.summed_otherwise:
             if degrees.ranks == 1:
                 yield f"{asked}: says how ranks exchange gradients, and this run has one rank. Leave it out."
@@ -134,8 +134,8 @@ def agrees(config: ParallelConfig, degrees: Degrees) -> bool:
 
 
 def decide(config: ParallelConfig, ranks: int, shards: bool = False) -> Degrees:
-    """The degrees that `config` means for `ranks` ranks. Ranks that no number of the config places replicate, or
-    shard if `shards`: the model does not fit one card.
+    """The degrees that `config` means for `ranks` ranks. Where it gives no number, the ranks that are left replicate;
+    with `shards` (the model does not fit one card) they shard.
 
     Raises ConfigError if there are no such degrees.
     """

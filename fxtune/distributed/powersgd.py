@@ -2,13 +2,13 @@
 
 A gradient of [n, m] is approximated by P Q^T of rank r, so (n + m) r numbers are sent and not n m: 1/512 for a matrix
 of 4,096 x 4,096 at rank 4. What the approximation misses on a rank is added to that rank's next gradient (error
-feedback). The gradient is therefore late and biased, and the loss falls more slowly. The first `start` steps are
-summed whole: early gradients decide the course.
+feedback). The gradient is therefore late and biased, and the loss falls more slowly. The gradients of the first
+`start` steps are summed whole, because errors at the beginning of a run cost the most.
 
-The arithmetic is torch's own hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which asks a bucket of
-DistributedDataParallel for five things; _TorchBucket answers them for a bucket of ours. The hook calls collectives one
-after another from callbacks, whose order over several buckets would differ from rank to rank, so buckets go one by
-one, after the backward pass. The hook's result is a mean, so it is given N times the gradient.
+The arithmetic is torch's own hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which calls four
+methods of a DistributedDataParallel bucket; _TorchBucket has them for a bucket of ours. The hook calls collectives one
+after another from callbacks, whose order over several buckets would differ from rank to rank, so buckets are sent one
+by one, after the backward pass. The hook's result is a mean, so it is given N times the gradient.
 
 Vectors, and matrices that would not shrink to half, are summed whole in float32. Memory: three times the gradients in
 float32 (bucket, error, and the copy by which the hook computes the error), and until the update a fourth (the error
@@ -45,7 +45,7 @@ class PowerSGD:
                 "(CUDA_VISIBLE_DEVICES=), use them, or set parallel.powersgd_rank=0."
             )
         self.world = world
-        self.torch = PowerSGDState(
+        self.hook_state = PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=start, orthogonalization_epsilon=EPSILON
         )
         self._before: dict[str, dict[int, torch.Tensor]] = {}
@@ -55,9 +55,10 @@ class PowerSGD:
         """Replace `buffer`, float32 [numbers], by its sum over the ranks. `parts` are its views in their shapes;
         `last`: it is the last one of this step."""
         if number == 0:
-            self._before = {"error": dict(self.torch.error_dict), "q": _copies(self.torch.q_memory_dict)}
+            self._before = {"error": dict(self.hook_state.error_dict), "q": _copies(self.hook_state.q_memory_dict)}
         buffer.mul_(self.world.size)
-        result = powerSGD_hook(self.torch, _TorchBucket(number, buffer, parts, last)).wait()  # type: ignore[arg-type]
+        bucket: Any = _TorchBucket(number, buffer, parts, last)
+        result = powerSGD_hook(self.hook_state, bucket).wait()
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result)
 
@@ -65,10 +66,10 @@ class PowerSGD:
         """Undo this step's change of the state unless `counts` (a bool scalar on the device): what a non-finite
         gradient left would otherwise make every later step non-finite."""
         for name, before in self._before.items():
-            now = self.torch.error_dict if name == "error" else self.torch.q_memory_dict
+            now = self.hook_state.error_dict if name == "error" else self.hook_state.q_memory_dict
             for number, tensor in now.items():
                 was = before.get(number)
-                if was is None:  # the first compressed step made it: the error of none, or a random Q
+                if was is None:  # made by the first compressed step: before it the error was zero and Q random
                     draw = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
                     was = torch.zeros_like(tensor) if name == "error" else draw.to(tensor)
                 tensor.copy_(torch.where(counts, tensor, was))
@@ -76,16 +77,16 @@ class PowerSGD:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a resumed run needs, by name: of each bucket this rank's error, P and Q; and the count of steps."""
-        found = {"steps": torch.tensor(self.torch.iter)}
+        found = {"steps": torch.tensor(self.hook_state.iter)}
         for name, tensors in self._memories().items():
             found |= {f"{name}/{number}": tensor for number, tensor in tensors.items()}
         return found
 
     def load(self, ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Restore what state() returned on each rank, in their order. Of another number of ranks each takes the mean
+        """Restore what state() returned on each rank, by rank. If the number of ranks has changed, each takes the mean
         of the errors, so that the same error is added to the next sum."""
         mine = ranks[self.world.rank] if len(ranks) == self.world.size else _mean(ranks)
-        self.torch.iter = int(mine["steps"])
+        self.hook_state.iter = int(mine["steps"])
         for name, tensors in self._memories().items():
             tensors.clear()
             for key, tensor in mine.items():
@@ -93,12 +94,13 @@ class PowerSGD:
                     tensors[int(key.partition("/")[2])] = tensor.to(self.world.device)
 
     def _memories(self) -> dict[str, dict[int, torch.Tensor]]:
-        return {"error": self.torch.error_dict, "p": self.torch.p_memory_dict, "q": self.torch.q_memory_dict}
+        state = self.hook_state
+        return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
 
 
 @dataclass
 class _TorchBucket:
-    """A bucket as torch's hook reads it: the interface of torch.distributed.GradBucket, which Python cannot make."""
+    """A bucket as torch's hook reads it: the interface of torch.distributed.GradBucket, which only C++ can make."""
 
     number: int
     flat: torch.Tensor

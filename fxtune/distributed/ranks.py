@@ -75,7 +75,7 @@ def _translate_slurm() -> None:
 
 
 def gives_own_cards() -> bool:
-    """Whether Slurm may show each rank of a host another card only (--gpus-per-task)."""
+    """Whether Slurm may show each rank only its own card (--gpus-per-task)."""
     return "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 

@@ -1,7 +1,7 @@
 """Divides the weights of a model over ranks, with torch's `fully_shard` (FSDP2, arXiv 2304.11277).
 
-Each matrix is cut by rows: a rank holds its rows of it, of its gradient and of its optimizer state. Before a decoder
-layer runs, its ranks gather the layer's matrices, and the next layer's are on their way meanwhile; after it they are
+Each matrix is divided by rows: a rank holds its rows of it, of its gradient and of its optimizer state. Before a
+decoder layer runs, the ranks gather its matrices, and while it runs, those of the next layer. After the layer they are
 freed, and gathered once more for the backward pass. Then the gradients are summed in float32, and each rank gets its
 rows of the sum. So a rank sends 3 times the weights a step where one of `replicate` sends twice the gradients.
 
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Sharding:
-    """The sharded weights of `model`: what its training step must tell them. Found by sharding_of()."""
+    """What a training step controls of the sharded weights of `model`. sharding_of(model) returns it."""
 
     def __init__(self, model: Any, world: World) -> None:
         self.model, self.world = model, world
@@ -40,8 +40,8 @@ class Sharding:
         once a step. That sends less, and needs memory for a whole gradient."""
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
-        """`micro_batches` of a step, each one as soon as the next is known: before the last one gradients are not
-        summed over the ranks if they accumulate."""
+        """Yield the `micro_batches` of a step. If gradients accumulate, only the last one's are summed over the ranks;
+        each is yielded when the next is known, so that the last one is recognised."""
         ahead: list[Item] = []
         self.model.set_requires_gradient_sync(not self.accumulates)
         for item in micro_batches:

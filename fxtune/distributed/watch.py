@@ -1,8 +1,8 @@
-"""Watches the ranks of a run: one that stands still while the others wait for it is named, and one that never moves
-again is ended, with the run.
+"""Watches the ranks of a run. If all others wait for one rank, a line names it; if that rank hangs, it is ended, and
+the run with it.
 
 fxtune's launcher watches the ranks that it started. Under torchrun and srun no process of fxtune's does, so ranks 0
-and 1 watch all ranks, through the store: one of them is left to tell if the other stands still.
+and 1 watch all ranks, through the store: if one of the two hangs, the other reports it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ run at all: it is stopped, or the machine swaps."""
 FIRST_SECONDS = 300.0
 """The same for a rank that has not had a pulse yet: a busy machine takes long to start its thread."""
 SILENT_SECONDS = 5.0
-"""A rank without a pulse for this time is not named as one that only stands still."""
+"""A rank without a pulse for this time is not named: its process does not run, and it is ended soon."""
 STEP_SECONDS = 1800.0
 """A rank whose process runs is ended if the others have waited for it this long in one step. Outside of steps there is
 no limit: a large data set is tokenized, or a large model is exported, for hours."""
@@ -43,8 +43,8 @@ class Watch:
         self._named = -1.0
 
     def look(self, beats: dict[int, Beat], now: float) -> tuple[int, str] | None:
-        """The rank that has to be ended and the sentence that says why, if there is one. Prints a line on a rank that
-        only stands still. `now`: time.monotonic()."""
+        """The rank that has to be ended and the sentence that says why, if there is one. Prints a line about a rank
+        that all others wait for and that still runs. `now`: time.monotonic()."""
         for rank, beat in beats.items():
             pulse, rounds = self._pulses.get(rank, (-1, 0))
             # Rounds are counted, not seconds: if the whole machine stood still, this process did, too.
@@ -87,8 +87,8 @@ def _sentence(rank: int, beat: Beat, why: str) -> str:
 
 
 class StoreWatch:
-    """Tells the beats of this rank to the others through the store, and watches theirs, where fxtune's launcher does
-    not. The store does not answer while the process that holds it stands still: silence counts as rank 0's."""
+    """Sends the beats of this rank to the others through the store, and watches theirs, where fxtune's launcher does
+    not. If the store does not answer, no rank has a pulse, and rank 0 is the first that is taken to hang."""
 
     def __init__(self, rank: int, processes: Sequence[tuple[int, str]], heartbeat: Heartbeat, run: int) -> None:
         """`processes`: the process id and the host of each rank; `run`: counts the runs of this process."""

@@ -2,7 +2,7 @@
 
 A run has one process (a rank) for each GPU, or several on a CPU. torchrun and fxtune's own launcher (launch.py) start
 them with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in the environment, as torch.distributed defines them. Tensors
-on a GPU travel through NCCL; decisions of the hosts travel through gloo, so they never wait for a GPU.
+on a GPU travel through NCCL; decisions travel through gloo on the CPU, so they never wait for a GPU.
 
 With one rank every method returns at once, and torch.distributed is not touched.
 """
@@ -138,7 +138,7 @@ class World:
         return self.chosen or Degrees(replicate=self.size)
 
     def divided(self, degrees: Degrees) -> World:
-        """This world with its ranks divided so."""
+        """This world with its ranks divided into `degrees`."""
         assert degrees.ranks == self.size, (degrees, self.size)
         return replace(self, chosen=degrees)
 
@@ -177,14 +177,14 @@ class World:
         """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost: each slice
         (`mesh["shard"]`) has a process group. Made on first use, by all ranks together. One rank has none."""
         assert self.size > 1, "one rank has no mesh"
-        if not _mesh.cache_info().currsize:  # torch waits for hours for a rank that has gone before it makes a group
+        if not _mesh.cache_info().currsize:  # fails at once if a rank is gone; torch would wait hours for it
             self.agree(0, "making a mesh of the ranks")
         return _mesh(self.device.type, self.degrees)
 
     @property
     def weights_mesh(self) -> DeviceMesh:
-        """The mesh over which weights are divided: of replicas, if there are several, and of the parts of each weight.
-        Ranks that share rows hold different parts, too."""
+        """The mesh over which weights are divided. Its dimensions: the replicas, if there are several, and the parts
+        of each weight. Ranks that share rows hold different parts of the weights."""
         return _weights_mesh(self.device.type, self.degrees)
 
     @property
@@ -261,7 +261,7 @@ class World:
         return result
 
     def gather(self, value: Result, doing: str = "collecting from all ranks") -> list[Result]:
-        """The `value` of every rank, in their order, on every rank."""
+        """The `value` of every rank, by rank, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -307,7 +307,7 @@ class World:
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Note `doing` for the launcher while this rank waits; a lost connection becomes a RankError."""
+        """Note `doing` for the launcher while this rank waits; a lost connection becomes a LostRankError."""
         with self.heartbeat.waiting(doing):
             try:
                 yield

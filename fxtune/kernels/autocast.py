@@ -6,7 +6,7 @@ import torch
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Autocast's dtype, or x's where autocast is off. Autocast knows no meta device."""
+    """Autocast's dtype, or x's where autocast is off. torch has no autocast for the meta device."""
     device = x.device.type
     if device == "meta":
         return x.dtype

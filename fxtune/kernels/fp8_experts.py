@@ -17,8 +17,8 @@ added before a sum is rounded: by the Triton GEMM itself, or as the rows are add
 
 The wide products are the Triton kernel or torch's grouped GEMM. Triton's is the default: for the shapes of
 Qwen3-30B-A3B on an H200 it is as fast as torch's in three products, faster in the fourth, and adds the adapter's part
-for 2 to 6 % of its time. quack's has no scales of rows and columns in the form that fxtune calls, and accumulates e4m3
-slowly.
+for 2 to 6 % of its time. quack's kernel is not used: as fxtune calls it, it takes no scales of rows and columns, and
+it accumulates e4m3 slowly.
 """
 
 from __future__ import annotations

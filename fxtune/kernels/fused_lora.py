@@ -173,8 +173,8 @@ def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], *_: Any) 
     schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted, bool padded) -> (Tensor, Tensor[], Tensor[])",
 )
 def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(dx, da, db). `wanted`: of x, a and b; the others are returned empty. `padded`: dy's rows may have padding
-    behind them, which may be overwritten.
+    """(dx, da, db). `wanted`: which of the three are needed; the others are returned empty. `padded`: dy's rows may
+    have padding behind them, which may be overwritten.
     """
     *parts, wanted, padded = arguments
     with torch.autocast(x.device.type, enabled=False):
@@ -250,7 +250,7 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _mlp_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, *arguments: Any
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(dx, da, db). `wanted`: of x, a and b; the others are returned empty."""
+    """(dx, da, db). `wanted`: which of the three are needed; the others are returned empty."""
     *parts, wanted = arguments
     mlp = _Mlp(*parts)
     with torch.autocast(x.device.type, enabled=False):

@@ -85,7 +85,7 @@ def outer(x: Tensor, y: Tensor, ends: Tensor, by: str = CUBLAS) -> Tensor:
         for group, rows in segments(ends):
             torch.mm(x[rows].t(), y[rows], out=result[group])
         return result
-    # What a GEMM without any term leaves is not documented.
+    # It is not documented what these kernels write for a group without rows.
     filled = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
     return torch.where(filled[:, None, None], result, 0)
 

@@ -6,7 +6,7 @@ pass over memory for each of them costs as much as the activation's gradient its
 columns and loops over the rows: it multiplies the numbers that it has just computed, on tensor cores from registers,
 and sums in float32. So p is written only if p A^T was not kept.
 
-The rows are cut into parts, so that the GPU is full. Each part has sums of its own, and lora_triton.unpack() adds them
+The rows are cut into parts to fill the GPU. Each part has sums of its own, and lora_triton.unpack() adds them
 up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. gate_up and
 dp come without the products of their adapters. The kernel adds these, and keeps their second factors in registers.
 

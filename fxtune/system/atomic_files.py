@@ -114,7 +114,7 @@ def replace_text(path: Path, text: str, shared: bool = False) -> None:
 
 
 def replace_folder(staging: Path, final: Path, backup: Path) -> None:
-    """Rename the complete folder `staging` to `final`. An old `final` is kept as `backup` until then.
+    """Rename the complete folder `staging` to `final`. An old `final` is renamed to `backup` first and deleted last.
 
     Raises OSError. After a kill between the two renames only `backup` exists: the caller restores it.
     """

@@ -26,7 +26,7 @@ INTERVAL = 1.0
 
 
 class Card:
-    """NVML's view of a CUDA device. Raises nothing: `missing` says why nothing can be read; empty: something can."""
+    """NVML's view of a CUDA device. `missing`: why nothing can be read; empty if something can. Raises nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.missing = ""
@@ -99,7 +99,7 @@ class Processors:
                 continue
 
     def joules(self) -> float | None:
-        """Joules since this object was made; None if no counter can be read. To be called before one wraps twice."""
+        """Joules since this object was made; None if no counter can be read. Call it before a counter wraps twice."""
         if not self._zones:
             return None
         zones = []
@@ -126,9 +126,9 @@ class Reading:
 
 
 class EnergyMeter:
-    """Measures from now on. start() begins a thread that samples each second, if there is anything to sample.
+    """Measures from its creation on. start() begins a thread that samples each second, if there is anything to sample.
 
-    `hosts`: whether this process measures the CPUs, which one process a host does.
+    `hosts`: whether this process measures the CPUs of its host. One process on each host does.
     """
 
     def __init__(self, device: torch.device, hosts: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
@@ -146,7 +146,7 @@ class EnergyMeter:
         self._sampled = self._sample()
 
     def start(self) -> None:
-        """Sample from now on. Counters do without, but for utilisation and counters of CPUs, which wrap."""
+        """Begin to sample. The GPU's power and utilisation need it, and the CPU counters, because they wrap."""
         if self._sampled and self._thread is None:
             self._thread = threading.Thread(target=self._repeat, name="fxtune-energy", daemon=True)
             self._thread.start()

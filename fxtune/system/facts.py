@@ -52,7 +52,7 @@ class MachineFacts:
     memory: int = 0
     """Memory of the device, the GPU's or the host's."""
     free_memory: int = 0
-    """The part of `memory` that no process uses."""
+    """The part of `memory` that no process uses, on the fullest device of the run."""
     host_memory: int = 0
     """This rank's share of the host's memory: the ranks of a host share it equally."""
     cores: int = 1

@@ -212,9 +212,9 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         if not library and not isinstance(error, (OSError, RuntimeError)):
             raise
         raise HubError(
-            f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). What has come "
-            "is kept: give the same command again, and it goes on from there. Or fetch it elsewhere (`hf download "
-            f"{name}`) and give that folder."
+            f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). The downloaded "
+            "part is kept: give the same command again, and it continues from there. Or fetch it elsewhere (`hf "
+            f"download {name}`) and give that folder."
         ) from error
 
 

@@ -50,7 +50,7 @@ def start_process(
     """Start a process that can import this fxtune, as the leader of a process group. The caller ends it; if the thread
     that called this dies, Linux kills it. `environment`: variables that it has beside those of this process.
     """
-    # An installed fxtune is found as here. Named first, its site-packages would hide what PYTHONPATH names.
+    # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(

@@ -70,7 +70,7 @@ class _Progress:
         self.live: Live | None = None
         """The line of a terminal that shows the current phase."""
         self.region: Live | None = None
-        """`live`, or the display of a run that shows the phases in its stead."""
+        """`live`, or the display of a run, which then shows the phases instead."""
         self.log: threading.Event | None = None
         """Ends the thread of a log; None: the phases are not printed."""
 

@@ -106,7 +106,7 @@ def redact_text(text: str) -> str:
 class RedactedStream:
     """A text stream that removes the values of `secrets` from all text written to it.
 
-    Characters that its encoding does not have become question marks, and a reader who closes the pipe stops nothing.
+    Characters that its encoding lacks become question marks. Writing to a pipe that its reader has closed is no error.
     """
 
     def __init__(self, stream: IO[str], secrets: list[str]):

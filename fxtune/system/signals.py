@@ -2,7 +2,7 @@
 
 The first signal is recorded. In phases that a resumed run repeats to the same bits (start-up, an evaluation, the
 forward and backward passes of a step) it raises Stopped immediately, as Ctrl-C does; everywhere else the loop calls
-check() after a step. So a weight update is never interrupted, and the signal waits for no compiler.
+check() after a step. So a weight update is never interrupted, and a signal never waits for a compiler.
 
 A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
 disk, a device): a thread reads each signal from a pipe that the interpreter's C handler writes to. A signal within
@@ -113,8 +113,8 @@ class Signals:
             self._at_once = before
 
     def ignore(self) -> None:
-        """From here to its end this process ignores signals: a rank that leaves is signalled once more by its agent,
-        as soon as the first rank has left, and must still end with its own exit code."""
+        """From here to its end this process ignores signals. As soon as the first rank has ended, the agent signals
+        the others once more, and they must still end with their own exit codes."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 signal.signal(number, signal.SIG_IGN)
@@ -139,7 +139,7 @@ SIGNALS = Signals()
 
 def leave_signals_to_main_process() -> None:
     """Call in a child process before it starts threads, so that signals to the group do not end the child first. The
-    child ends with the main process, also one that is killed.
+    child ends when the main process ends, even if that was killed.
 
     Only a SIGTERM by the main process ends it: multiprocessing sends it to the remaining children at the exit.
     """

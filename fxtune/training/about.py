@@ -38,8 +38,8 @@ def _describe(plan: Plan) -> dict[str, Any]:
 
 
 def _lengths(table: TokenTable) -> dict[str, Any]:
-    """How long the documents of a source are. `counts`: of those from one of the `edges` to below the next; the last
-    edge is past the longest."""
+    """How long the documents of a source are. `counts[i]`: the documents of `edges[i]` tokens or more and fewer than
+    `edges[i + 1]`; the last edge is above the longest."""
     lengths = np.diff(table.offsets)
     middle, high = np.percentile(lengths, (50, 95)) if len(lengths) else (0, 0)
     shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (1, 1)

@@ -1,4 +1,4 @@
-"""Decisions that one rank meets and all must follow: an error, memory that ran out, and a signal."""
+"""Makes all ranks follow what happened on one of them: an error, memory that ran out, or a signal."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def together(
 
     If one rank fails, all raise its error; if one ran out of memory, all raise MemoryShortError; if one was signalled,
     all raise Stopped; with stops=False a signal waits for a later call. A signalled rank leaves work() at once. With
-    one rank this is only work(): the signal handler raises Stopped by itself. Ranks that share rows or weights do wait
-    for each other inside work(): there a signal waits for its end, and a rank that fails cannot agree with the others.
-    It leaves, and they lose it.
+    one rank this is only work(): the signal handler raises Stopped by itself.
+
+    The exception: ranks that share rows or weights wait for each other inside work(). There a signal waits until
+    work() ends. A rank that fails raises its error without agreeing, and the others raise LostRankError.
     """
     if world.size == 1:
         return work()
@@ -63,7 +64,7 @@ def together(
         try:
             with SIGNALS.interruptible() if stops and not world.shares else nullcontext():
                 result = _attempt(partial(catch_out_of_memory, work))
-        except Stopped:  # said to all below
+        except Stopped:  # all ranks learn of it below
             result = None
         if world.shares and isinstance(result, (MemoryExhausted, _Failed)):
             raise _reason_to_leave(world, result)
@@ -108,9 +109,9 @@ def _reason_to_leave(world: World, result: MemoryExhausted | _Failed) -> Excepti
 
 
 def _common_error(world: World, mine: Exception | None) -> Exception:
-    """The error of the first rank that has one. A bug is that rank's own to raise, with its traceback."""
-    told = mine if mine is None or isinstance(mine, UserError) else RankError(first_line(mine))
-    errors = world.gather(told, "comparing errors")
+    """The error of the first rank that has one. A rank raises a bug of its own itself, with its traceback."""
+    sent = mine if mine is None or isinstance(mine, UserError) else RankError(first_line(mine))
+    errors = world.gather(sent, "comparing errors")
     rank = next(rank for rank, error in enumerate(errors) if error is not None)
     if mine is not None and (rank == world.rank or not isinstance(mine, UserError)):
         return mine

@@ -246,8 +246,8 @@ def _last_user_turn(row: dict[str, Any]) -> str | None:
 
 
 def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], rows: int) -> Tokens:
-    """ask() of the first prompts: the first `rows` by rank 0, the next by rank 1, and so on. With divided weights,
-    of the first `rows` by all ranks together: none alone has the weights to answer. Rank 0's answers count."""
+    """ask() of the first prompts: the first `rows` by rank 0, the next by rank 1, and so on. If weights are divided,
+    no rank can answer alone, so all ranks answer the first `rows` together, and rank 0's answers count."""
     if world.degrees.shard > 1:
         answers = together(world, lambda: ask(prompts[:rows]), doing="answering questions")
         return world.broadcast(answers, "taking rank 0's answers")
@@ -257,8 +257,9 @@ def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], r
 
 
 def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The tokens that ranks with parts of the same weights go on with: those of the first of them. Where two logits
-    are almost equal ranks may choose differently, and one that is done earlier would leave the others in a gather."""
+    """A function that gives ranks with parts of the same weights the same next tokens: those of the first rank. Where
+    two logits are almost equal ranks may choose differently, and one that ends earlier would leave the others waiting
+    in a gather."""
     if world.degrees.shard == 1:
         return lambda chosen: chosen
     return partial(world.copy_first, group=world.weights_group, doing="choosing a token")

@@ -71,8 +71,8 @@ class RunBuilder:
 
     @phase("Checking the recipe")
     def __init__(self, config: Config, ahead: bool = False) -> None:
-        """`ahead`: look at the run in one process before it has ranks. `facts` are those of one of its ranks, and
-        nothing can be built."""
+        """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
+        ranks, and nothing can be built."""
         self.config = config
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib)
@@ -105,16 +105,14 @@ class RunBuilder:
         ]
         self.facts, in_backward_note = in_backward.decide(config, self.facts)
         notes += [in_backward_note] if in_backward_note else []
-        # By rank 0: some kernels are chosen by timing them, and two ranks may measure differently.
+        # Rank 0 decides: some kernels are chosen by timing them, and two ranks may measure differently.
         self.techniques, self.decided = self.world.from_main(
             partial(config.techniques.resolved, self.facts, refused), "waiting for rank 0 to choose kernels"
         )
         """The techniques with every `auto` decided, and lines on what was decided and why."""
         for package, reason in self.facts.broken.items():
             if not any(reason in line for line in self.decided):
-                notes.append(
-                    f"{package} {self.facts.lacks(package)}: passed over (`fxtune doctor` says what repairs it)"
-                )
+                notes.append(f"{package} {self.facts.lacks(package)}: not used (`fxtune doctor` says what repairs it)")
         if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
         if note := models.unpacked_note(config.model, self.hf_config, self.facts.dtype):
@@ -362,7 +360,7 @@ def _all_missing_at_once(config: Config) -> Iterator[None]:
         if len(missing) == 1:
             raise
         listed = "\n".join(f"  {why}" for why in missing)
-        raise HubError(f"{len(missing)} things of this recipe are not here:\n{listed}") from error
+        raise HubError(f"{len(missing)} files or data sets of this recipe are missing here:\n{listed}") from error
 
 
 def _reset_process() -> None:

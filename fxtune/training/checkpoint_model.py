@@ -64,7 +64,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[A
     """(model, tokenizer, facts for its model card) of a checkpoint, on the CPU, for save_model().
 
     Only what decides the exported files is built: adapters and RoPE scaling, in the dtype of the run. Kernels,
-    quantization and compilation are left out, so a machine without a GPU can export. Errors as in of_run().
+    quantization and compilation are left out, so a machine without a GPU can export. Raises as compose.of_run().
     """
     run = run_folder(checkpoint)
     config = compose.of_run(run, trust_remote_code)

@@ -19,7 +19,7 @@ from fxtune.training.agreement import together
 
 
 class HeldOutEvaluation:
-    """Evaluates `model` on `plan`, the held-out data of a run. `load` makes a loader of a plan."""
+    """Evaluates `model` on `plan`, the held-out data of a run."""
 
     def __init__(
         self,

@@ -169,8 +169,8 @@ class InBackward:
             weight.register_post_accumulate_grad_hook(partial(_call, arrived))
 
     def begin(self, lr: float, updates: torch.Tensor, seed: int) -> None:
-        """The next backward pass is a whole step at rate `lr`. `updates`: whether weights change at all, a bool on the
-        device; `seed`: of the random bits of stochastic rounding."""
+        """Let the next backward pass take a whole step at rate `lr`. `updates`: whether weights change at all, a bool
+        on the device; `seed`: that of stochastic rounding."""
         assert not self._armed, "a step has one backward pass"
         self._lr, self._updates, self._seed, self._armed = lr, updates, seed, True
         self.norms.clear()
@@ -181,7 +181,7 @@ class InBackward:
         return torch.linalg.vector_norm(torch.stack(reached)) if reached else torch.zeros_like(self._updates.float())
 
     def end(self) -> None:
-        """All weights have taken the step, or none has and it is forgotten."""
+        """Call it when all weights have taken the step, or when none has and the step is dropped."""
         self._armed = self.torn = False
 
     def _arrived(self, weight: torch.Tensor) -> None:

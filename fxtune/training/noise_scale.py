@@ -1,17 +1,17 @@
-"""The gradient noise scale: how large a global batch is worth while (McCandlish et al., arXiv 1812.06162).
+"""The gradient noise scale: up to which size a larger global batch pays (McCandlish et al., arXiv 1812.06162).
 
-A gradient of B rows is the true one, G, and noise of variance tr(S) / B. The simple noise scale tr(S) / |G|^2 is the
-batch at which the two are as large as each other. Far below it, twice the batch makes almost twice the progress a
-step; far above it, twice the batch makes the same progress a step, and costs twice as much.
+A gradient of B rows is the true one, G, plus noise of variance tr(S) / B. The simple noise scale tr(S) / |G|^2 is the
+batch at which |G|^2 and the noise are equal. Far below it, twice the batch makes almost twice the progress a step; far
+above it, twice the batch makes the same progress a step, and costs twice as much.
 
-Both are read off a step that has several micro-batches, on one rank or more, at no further pass. Micro-batch m has the
-share w_m of the step's supervised tokens, and its gradient, as the step sums it, is g_m:
+|G|^2 and tr(S) are estimated from a step of several micro-batches, on one rank or more, without a further pass.
+Micro-batch m has the share w_m of the step's supervised tokens, and its gradient, as the step sums it, is g_m:
 
     E |sum of g_m|^2 = |G|^2 + tr(S) / rows            E sum of |g_m|^2 = Q |G|^2 + tr(S) / rows,  Q = sum of w_m^2
 
 so |G|^2 = (|sum|^2 - sum of squares) / (1 - Q), and tr(S) / rows = (sum of squares - Q |sum|^2) / (1 - Q). With equal
 micro-batches this is the paper's estimate from two batch sizes. A single step says little, and a mean of ratios would
-be biased: means over steps are taken of both, and then their ratio.
+be biased, so the two are averaged over steps, and the noise scale is the ratio of the averages.
 
 Cost: a norm of each weight's gradient in each micro-batch, computed by a hook before autograd adds the gradient up. So
 no gradient is kept, and nothing waits for the device.
@@ -33,7 +33,7 @@ from fxtune.distributed.parallel import Degrees
 PARTS, SHARES, ROWS = NAMES = ("noise/parts", "noise/shares", "noise/rows")
 """Metrics of a step: the sum of |g_m|^2, the sum of w_m^2, and the rows. Sums over micro-batches and ranks."""
 DECAY = 0.98
-"""Of the means over steps: they are of about 50 steps."""
+"""Of the moving averages, which so cover about 50 steps."""
 LEAST_STEPS = 20
 """Steps after which the ratio is shown."""
 NEAR = 2.0
@@ -72,8 +72,8 @@ class MicroBatchNorms:
         self._squares.clear()
 
     def read(self, labels: torch.Tensor, rows: int, normalizer: torch.Tensor | float) -> dict[str, torch.Tensor]:
-        """NAMES for the micro-batch whose backward pass is over, float32 scalars on the device. `normalizer`: as the
-        loss is divided by it; if it is infinite the micro-batch does not count. Does not wait for the device.
+        """NAMES for the micro-batch whose backward pass is over, float32 scalars on the device. `normalizer`: what the
+        loss is divided by; infinite: the micro-batch does not count. Does not wait for the device.
         """
         share = (labels != IGNORE_INDEX).sum() / normalizer
         zero = torch.zeros((), device=labels.device)
@@ -92,11 +92,12 @@ def _call(arrived: weakref.WeakMethod[Any], gradient: torch.Tensor) -> None:
 
 
 class NoiseScale:
-    """Means over the steps of a run, on the host."""
+    """Moving averages over the steps of a run, on the host. In the first steps both are too small by one factor, which
+    their ratio does not have."""
 
     def __init__(self) -> None:
         self.signal = 0.0
-        """|G|^2, times the same factor as `noise` while the means are young."""
+        """|G|^2"""
         self.noise = 0.0
         """tr(S), the variance of the gradient of one row."""
         self.steps = 0

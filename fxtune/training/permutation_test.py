@@ -44,7 +44,7 @@ def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> fl
 
 
 def least_pairs(alpha: float) -> int:
-    """The fewest pairs with which lower_mean() can be `alpha` or less: all signs agree, and one more."""
+    """The fewest pairs with which lower_mean() can be `alpha` or less: so many that 2^-n <= alpha, and one more."""
     return int(np.ceil(np.log2(1 / alpha))) + 1
 
 

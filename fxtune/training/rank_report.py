@@ -69,8 +69,8 @@ class RankReport:
         return max((waited for _, waited, _, _ in self._all), default=None)
 
     def figures(self) -> dict[str, Any]:
-        """How long the parts of a step took, in seconds; with several ranks also what stands in place of figures of
-        rank 0 alone, and the passes are those of the slowest."""
+        """How long the parts of a step took, in seconds; with several ranks the passes are those of the slowest, and
+        there are also the figures that replace those of rank 0 alone."""
         parts = self._parts if self.world.size > 1 else self.timer.read()
         figures: dict[str, Any] = {f"train/{name}_seconds": seconds for name, seconds in parts.items()}
         if not self._all:

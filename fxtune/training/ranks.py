@@ -2,7 +2,8 @@
 a recipe in one process, before there are ranks.
 
 `run.gpus` gives the number of ranks, `parallel` their degrees. Where both leave a choice, the forecast of memory
-decides: copies of the weights where one fits a card, else cut weights; rows are cut only if whole ones fit no card.
+decides: copies of the weights where one fits a card, else divided weights. Rows are divided only if whole rows fit no
+card.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from fxtune.techniques.facts import Facts
 from fxtune.training.rows import decide_rows
 
 SHORT = 8192
-"""Tokens of a micro-batch that any card holds, so that its rows are not cut to make them fit."""
+"""Tokens of a micro-batch that any card holds, so that its rows need not be divided."""
 
 
 def ranks_of(config: Config, facts: Facts | None = None) -> int:
     """How many ranks `fxtune` starts for a run of `config` on this machine; 1 in a process that is a rank. `facts`:
-    those of this process alone; None: where they matter another process finds them, because CUDA holds GPU memory.
+    those of this process alone; None: if they are needed, another process collects them, because CUDA would keep some
+    GPU memory in this one.
 
     Raises ConfigError, HardwareError, and the errors of load_config().
     """
@@ -66,7 +68,7 @@ def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") 
 
 def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
     """The degrees that `config.parallel` allows so many ranks and that divide a step, the one that sends the least
-    first. `cut`: also those that cut rows where the config leaves it open."""
+    first. `cut`: also those that divide rows where the config leaves it open."""
     return [
         one
         for one in possible(ranks)
@@ -80,8 +82,8 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
     """How the ranks of a run of `config` share its work, and a line that says so and why.
 
     `counts`: how many ranks there may be, the most first. `facts`: those of this process. If no degrees divide a step,
-    the result does not either: see require_equal_parts(). Ranks of one CPU share its memory, so there nothing is cut
-    that the config does not ask for.
+    the result does not either: see require_equal_parts(). Ranks of one CPU share its memory, so nothing is divided
+    there unless the config asks for it.
     """
     facts, parallel = replace(facts, techniques=config.techniques), config.parallel
     if facts.device != "cuda" or max(counts) == 1:

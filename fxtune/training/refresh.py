@@ -1,10 +1,11 @@
-"""`fxtune refresh`: is a run's model worse on new rows; if so, a run that goes on from it on new and old rows, and a
-gate that says whether its model replaces the old one. A model is an adapter over its base, or a whole model.
+"""`fxtune refresh`: tests whether a run's model is worse on new rows. If it is, a second run trains it further on new
+and old rows, and a gate decides whether the new model replaces the old one. A model is an adapter over its base, or a
+whole model.
 
 1. **Drift.** The loss of each new document is compared with that of each document that the run held out, by a
    permutation test of the means. It is drift if the new ones have a higher loss, at refresh.alpha.
 2. **Training.** The model is trained further on a mixture: a share of new rows, and a share of the old ones
-   (refresh.replay), so that what they taught is kept. Early stopping judges by the held-out rows of both.
+   (refresh.replay), so that what they taught is kept. Early stopping looks at the held-out rows of both.
 3. **Gate.** Old and new model are compared on the same held-out documents, by tests of the paired differences: the
    new one must be better on the new rows by more than refresh.gain, and on the old ones not worse by refresh.bound or
    more. Both must be shown at refresh.alpha: with too few documents nothing is promoted.
@@ -55,7 +56,7 @@ class Drift:
     old_loss: float
     new_loss: float
     p: float
-    """Of "the new rows have no higher loss than the old ones"."""
+    """The p-value of "the new rows have no higher loss than the old ones"."""
     found: bool
 
 
@@ -70,9 +71,9 @@ class Gate:
     new_loss: tuple[float, float]
     """The same on the new ones."""
     p_kept: float
-    """Of "the new model is worse on the old rows, by refresh.bound or more"."""
+    """The p-value of "the new model is worse on the old rows, by refresh.bound or more"."""
     p_better: float
-    """Of "the new model is no better on the new rows, or by refresh.gain or less"."""
+    """The p-value of "the new model is no better on the new rows, or by refresh.gain or less"."""
     passed: bool
 
 
@@ -191,7 +192,7 @@ class RefreshData:
             )
 
     def profiles(self) -> tuple[Profile, Profile]:
-        """Of the old held-out documents and of the new ones, as many as are tested."""
+        """The profiles of the old held-out documents and of the new ones that are tested."""
         old, new = (profile(group.tables, group.digests, self.tokenizer) for group in (self.old, self.new))
         return old, new
 
@@ -290,6 +291,6 @@ def _require_same_data(parent: Path, tables: Sequence[TokenTable]) -> None:
         raise StorageError(f"{parent}: {error}. It holds what the run was trained on: restore it.") from error
     if before and (changed := differences({"data": before}, {"data": describe_tables(tables)})):
         raise ConfigError(
-            f"The rows that {parent} learned from are not there any more, so they cannot be replayed, and nobody "
-            "knows which of data.sources are new:\n" + "\n".join(changed) + "\nRestore these sources as they were."
+            f"The rows that {parent} learned from are not there any more. So they cannot be replayed, and it is not "
+            "known which of data.sources are new:\n" + "\n".join(changed) + "\nRestore these sources as they were."
         )

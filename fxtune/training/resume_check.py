@@ -45,11 +45,11 @@ CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
 BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on", "experts": "off"}}
-"""What runs did that an earlier version started, by technique and option that it did not have yet."""
+"""Options that earlier versions did not have, by technique, with the value by which their runs were trained."""
 DRAWS = {"draws": "one seed a weight"}
-"""Of the random bits of stochastic rounding."""
+"""How stochastic rounding draws its random bits, as setting.json records it."""
 DRAWS_BEFORE = {"draws": "one sequence a step"}
-"""In runs that an earlier version started, whose setting.json does not say it."""
+"""How it drew them in runs of earlier versions, whose setting.json does not say it."""
 Techniques = TypeVar("Techniques")
 
 

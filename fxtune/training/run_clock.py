@@ -47,12 +47,12 @@ class RunClock:
 
     @property
     def seconds(self) -> float:
-        """Of the run so far, start-up included."""
+        """Seconds of the run so far, start-up included."""
         return self._earlier["seconds"] + self._clock() - self._began
 
     @property
     def training(self) -> float:
-        """Of the loop so far, evaluations and saves included."""
+        """Seconds of the loop so far, evaluations and saves included."""
         now = self._clock() if self._ended is None else self._ended
         return self._earlier["training"] + (0.0 if self._loop is None else now - self._loop)
 
@@ -75,7 +75,7 @@ class RunClock:
         self._ended = self._clock()
 
     def reached(self, step: int) -> None:
-        """`step` steps are done, on the device, too."""
+        """Note that `step` steps are done, on the device as well."""
         if self._loop is None or step <= self._last[0]:
             return
         self._last = (step, self._clock() - self._loop - self.evaluating)

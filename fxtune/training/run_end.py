@@ -59,7 +59,7 @@ class Decision:
 
 
 class RunEnd:
-    """Decides where a run ends. Its memory is `state.ending`."""
+    """Decides where a run ends. What it must remember is in `state.ending`, which checkpoints hold."""
 
     def __init__(self, config: Config, folder: Path, world: World, clock: RunClock, state: TrainState) -> None:
         self.config, self.world, self.clock, self.state = config, world, clock, state
@@ -172,25 +172,24 @@ class RunEnd:
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
-        """Whether to end because it was told to or for the deadline, and how many steps there is time for, at least
-        one.
-        """
+        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for, at least
+        one."""
         decided = bool(self.state.ending.get("reason"))
-        told = Reason.finish if not decided and self.file.exists() else Reason.none
+        requested = Reason.finish if not decided and self.file.exists() else Reason.none
         step_seconds = self.clock.step_seconds
         if self.deadline is None or step_seconds is None:
-            return told, FOREVER
+            return requested, FOREVER
         steps = max(1, int((self.deadline - self.clock.seconds - self.reserve) / step_seconds))
         left = schedule.last - self.state.step
         if steps >= left:
-            return told, steps
+            return requested, steps
         if decided:  # not for a small difference: each decision is saved
             short = left - steps > max(1, SLACK * schedule.decay)
         else:
             # The last moment is now if the steps until the next look, and then the decay, would take too long.
             branches = schedule.branches and not self._decays(schedule)
             short = steps < self.every + (self._decay(schedule)[1] if branches else 1)
-        return max(told, Reason.deadline if short else Reason.none), steps
+        return max(requested, Reason.deadline if short else Reason.none), steps
 
     @property
     def reserve(self) -> float:
@@ -215,7 +214,7 @@ class RunEnd:
         if origin != step:
             text += (
                 f", from the best weights, those of step {origin}. Steps {origin + 1} to {step} are dropped, and "
-                "their rows are learned from there"
+                "training takes their rows again from there"
             )
         branch = schedule.decaying(step, origin - schedule.dropped, decay)
         return self._decided(reason, branch, None if origin == step else origin, text)

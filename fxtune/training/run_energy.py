@@ -1,7 +1,7 @@
 """Energy and cost of a run: of all its processes and ranks, start-up, evaluations, export and repeated steps included.
 
-What was used so far is in RUN/energy.json, which rank 0 writes at log lines. A resumed run adds to it, so the work
-that a kill has lost is counted, too, but for the last seconds. Where nothing can be read, there is no figure.
+What was used so far is in RUN/energy.json, which rank 0 writes at log lines. A resumed run adds to it, so steps that a
+kill has lost are counted, too, except for the last seconds. Where nothing can be read, there is no figure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Used:
 
     @property
     def joules(self) -> float | None:
-        """Of cards and CPUs; None if neither was read."""
+        """Joules of cards and CPUs; None if neither was read."""
         known = [value for value in (self.gpu_joules, self.cpu_joules) if value is not None]
         return sum(known) if known else None
 
@@ -92,10 +92,10 @@ class RunEnergy:
     def __init__(self, folder: RunFolder, world: World, cost: CostConfig) -> None:
         self.folder, self.world, self.cost = folder, world, cost
         self.before = Used.read(folder.path)
-        """By earlier processes."""
+        """What earlier processes of the run used."""
         self.meter = EnergyMeter(world.device, hosts=place()[2] == 0)
         self._ranks: list[Used] = []
-        """Of each rank in this process's time, when the ranks last exchanged their figures."""
+        """What each rank has used since this process began, up to the last exchange of figures."""
         self._written, self._ended = time.monotonic(), False
 
     def own(self) -> list[float]:

@@ -52,7 +52,7 @@ class Lengths:
     """With padding: the tokens of the rows of an epoch."""
     supervised_share: float
     attended: float
-    """How long the document of a token is, in the mean over tokens."""
+    """The mean over tokens of the length of the document that the token is in."""
     held_out: int = 0
     """Tokens of the held-out documents."""
     sampled: str = ""
@@ -80,7 +80,7 @@ class RunForecast:
     """None if they follow from data that is not here."""
     evaluations: int
     evaluation_seconds: float
-    """Of one evaluation."""
+    """Seconds of one evaluation."""
     checkpoint_bytes: int
     checkpoints: int
     """How many are on the disk at a time, at most."""
@@ -92,7 +92,7 @@ class RunForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run, with its start and its evaluations."""
+        """Seconds of the whole run, with its start and its evaluations."""
         if self.steps is None:
             return None
         return START_SECONDS + self.steps * self.step_seconds + self.evaluations * self.evaluation_seconds
@@ -190,8 +190,8 @@ def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, 
 
 
 def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:
-    """Seconds of a step in which ranks send and do not compute. Cut weights travel beside the computation of another
-    layer; rows and the sum of adapters' gradients are waited for."""
+    """Seconds of a step in which ranks send and do not compute. The exchange of divided weights, and of the gradients
+    of full fine-tuning, overlaps with computation; that of rows, and of the gradients of adapters, does not."""
     if facts.degrees.ranks == 1:
         return 0.0
     sizes, link = sent(facts, micro_batches), rates(facts).peer

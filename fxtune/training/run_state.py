@@ -87,14 +87,14 @@ class RunState:
     def _load_rank_states(
         self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> None:
-        """Restore what each rank had of its own. `moments` are rank 0's if it has no others."""
+        """Restore the state that each rank had of its own, `ranks`. Rank 0's is `moments` unless `ranks` has it."""
         if ranks and self.train_step.keeps_rank_state:
             found = {0: moments, **ranks}
             self.train_step.load_rank_states([found[rank] for rank in range(len(found))], scalars)
             if len(found) != self.world.size:
                 self.note(
-                    f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. What each rank had "
-                    "of its own is shared out anew, so losses differ from here on (docs/distributed.md)."
+                    f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. The state that each "
+                    "rank had of its own cannot be kept exactly, so losses differ from here on (docs/distributed.md)."
                 )
 
     def _restore(self, saved: Checkpoint) -> None:
@@ -126,7 +126,7 @@ class RunState:
         except ValueError as reason:
             self.note(f"The checkpoint of step {step} cannot be read: {reason}.")
             return None
-        self.average()  # the state of local steps is over
+        self.average()  # ends the local steps of the weights that are replaced
         self.checkpoints.wait_for_copy()
         with _readable(saved):
             self._restore(saved)
@@ -199,8 +199,8 @@ class RunState:
         self.checkpoints.wait()
 
     def load_best(self) -> int:
-        """Load the weights of the lowest held-out loss, for the export. Returns their step: the last one if there is
-        no such checkpoint. Nothing is saved after this.
+        """Load the best weights by train.stop.metric, for the export. Returns their step: the last one if there is no
+        checkpoint of them. Nothing is saved after this.
         """
         step, best = self.state.step, self.state.best_step
         self.use_averages()
@@ -240,8 +240,8 @@ class RunState:
         return sum(weight.nbytes for weight in (self.model.parameters() if export_all else self.weights().values()))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights by name, as they were at the start. While a divided module has gathered its weights for
-        a pass, its parameters are others.
+        """The trained parameters by name: the objects that the model had at the start. While a divided module has
+        gathered its weights for a pass, it has others.
         """
         return self._weights
 

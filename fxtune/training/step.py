@@ -40,7 +40,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class TrainStep:
-    """Takes optimizer steps of `model`: whole ones, or as backward(), clip() and update(), in this order.
+    """Takes optimizer steps of `model`.
 
     `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients. `world`: the ranks that take the
     step together, each with its own micro-batches; None means this process alone. `parallel`: how they add up their
@@ -89,7 +89,7 @@ class TrainStep:
         self._lr: float | None = None
         """The rate at which this step's backward pass updates weights; None: it leaves gradients."""
         self._spike_limit = torch.full((), math.inf)
-        """Of a step whose backward pass updates weights."""
+        """The `spike_limit` of a step whose backward pass updates weights."""
         self._names: tuple[str, ...] = ("loss",)
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
@@ -128,7 +128,8 @@ class TrainStep:
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
-            # By place in the step, not by rank: with dropout, too, N ranks learn what one does. Pieces draw their own.
+            # The seed depends on the place in the step, not on the rank: N ranks draw the dropout that one would draw.
+            # Each piece of a row draws its own.
             place = position * self.world.data_ranks + self.world.data_rank
             torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
             share = normalizer if own is None or position < own else math.inf
@@ -192,7 +193,7 @@ class TrainStep:
         self.loss_scale.update(finite)
 
     def drop(self) -> None:
-        """Forget an incomplete step: its gradients hold a part of the sum. Not one that has updated weights."""
+        """Forget an incomplete step, whose gradients hold a part of the sum. It must not have updated weights."""
         assert not self.torn
         if self.in_backward:
             self.in_backward.end()

@@ -1,6 +1,7 @@
 """How long the parts of a step take: forward and backward, the update of the weights.
 
-On a GPU by events on its stream, which nobody waits for: steps that are not finished are counted at the next read.
+On a GPU they are timed by events on its stream. Nothing waits for these: what is not finished is counted at the next
+read.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ class Trainer:
         """The learning rate of a step whose log line is due; None: no line is due."""
 
     def _extend(self) -> None:
-        """Prepare a run that was to be shorter to go on until the last step of the plan. Raises ConfigError if it was
-        to be longer, or if it has no weights from before its decay.
+        """Extend a run that was started for fewer steps to the last step of the plan. Raises ConfigError if it was
+        started for more, or if it has no weights from before its decay.
         """
         state, before, steps = self.state, self.schedule, self.plan.steps
         if state.step and steps <= before.planned:
@@ -429,8 +429,8 @@ class Trainer:
             passes = partial(take.backward, batches, normalizer, step.index, step.own, lr)
             backward = partial(self.rank_report.timed, passes)
             agree = self.rank_report.agree if self._collects(step.index + 1) else None
-            # A signal between two averages of the ranks' weights waits for the next: what is saved there goes on as if
-            # nothing had happened.
+            # A signal between two averages of the ranks' weights waits for the next average. A run that is saved there
+            # resumes with the same bits.
             metrics = together(self.world, backward, take.start_sums, take.ranks_agree, agree)
         # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
         self.run_state.checkpoints.wait_for_copy()  # PowerSGD's sums change its state, and the update the weights
@@ -461,8 +461,8 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self, changes: bool = False) -> Iterator[None]:
-        """A signal ends the body at once, unless it `changes` the weights. With several ranks it waits, too: they must
-        agree first, to stop together."""
+        """In the body a signal raises Stopped at once, unless the body `changes` the weights. With several ranks it is
+        only recorded: they must agree first, to stop together."""
         with SIGNALS.interruptible() if self.world.size == 1 and not changes else SIGNALS.held():
             yield
 

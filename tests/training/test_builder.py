@@ -511,7 +511,7 @@ def test_all_missing_files_are_named_at_once_without_network(cwd):
     with pytest.raises(HubError) as caught:
         builder.RunBuilder(load(words))
     found = reasons(caught.value)
-    assert found[0] == "5 things of this recipe are not here:"
+    assert found[0] == "5 files or data sets of this recipe are missing here:"
     starts = (
         "model.adapter=nobody/adapter:",
         "model.path=nobody/model:",
@@ -527,7 +527,8 @@ def test_all_missing_files_are_named_at_once_without_network(cwd):
     words = ["model.tokenizer=nobody/tokenizer", "data.sequence_length=256", "data.sources=[{path: nobody/data}]"]
     made = builder.RunBuilder(load(words))
     with pytest.raises(
-        HubError, match=r"2 things .*\n  model\.tokenizer=nobody/tokenizer: .*\n  data\.sources: nobody/data: "
+        HubError,
+        match=r"2 files or data sets .*\n  model\.tokenizer=nobody/tokenizer: .*\n  data\.sources: nobody/data: ",
     ):
         made.read()
 

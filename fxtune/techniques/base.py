@@ -79,10 +79,10 @@ class Technique:
 
 @dataclass
 class OptionalTechnique(Technique):
-    """A technique that a recipe may wish for without demanding it."""
+    """A technique that a recipe may leave to fxtune: `enabled=auto`."""
 
     enabled: Any = field(default=False, metadata={"kind": bool, "words": (AUTO,)})
-    """Whether to use this technique. `auto`: where it can act; elsewhere a line says why not. With `true` that is an
+    """Whether to use this technique. `auto`: if it can act here; if not, a line says why. With `true` that is an
     error. Its other options have no effect without it."""
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class OptionalTechnique(Technique):
             self.enabled = BooleanNode(self.enabled)._value()
 
     @property
-    def is_wish(self) -> bool:
-        """Whether this is undecided, and no other option demands anything."""
+    def may_stay_off(self) -> bool:
+        """Whether `enabled` is `auto` and no other option is set, so that it is no error if this cannot act."""
         defaults = {entry.name: getattr(type(self)(), entry.name) for entry in fields(self)}
         return self.enabled == AUTO and all(
             value in (defaults[name], AUTO) for name, value in vars(self).items() if name in defaults

@@ -30,12 +30,12 @@ class Facts(MachineFacts):
     stochastic_rounding: bool = False
     """Whether the optimizer rounds weights stochastically."""
     moments: str = "float32"
-    """The dtype of its moments then."""
+    """The dtype of the optimizer's moments with stochastic rounding."""
     undo_limit: int = 0
-    """Where the weights that are updated together have at most so many bytes, the optimizer copies them, their
-    gradients and moments before a step, to undo it if it is bad. 0: it never does."""
+    """The optimizer copies the weights that it updates together, their gradients and their moments before a step if
+    the weights have at most this many bytes, so that it can undo a bad step. 0: it never copies."""
     step_rows: int = 0
-    """Rows of a step of all ranks; 0: one micro-batch on each."""
+    """Rows of a step, over all ranks. 0: one micro-batch on each rank."""
     in_backward: bool = False
     """Whether each weight is updated in the backward pass, so that not all gradients exist at once."""
     deterministic: bool = False

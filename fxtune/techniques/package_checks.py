@@ -3,7 +3,7 @@
     python -P fxtune/techniques/package_checks.py NAME [gpu]
 
 `fxtune doctor` checks all packages. A run checks those that it would use (`unusable`), before it decides an `auto`: a
-package may be installed by half, such as flash-attn-4 without its CUDA part.
+package may be installed in part, such as flash-attn-4 without its CUDA part.
 
 A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for
 the first time can hang. The last line of output is one JSON object: `state` (works; imports: its kernels need a GPU;
@@ -225,9 +225,7 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
     try:
         if not _installed(check.module):
             return {"state": "missing", "seen": ""}
-        if (
-            name == "flash-attn-4" and gpu
-        ):  # with a private cache for what it compiles, which it reads when it is imported
+        if name == "flash-attn-4" and gpu:  # package() sets its cache folder, which it reads at its first import
             importlib.import_module("fxtune.kernels.flash4").package()
         importlib.import_module(check.module)
         if check.gpu and not gpu:

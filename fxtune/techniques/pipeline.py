@@ -118,23 +118,22 @@ class Pipeline:
     def resolved(self, facts: Facts, problems: Sequence[str] = (), measure: bool = True) -> tuple[Pipeline, list[str]]:
         """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. `problems`: see
         check(), which it calls. `measure`: see decided()."""
-        possible, aside = self.possible(facts)
+        possible, left_out = self.possible(facts)
         possible.check(facts, problems)
         chosen, notes = possible.decided(facts, measure)
         chosen.check(facts)
-        notes = aside + notes
+        notes = left_out + notes
         if not self.rope.enabled and (scaling := own_scaling(facts.text)):
             notes.append(f"rope: the model's own scaling, {scaling}")
         return chosen, notes
 
     def possible(self, facts: Facts) -> tuple[Pipeline, list[str]]:
-        """A copy without the techniques that are only wished for (`enabled=auto`) and cannot act under `facts`, and a
-        line for each."""
+        """A copy without the techniques that have `enabled=auto` and cannot act under `facts`, and a line for each."""
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
-            wished = isinstance(technique, OptionalTechnique) and technique.is_wish
-            if wished and (reason := next(technique.check(facts), None)):
+            optional = isinstance(technique, OptionalTechnique) and technique.may_stay_off
+            if optional and (reason := next(technique.check(facts), None)):
                 technique.enabled = False
                 notes.append(f"{name}: off, because {_cause(reason)}")
         return chosen, notes

@@ -3,12 +3,14 @@
 A router that sends most tokens to few experts leaves the others unused. Architectures of transformers have a loss
 against that (Switch Transformers, arXiv 2101.03961, equations 4 to 6): experts x sum over e of f_e P_e, with f_e the
 share of tokens that expert e gets and P_e its mean probability, both over the tokens of all layers. transformers adds
-it, times `router_aux_loss_coef`, if the config has `output_router_logits`; so does this, or as `aux_loss_coef` says.
+it, times `router_aux_loss_coef`, if the config has `output_router_logits`. So does fxtune, unless `aux_loss_coef`
+gives another factor.
 
 transformers collects the logits of all routers and computes the loss at the end, which neither a compiled layer nor
 the fused loss allows. Here each router leaves its sums over tokens in buffers, without waiting for the device. f_e has
 no gradient, so the gradient of P_e is one number an expert, the same for every token. The loss's backward pass runs
-first and writes these numbers to a buffer; the layers' backward passes read them. The numbers are transformers'.
+first and writes these numbers to a buffer; the layers' backward passes read them. Loss and gradient are those that
+transformers computes.
 
 The loss is that of a micro-batch of a rank, padding left out, as in transformers. A step has their mean, weighted by
 supervised tokens.

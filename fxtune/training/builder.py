@@ -158,7 +158,7 @@ class RunBuilder:
         """The model with every technique applied."""
         with self.oom_context("Building the model"):
             model = self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
-            if self.config.techniques.compile.is_wish and self.techniques.compile.enabled:
+            if self.config.techniques.compile.may_stay_off and self.techniques.compile.enabled:
                 probe = make_probe(model, self.facts.packing)
                 if why := self.techniques.withdraw_compile(model, probe, self.world):
                     say(f"compile: off, because {why}")

@@ -6,8 +6,8 @@ the queries, keys and values of its piece, and gets those of the whole row for i
 exchange back. This is DeepSpeed-Ulysses (arXiv 2309.14509). Attention itself runs as on one card, by any kernel: it
 sees whole rows with the `cu_seqlens` of all their documents, and fewer heads.
 
-The exchange wraps the functions in transformers' registry, and acts in calls that carry `context_group`. The others
-(generation, proofs on a row that a rank has whole) run as before.
+The exchange wraps the functions in transformers' registry, and acts in calls that have `context_group`. Others
+(generation, and checks on a row of which a rank has every token) run as before.
 
 Where there are fewer key heads than ranks, or their numbers do not divide, each is sent to all ranks with query heads
 of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on would send
@@ -75,7 +75,7 @@ def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Cal
         position_ids: Optional[Tensor] = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        attend = plain or _eager(type(getattr(module, "stands_for", module)))  # see fused adapters
+        attend = plain or _eager(type(getattr(module, "stands_for", module)))  # StandIn of lora/fused_modules.py
         if not context_group:
             if position_ids is not None:
                 options["position_ids"] = position_ids
@@ -109,7 +109,7 @@ def tokens_to_heads(
     `query` [rows, heads, piece, d], `key` and `value` [rows, key heads, piece, any]: of this rank's piece of each row.
     Returns those of the whole rows, [rows, heads / ranks, ranks * piece, d] and so on, for this rank's heads.
     """
-    # Half as many bytes where norms or cosines have made float32 of them, which attention would round as well.
+    # Norms or RoPE may have made them float32. Attention would cast them, too; casting before sends half the bytes.
     dtype, rows, piece = compute_dtype(value), len(query), query.shape[2]
     copies = key_copies(query.shape[1], key.shape[1], ranks)
     parts, widths = [], []
@@ -134,8 +134,8 @@ def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is sent, so that every rank gets those of its query heads: the least divisor of the
-    query heads a key head that makes as many key heads as `ranks` divides."""
+    """How often each key head is sent, so that every rank gets those of its query heads: the least divisor of
+    heads / key_heads with which `ranks` divides key_heads * copies, or heads / key_heads itself."""
     groups = heads // key_heads
     fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
     return next(fitting, groups)

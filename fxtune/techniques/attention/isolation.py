@@ -1,9 +1,9 @@
 """Whether a model keeps packed documents apart, tried before a weight is loaded.
 
 Some models of transformers make their mask without `position_ids` (gpt-oss, Falcon, OPT, BLOOM in 5.17), so the
-documents of a packed row see each other. Nothing in a config says so. A model of the same kind with few layers and
-random weights tells: changing one document must not move the logits of the others. PROVEN are the kinds for which our
-tests do the same, so nobody waits for it. The proof on the real model (technique.py) stays.
+documents of a packed row see each other. Nothing in a config says so. So a model of the same kind with few layers and
+random weights is tried: changing one document must not move the logits of the others. For the kinds in PROVEN the
+tests of fxtune try it, so a run does not. Each run still proves it on the real model (technique.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32
 
 
 def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, float]:
-    """Change the tokens of one document at a time: how many there are, the least by which a document's own logits
-    moved, and the most by which those of others did.
+    """Change the tokens of one document at a time. Returns the number of documents, the least by which a changed
+    document's own logits moved, and the most by which the logits of others did.
 
     All forward passes have the same shape, so logits that depend on nothing else stay equal bit for bit.
     """
@@ -68,8 +68,8 @@ class Trial(NamedTuple):
 
 
 def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
-    """Why documents in one row may see each other in a model of this config, or None if they do not. A mask that
-    transformers makes separates them; `by_bounds`: or a kernel of packed.py, which reads their bounds."""
+    """Why documents in one row may see each other in a model of this config, or None if they do not, because the mask
+    of transformers separates them. `by_bounds`: it is enough if a kernel of packed.py does, by their bounds."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN:
         return None

@@ -121,7 +121,7 @@ def _by_flash4(
     sinks: Optional[Tensor] = None,
 ) -> Tensor:
     rows, length = q.shape[:2]
-    if sinks is not None and q.dtype != torch.float32:  # the package takes sinks in bfloat16 only, beside float16 too
+    if sinks is not None and q.dtype != torch.float32:  # the package takes sinks in bfloat16 only, also over float16
         sinks = sinks.to(torch.bfloat16)
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
     if one_document_a_row(rows, cu_seqlens):

@@ -65,7 +65,7 @@ def has_mixers(config: dict[str, Any]) -> bool:
     """Whether a model of this config (`Facts.model`) has recurrent layers that separate() knows."""
     try:
         model = skeleton(config)
-    except (KeyError, TypeError, ValueError):  # no model can be made of it, which building it says
+    except (KeyError, TypeError, ValueError):  # no model has such a config: building it reports why
         return False
     return model is not None and bool(mixers(model))
 

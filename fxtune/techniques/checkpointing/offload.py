@@ -7,8 +7,8 @@ ALST, arXiv 2506.13996). With `all_saved` everything else that a compiled layer 
 computes. Tensors as wide as the MLP stay: copying them takes longer than recomputing them.
 
 Autograd's saved-tensor hooks send and fetch the tensors. They surround each layer's call, so torch.compile does not
-see them. A storage is sent as a whole, and once; in place of a tensor autograd holds a `_SentTensor`. When autograd
-has dropped all of those of a storage, its host memory returns to the pool.
+see them. A storage is sent as a whole, and only once. Autograd holds a `_SentTensor` in place of each tensor; when it
+has dropped all that belong to a storage, the storage's host memory returns to the pool.
 
 Events between two streams keep the order; the host never waits. Device memory is released only after the computing
 stream waits for the copy, so the allocator needs no `record_stream`, and at any time the tensors of two layers are on

@@ -1,9 +1,9 @@
 """The forecast for several ranks: whether a run fits them, and what they send each other.
 
 Each sum below counts what one rank sends in a step, by the algorithms of NCCL: to add up B bytes over n ranks, a rank
-sends 2 (n - 1) / n B (a reduce-scatter and an all-gather, each half of it). Cut weights are gathered for the forward
-and for the backward pass of each micro-batch. Cut rows exchange queries, keys, values and attention's output between
-ranks before and after attention, in the forward and in the backward pass.
+sends 2 (n - 1) / n B (a reduce-scatter and an all-gather, each half of it). Divided weights are gathered for the
+forward and for the backward pass of each micro-batch. If rows are divided, ranks exchange queries, keys, values and
+attention's output before and after attention, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def fits(facts: Facts, degrees: Degrees) -> bool:
 
 
 def possible(ranks: int) -> Iterator[Degrees]:
-    """Each way to share the work of `ranks` ranks, the one that sends the least first: copies, then cut weights, then
-    cut rows."""
+    """Each way to share the work of `ranks` ranks, the one that sends the least first: copies, then divided weights,
+    then divided rows."""
     for context in _divisors(ranks):
         for shard in _divisors(ranks // context):
             yield Degrees(ranks // context // shard, shard, context)

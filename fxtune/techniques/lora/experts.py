@@ -51,7 +51,7 @@ def used_experts(model: nn.Module, config: Any) -> int | None:
 
 
 def is_described(modules: dict[str, nn.Module], path: str) -> bool:
-    """Whether the tensor `path` is the matrices of such experts."""
+    """Whether `path` is a tensor with the matrices of experts that transformers describes."""
     parent, _, name = path.rpartition(".")
     return follows_interface(modules[parent]) and name in (*FIRST, LAST)
 

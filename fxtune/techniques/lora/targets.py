@@ -145,7 +145,7 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
             try:
                 re.compile(entry)
             except re.error as error:
-                yield f"{option}: {entry} is no regular expression: {error}. Mend it."
+                yield f"{option}: {entry} is no regular expression: {error}. Correct it."
                 return
     try:
         chosen = select(model, lora)
@@ -212,7 +212,7 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
     with warnings.catch_warnings(), no_autocast, _targets_as_they_are(), _placed_on(model, device):
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
-    # In the saved config linears with names of experts are given by their weights: so peft finds them again.
+    # The saved config names linears that have the names of experts by their weights, so that peft finds them again.
     moved = [f"{path}.weight" for path in chosen.modules if _leaf(path) in chosen.taken]
     config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
     config.target_parameters = [*config.target_parameters, *moved] or None
@@ -291,7 +291,7 @@ def gate_up_parts(model_type: str) -> int:
 def calls_observed(model: nn.Module, chosen: Selection) -> Iterator[None]:
     """Move modules of `chosen` that are not called in this context to those left out: their adapters would do nothing.
 
-    Not those of experts: no token may have been routed to them.
+    Modules of experts stay, because it may be that no token was routed to them.
     """
     called = {path for path in chosen.modules if ".experts." in path}
     hooks = [

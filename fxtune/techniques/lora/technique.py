@@ -49,7 +49,7 @@ class _Start(NamedTuple):
 
     logits: torch.Tensor
     noise: float
-    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows by each layer."""
+    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows with each layer."""
 
     @staticmethod
     def of(model: Any, logits: torch.Tensor) -> _Start:
@@ -82,7 +82,7 @@ class Lora(Technique):
     """Names of the linears to adapt (the end of the full name is enough), regular expressions for their full names, or
     `all-linear`: all linears of the decoder but routers."""
     exclude_modules: list[str] = field(default_factory=list)
-    """Names of, or regular expressions for, modules without adapters; so are all modules inside them."""
+    """Modules that get no adapters, nor do modules inside them: names or regular expressions."""
     layers_to_transform: list[int] = field(default_factory=list, metadata={"min": 0})
     """Numbers of the decoder layers to adapt, from 0; empty: all."""
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"min": 1})
@@ -139,9 +139,9 @@ class Lora(Technique):
         if tied and facts.tied_embeddings:
             yield (
                 "modules_to_save: this model's head and embedding are one tensor, and adapting "
-                f"{' and '.join(sorted(tied))} would part them. Take it out of modules_to_save and target_modules."
+                f"{' and '.join(sorted(tied))} would separate them. Take it out of modules_to_save and target_modules."
             )
-        # All linears with adapters of the plain kind need no look at the model.
+        # Plain adapters on all linears fit any model, so building its skeleton is not needed.
         entries = (self.modules_to_save, self.exclude_modules, self.layers_to_transform)
         patterns = (self.rank_pattern, self.alpha_pattern)
         kinds = (self.dropout, self.dora, self.factored)

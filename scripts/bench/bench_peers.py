@@ -15,9 +15,9 @@ chats itself into rows of the same length. The loss is over every token.
 
 Cases with `full` in their name train all weights, which are bfloat16 in each tool, and so are AdamW's moments. On one
 card fxtune rounds weights and moments stochastically. TRL runs torch's fused AdamW, which rounds to nearest. Sharded
-over several cards fxtune does as TRL. Where the name of such a case ends in `fp8` or `8bit`, the tools do not do the
-same: TRL multiplies in bfloat16 and has moments in bfloat16 there, too. In `fp8` fxtune multiplies by the layers'
-linears in fp8 (techniques.float8). In `8bit` its moments have 8 bits, and only weights are rounded stochastically.
+over several cards, fxtune rounds to nearest, too. Cases whose names end in `fp8` or `8bit` change fxtune alone: TRL
+still multiplies in bfloat16 and keeps its moments in bfloat16. In `fp8` fxtune multiplies by the layers' linears in fp8
+(techniques.float8). In `8bit` its moments have 8 bits, and only weights are rounded stochastically.
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
@@ -148,7 +148,7 @@ SINKS = {
     ),
     "unsloth": VARIANTS["unsloth"],
 }
-"""The same for gpt-oss, whose attention has sinks. transformers has none of torch's attention for it."""
+"""The same for gpt-oss, whose attention has sinks. transformers cannot use torch's SDPA for it."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
 PACKED_TRL = tuple(

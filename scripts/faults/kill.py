@@ -20,7 +20,8 @@ and the reported costs of a kill do not include the imports. For each mode one r
 result must equal that of the forked run.
 
 With --ranks the runs are started as users start them. After each kill every process of the run must be gone within 60
-seconds and its port free; a killed rank must be named by one message, with exit code 7. The same command goes on.
+seconds and its port free; a killed rank must be named by one message, with exit code 7. The same command resumes the
+run.
 """
 
 from __future__ import annotations

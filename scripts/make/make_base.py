@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parents[2]
 ASSET = ROOT / "fxtune" / "assets" / "tiny"
 LIMIT = 6_000_000
-"""Maximal bytes of the folder: it is part of every clone and wheel."""
+"""The most bytes that the folder may have: it is part of every clone and wheel."""
 
 SEED = 0
 DOCUMENTS = 110_000
@@ -131,7 +131,7 @@ def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
 
 
 def minutes(run: Path) -> float:
-    """Seconds of all steps, those before an interruption included."""
+    """Minutes of all steps, also of those before an interruption."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "train/step_seconds" in line]
     done = [0, *(line["train/step"] for line in logged)]

@@ -66,7 +66,7 @@ COUNTS = {
 }
 """A size by the name of its key in a config; the first pattern counts."""
 LIMITS = {r"(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 256, r"(sliding_window|window_size)$": 16}
-"""The most of a size."""
+"""The largest allowed size, by the name of its key."""
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 1024},
@@ -184,7 +184,7 @@ def attempt(kind: str, chats: Path, folder: Path) -> Row:
     try:
         config = load([f"{key}={value}" for key, value in keys.items()])
         config.model.init, config.model.architecture = Init.random, tiny(kind)
-        with _hearing(said), contextlib.redirect_stdout(printed):
+        with _collect_notes(said), contextlib.redirect_stdout(printed):
             trainer.run(config)
     except UserError as error:
         return Row(kind, f"refused: {_refusal(str(error))}")
@@ -200,8 +200,8 @@ def attempt(kind: str, chats: Path, folder: Path) -> Row:
 
 
 @contextlib.contextmanager
-def _hearing(said: list[str]) -> Iterator[None]:
-    """Collect the notes of runs."""
+def _collect_notes(said: list[str]) -> Iterator[None]:
+    """Append the notes of runs to `said`."""
     own = display.Display.note
     display.Display.note = lambda self, text: said.append(text)  # type: ignore[method-assign]
     try:
@@ -211,7 +211,7 @@ def _hearing(said: list[str]) -> Iterator[None]:
 
 
 def _decision(topic: str, lines: list[str]) -> str:
-    """`yes`, or why this stepped aside."""
+    """`yes`, or why `topic` is off."""
     start = f"{topic}: off, because "
     for number, line in enumerate(lines):
         if line.startswith(start):
@@ -275,7 +275,7 @@ def main(names: list[str]) -> None:
         for kind in names:
             row = attempt(kind, chats, Path(scratch) / "run")
             print(row, flush=True)
-            if WRITE in sys.argv:  # after each, so that a walk that is stopped goes on from there
+            if WRITE in sys.argv:  # after each row, so that the next call continues an interrupted one
                 PAGE.write_text(merged(PAGE.read_text(), [row]))
 
 

@@ -1,12 +1,12 @@
-"""Runs the jobs of a study beside each other, each on a core of its own, and keeps their results in a JSON file.
+"""Runs the jobs of a study at the same time, each on a core of its own, and keeps their results in a JSON file.
 
 A job is a process. os.sched_setaffinity pins it to its core and torch has one thread, so no job takes another's core.
-Of two hardware threads that share a core, one is used as long as there are other cores. What jobs still share are the
-caches, the memory's bandwidth and the chip's clock: their seconds of wall clock are those of an otherwise idle core in
-a busy machine. Processor seconds are measured, too.
+Of two hardware threads that share a core, one is used as long as there are other cores. Jobs still share the caches,
+the memory's bandwidth and the chip's clock, so their seconds of wall clock are those of an idle core in a busy machine.
+Processor seconds are measured, too.
 
-The JSON file has an entry for each job that is done. A call with --minutes starts no job that would not end in time
-(by the longest one so far) and ends those that run when the time is over; the next call does what is left.
+The JSON file has an entry for each job that is done. A call with --minutes starts a job only if there is time for the
+longest one so far, and stops the jobs that still run when the time is over. The next call does what is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRACE = 20.0
 """Seconds for a process to save its state when the time is over."""
 BEGAN = time.monotonic()
 PARTIAL = "unfinished"
-"""The key of an entry whose job was ended by the time limit, and goes on in the next call."""
+"""The key of an entry whose job was stopped by the time limit. The next call continues it."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Job:
     key: str
     """Its name in the JSON file."""
     command: Sequence[str]
-    goes_on: bool = False
-    """A call after a kill goes on where it was, so its seconds are added up."""
+    resumes: bool = False
+    """The process continues the work of one that was stopped, so the seconds of both are added."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that all studies share."""
-    parser.add_argument("--json", type=Path, required=True, help="the file of finished jobs; the same call goes on")
+    parser.add_argument("--json", type=Path, required=True, help="the results; the same call again continues")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="jobs beside each other, each on its own core (%(default)s)"
+        "--jobs", type=int, default=1, help="jobs at the same time, each on its own core (%(default)s)"
     )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many; the same call goes on")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes (%(default)s)")
 
 
 def run_jobs(
@@ -71,7 +71,7 @@ def run_jobs(
     try:
         while waiting or running:
             left = BEGAN + 60 * options.minutes - time.monotonic()
-            while waiting and free and left > (0.0 if waiting[0].goes_on else longest):
+            while waiting and free and left > (0.0 if waiting[0].resumes else longest):
                 running.append(_Process(waiting.pop(0), free.pop(0)))
             if left <= 0 or not running:
                 break
@@ -90,14 +90,17 @@ def run_jobs(
     finally:
         end(running)
         for process in running:
-            if process.job.goes_on and process.code == 0 and process.has_result():  # it ended within GRACE
+            if process.job.resumes and process.code == 0 and process.has_result():  # it ended within GRACE
                 found[process.job.key] = {**process.result(), **process.seconds(found.get(process.job.key, {}))}
                 write(options.json, found)
-            elif process.job.goes_on:
+            elif process.job.resumes:
                 found[process.job.key] = {PARTIAL: True, **process.seconds(found.get(process.job.key, {}))}
                 write(options.json, found)
     if missing := [job.key for job in jobs if done(found, job.key) is None]:
-        print(f"Not done yet: {len(missing)} of {len(jobs)} ({missing[0]} ...). The same call goes on.", flush=True)
+        print(
+            f"Not done yet: {len(missing)} of {len(jobs)} ({missing[0]} ...). The same call again continues.",
+            flush=True,
+        )
     if failures:
         raise SystemExit("\n".join(failures))
     return found
@@ -182,9 +185,9 @@ class _Process:
         return True
 
     def seconds(self, before: Mapping[str, Any]) -> dict[str, float]:
-        """Its seconds, with those of the calls `before`, if it goes on where they ended."""
+        """Its seconds. If it resumes, those of the calls `before` are added."""
         return {
-            name: round(getattr(self, name) + (before.get(name, 0.0) if self.job.goes_on else 0.0), 3)
+            name: round(getattr(self, name) + (before.get(name, 0.0) if self.job.resumes else 0.0), 3)
             for name in ("wall_seconds", "processor_seconds")
         }
 

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 SPREAD = 1e-4
-"""Standard deviation of B in an initial adapter.
-
-It is almost zero, but B must not be exactly zero, as in an untrained adapter.
-"""
+"""Standard deviation of B in an initial adapter. An untrained adapter has B = 0; here B is only close to it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class Job:
 
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of attention, and of the experts: peft knows these names, although transformers keeps the experts in one tensor."""
+"""The linear layers of attention and of the experts, in the names that peft knows. transformers keeps the experts of a
+layer in one tensor."""
 
 
 def make_start(base: str, folder: str, seed: int, r: int, alpha: float, mixture: bool) -> None:
@@ -74,7 +72,7 @@ def tune(job: Job) -> dict[str, Any]:
     rows = dict(np.load(job.rows))  # np.load reads an array again at each access
     model = _load_adapted(job.base, job.start, job.float32).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Not fused it would round each intermediate result to bfloat16. transformers' Trainer takes the fused one, too.
+    # All weights take the fused AdamW, as in transformers' Trainer: the other rounds each intermediate to bfloat16.
     options = {"betas": job.betas, "eps": job.eps, "weight_decay": 0.0, "fused": None if job.start else True}
     optimizer = torch.optim.AdamW(trained, lr=job.rates[0], **options)
     losses: list[float] = []

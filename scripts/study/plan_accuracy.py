@@ -1,4 +1,4 @@
-"""Holds `fxtune plan` against what was measured: memory and step time of cases in docs/, on an H200.
+"""Compares `fxtune plan` with measurements: memory and step time of cases in docs/, on an H200.
 
     python scripts/study/plan_accuracy.py               # the table, in seconds, on any machine
     python scripts/study/plan_accuracy.py --json FILE   # also as JSON

@@ -1,6 +1,6 @@
 """Measures how often `fxtune refresh` errs: false alarms, drift that it misses, and worse adapters that it promotes.
 
-    python scripts/study/refresh_rates.py --json refresh_rates.json --jobs 14 --minutes 9      # again: goes on
+    python scripts/study/refresh_rates.py --json refresh_rates.json --jobs 14 --minutes 9      # again: continues
     python scripts/study/refresh_rates.py --json drifted.json --groups drifted                 # only these batches
     python scripts/study/refresh_rates.py --json /tmp/rates.json --smoke                       # a short test
 
@@ -12,11 +12,12 @@ that the command calls (fxtune/training/refresh.py) and with its defaults:
     worse       new adapters for drifted rows, which are worse: each that passes the gate is a wrong promotion
 
 An adapter is worse if it is, on 300 more rows of each kind that the gate does not see, worse by refresh.bound or more
-on the old kind, or not better by more than refresh.gain on the new one. To be close to what the gate lets through it is
+on the old kind, or not better by more than refresh.gain on the new one. There are two ways to make one that is only
+just worse, so that the gate's decision is hard:
 
-    noise       the run's own with noise on its weights, twice as much until it is worse
-    forgets     one that went on from the run's on the new rows alone, and half of the way back to it as long as it is
-                worse
+    noise       the run's own adapter with noise on its weights, which is doubled until the adapter is worse
+    forgets     the run's own adapter, trained further on the new rows alone. Its change is halved as long as the
+                adapter stays worse
 
 Batches have 100 rows, of which the gate sees the held-out fifth. Every process has a core of its own and one thread
 (pinned_jobs.py).
@@ -287,7 +288,7 @@ def main() -> None:
     parents = [job("parent", seed) for seed in options.seeds]
     for seed, parent in zip(options.seeds, parents, strict=True):
         if not (Seed(out, seed, 0).parent / "result.json").exists():
-            forget(options.json, parent.key)  # the JSON file has come from another machine
+            forget(options.json, parent.key)  # the JSON file is from another machine: train the parent again
     trained = run_jobs(parents, options, lambda one: f"held-out loss {one['loss']:.4f}, {one['wall_seconds']:.0f} s")
     seeds = [seed for seed, one in zip(options.seeds, parents, strict=True) if done(trained, one.key)]
     tests = {

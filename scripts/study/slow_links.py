@@ -8,13 +8,15 @@ full-duplex link of a stated bandwidth between two hosts, without latency beyond
 root; the machine's own network is not touched, and the namespaces end with their processes. The ranks are fxtune's own
 training loop with gloo, as in `fxtune run.gpus=2 run.device=cpu`.
 
-- Bytes: what a rank's end of the link has sent, from /proc/net/dev: with TCP's and IP's headers, acknowledgements, and
-  the few bytes by which ranks agree on each step.
-- Seconds: of a step on this CPU, the lowest mean of 8 successive steps (9 to 16, 17 to 24, ...), since other work on
-  the machine slows some of them. These runs have two rows of 128 tokens a step, so that most of it is the exchange.
+- Bytes: what a rank sends over its end of the link, from /proc/net/dev. This includes the headers of TCP and IP,
+  acknowledgements, and the few bytes by which ranks agree on each step.
+- Seconds: of a step on this CPU. The steps are divided into windows of 8 (9 to 16, 17 to 24, ...), and the lowest mean
+  of a window counts, because other work on the machine slows some steps. A step of these runs has two rows of 128
+  tokens, so that most of its time is the exchange.
 - Loss: on the held-out rows after --steps steps of four rows of 512 tokens, for each seed, on the unlimited link.
 
-It prints a table in Markdown and writes each figure to OUT/figures.json. Started again with the same OUT it goes on.
+It prints a table in Markdown and writes each figure to OUT/figures.json. A second call with the same OUT continues the
+first.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 WARM_UP = 8
-"""Steps before the first measured one; PowerSGD sums them whole. Also such a multiple."""
+"""Steps before the measured ones, in which PowerSGD sums whole gradients; a multiple of the longest average_every."""
 WINDOW = 8
 """Steps that are timed together; a multiple of the longest average_every."""
 SHORT = ["train.micro_batch_size=1", "train.global_batch_size=2", "data.sequence_length=128"]
-"""Of a timed run."""
+"""The keys of a timed run."""
 READY = "link-is-up"
 BUCKETS = "float32, buckets of 2 MiB"
 MODES = {
@@ -163,7 +165,7 @@ def rank(number: int, out: Path) -> None:
         if code := fxtune(one["words"]):
             sys.exit(code)
         if number == 0:
-            ends = marks[WARM_UP - 1 :: WINDOW]  # of the last step before each window, and of the last window
+            ends = marks[WARM_UP - 1 :: WINDOW]  # the ends of the warm-up and of each window
             steps = (len(ends) - 1) * WINDOW
             result = json.loads((out / one["name"] / "run" / "result.json").read_text())
             measured = {
@@ -181,7 +183,7 @@ def sent(link: str) -> int:
 
 
 def table(jobs: list[dict[str, Any]], seeds: list[int], bandwidths: list[int]) -> str:
-    """The figures in Markdown, a line a mode."""
+    """The figures in Markdown, with a line for each mode."""
     head = ["", "MB sent a step and rank", *(f"s a step, {mbit} Mbit/s" for mbit in bandwidths)]
     head.append(f"held-out loss, seeds {', '.join(map(str, seeds))}")
     lines = [head, ["---"] * len(head)]

@@ -1,12 +1,13 @@
 """Compares a sweep that stops the losers with one that runs every configuration to its end, on the quickstart's task.
 
-    python scripts/study/sweep_cost.py --json sweep_cost.json --jobs 6 --minutes 9      # again: goes on
+    python scripts/study/sweep_cost.py --json sweep_cost.json --jobs 6 --minutes 9      # again: continues
     python scripts/study/sweep_cost.py --json /tmp/sweep.json --smoke                   # a short test
 
-Both draw the same eight configurations. Printed are the time of the first in runs (of the second, divided by the number
-of configurations), and how far the held-out loss of its winner is above the lowest one of all. Each sweep has a core of
-its own and trains one configuration at a time, with one thread (pinned_jobs.py). Seconds are from the start of the
-command to its end. The folders of the sweeps stay in --out until they are done: one that the time limit ends goes on.
+Both draw the same eight configurations. The script prints two figures of the first sweep. One is its time in runs: a
+run is the time of the second sweep divided by the number of configurations. The other is how far the held-out loss of
+its winner is above the lowest loss of all configurations. Each sweep has a core of its own and trains one configuration
+at a time, with one thread (pinned_jobs.py). Seconds are from the start of the command to its end. The folder of a sweep
+stays in --out until the sweep is done, so that the next call can continue it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RECIPE = [
     "data.questions.path=null",
     "run.report=false",
 ]
-"""Both evaluate at the same steps, so that a configuration has the same bits in both."""
+"""Both sweeps evaluate at the same steps, so that a configuration gets the same weights in both, bit for bit."""
 SPACE = ["sweep.lr=loguniform(5e-4,5e-2)", "sweep.r=choice(4,8,16,32)"]
 METHODS = ("none", "halving")
 """The one that takes longest first."""
@@ -120,7 +121,7 @@ def main() -> None:
         Job(
             key(method, seed),
             again(__file__, str(out / f"{method}-{seed}"), method, str(seed), str(options.trials), *options.words),
-            goes_on=True,
+            resumes=True,
         )
         for method in METHODS
         for seed in options.seeds

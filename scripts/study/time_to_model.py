@@ -1,6 +1,6 @@
-"""Measures how soon a good model stands: the time until a run has the held-out loss that a default run ends with.
+"""Measures how soon a run has a good model: the time until its held-out loss is the one that a default run ends with.
 
-    python scripts/study/time_to_model.py --json time_to_model.json --jobs 14 --minutes 9    # again: goes on
+    python scripts/study/time_to_model.py --json time_to_model.json --jobs 14 --minutes 9    # again: continues
     python scripts/study/time_to_model.py --json time_to_model.json --table      # only the table of what is there
     python scripts/study/time_to_model.py --json /tmp/t.json --smoke             # a short test
 
@@ -11,9 +11,10 @@ every run in a process of its own, pinned to its own core, with one thread (pinn
     sentences    the same rows turned round: JSON to a sentence
 
 The default is the cosine schedule over the epochs that a user asks for. It evaluates once, at its end, and its loss
-there is the target. A lever's run counts from its first step to the end of its export, evaluations and dropped steps
-included, because nobody knows the target while it trains. `reached`: when an evaluation first had the target's loss, for
-those who would watch it. Seconds are wall clock; the ratio of processor seconds is beside that of wall clock.
+there is the target. The time of a lever is that of its whole run, from the first step to the end of the export, with
+evaluations and steps that early stopping drops: while it trains, nobody knows the target. `reached` is the time at
+which an evaluation first had the target's loss. Seconds are wall clock; the table also has the ratio of processor
+seconds.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_best_checkpoint_is_kept_until_a_better_one_is_saved_also_after_resume(t
     save(checkpoints, 500, best_step=400)
     assert names(tmp_path) == ["step-00000100", "step-00000300", "step-00000500"]
     again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
-    assert again.load_newest().state.best_step == 400  # which it cannot know to be on no disk
+    assert again.load_newest().state.best_step == 400  # the state names it; its save failed
     save(again, 600, best_step=400)
     assert names(tmp_path) == ["step-00000100", "step-00000500", "step-00000600"]
     save(again, 700, best_step=700)
@@ -205,8 +205,9 @@ def test_disk_space_is_checked_before_a_run_begins(tmp_path):
     ],
 )
 def test_estimated_moments_equal_the_optimizers_state(options, lora):
-    """A bfloat16 Llama whose embedding and head are most of it; adapters, one on the head among them, are float32. Before there
-    is an optimizer memory.forecast() says it, gradients with them, by the model's shape.
+    """moment_bytes() of an optimizer, and memory.forecast() by the model's shape alone, which adds the gradients. The
+    model is a bfloat16 Llama of which the embedding and the head are the largest part. Adapters are float32, and one of
+    them is on the head.
     """
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=3072, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -220,9 +221,8 @@ def test_estimated_moments_equal_the_optimizers_state(options, lora):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1e-6, torch.tensor(True))
     kept = sum(tensor.nbytes for name, tensor in optimizer.state()[0].items() if not name.endswith("/step"))
-    tables = (
-        0.06 if "8bit" in options["name"] else 0
-    )  # of 8-bit ones, which are a KiB a tensor: much of one as small as these
+    # 8-bit moments have tables of 1 KiB for each tensor, a large share of tensors as small as these.
+    tables = 0.06 if "8bit" in options["name"] else 0
     assert moment_bytes(options["name"], optimizer.parts) == pytest.approx(kept, rel=tables)
     if not lora:
         facts = Facts(
@@ -238,5 +238,5 @@ def test_estimated_moments_equal_the_optimizers_state(options, lora):
 
 
 def test_eight_bit_moments_are_a_quarter_of_float32_ones():
-    parts = [torch.optim.SGD([torch.zeros(100, dtype=torch.bfloat16)])]  # whoever's they are
+    parts = [torch.optim.SGD([torch.zeros(100, dtype=torch.bfloat16)])]  # of any optimizer
     assert moment_bytes("adamw_8bit", parts) == 200

@@ -124,14 +124,14 @@ def test_temperature_draws_tokens(runs, monkeypatch, capsys):
     assert len(answers) > 1
 
 
-def test_a_longer_conversation_than_the_model_reads_is_told(runs, monkeypatch, capsys):
+def test_a_longer_conversation_than_the_model_reads_is_one_message(runs, monkeypatch, capsys):
     assert ask(monkeypatch, "mine", lines="word " * 600 + "\n" + PROMPTS[0] + "\n") == 0
     out = capsys.readouterr().out.splitlines()
     assert "longer than the model can read" in out[0]
     assert len(out) == 2
 
 
-def test_a_prompt_that_no_template_can_write_is_told_and_the_next_is_answered(runs, expected, monkeypatch, capsys):
+def test_a_prompt_that_no_template_can_write_is_refused_and_the_next_is_answered(runs, expected, monkeypatch, capsys):
     assert ask(monkeypatch, "mine", lines=f"caf\udce9\n{PROMPTS[0]}\n") == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "lone surrogate" in first
@@ -162,13 +162,13 @@ def test_a_missing_or_broken_run_is_one_message(runs, tmp_path, monkeypatch, cap
     assert "Traceback" not in err + out
 
 
-def test_a_checkpoint_is_told_to_be_merged_first(cwd, monkeypatch, capsys):
+def test_a_checkpoint_is_refused_with_the_merge_command(cwd, monkeypatch, capsys):
     (cwd / "runs" / "mine" / "checkpoints" / "step-7").mkdir(parents=True)
     assert ask(monkeypatch, "runs/mine/checkpoints/step-7") == 2
     assert "fxtune merge runs/mine/checkpoints/step-7 FOLDER" in capsys.readouterr().err
 
 
-def test_bad_words_are_told_the_usage(cwd, monkeypatch, capsys):
+def test_bad_options_are_refused_with_the_usage(cwd, monkeypatch, capsys):
     assert ask(monkeypatch) == 2
     assert "usage: fxtune chat RUN" in capsys.readouterr().err
     assert ask(monkeypatch, "mine", "--show", "all") == 2

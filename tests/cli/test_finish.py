@@ -50,7 +50,7 @@ def test_live_run_gets_the_file_and_one_without_a_checkpoint_does_not(cwd, capsy
     assert (folder / "finish").exists()
 
 
-def test_stopped_run_whose_ranks_do_not_fit_its_steps_is_not_told_to_end(cwd, capsys):
+def test_stopped_run_whose_ranks_do_not_fit_its_steps_gets_no_finish_file(cwd, capsys):
     folder = Path("runs/mine")
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     (folder / "config.yaml").write_text(

@@ -58,7 +58,7 @@ def test_key_of_any_name_is_explained(cwd, capsys):
         ("optimizer._target_", "cannot name code"),
     ],
 )
-def test_unknown_key_is_told_the_one_that_is_meant(cwd, capsys, key, message):
+def test_unknown_key_is_refused_with_the_nearest_one(cwd, capsys, key, message):
     assert main(["help", key]) == 2
     assert message in capsys.readouterr().err
 

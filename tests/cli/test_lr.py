@@ -17,7 +17,7 @@ def _cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def test_the_command_prints_a_table_and_writes_what_it_is_told_to(cwd, capsys):
+def test_the_command_prints_a_table_and_writes_the_requested_file(cwd, capsys):
     (cwd / "runs" / "quickstart").mkdir(parents=True)
     assert main(["lr", *TINY, "--steps", "20", "--lowest", "1e-3", "--highest", "1e3", "--json", "lr.json"]) == 0
     out = capsys.readouterr().out

@@ -252,8 +252,8 @@ def test_completion_in_a_real_bash(cwd):
     assert done.stdout.strip() == "+recipe=llama_lora"
 
 
-def test_rank_that_failed_on_a_gpu_ends_without_pythons_own_end(cwd, trained, capsys, monkeypatch):
-    """Its connections are open, so it starts no other job of a sweep, and leaves by os._exit()."""
+def test_rank_that_failed_on_a_gpu_exits_without_pythons_cleanup(cwd, trained, capsys, monkeypatch):
+    """NCCL's connections stay open. So the process starts no other job of a sweep, and it ends by os._exit()."""
 
     def leave(code):
         raise SystemExit(code)

@@ -26,7 +26,7 @@ def test_one_card_has_its_memory_time_and_cost(tmp_path, capsys):
     assert found["tokens"] == pytest.approx(2e7, rel=0.01)
 
 
-def test_too_small_a_card_is_told_what_helps(tmp_path, capsys):
+def test_too_small_a_card_gets_a_list_of_changes(tmp_path, capsys):
     found = figures(tmp_path, *BIG, "--gpu", "RTX-4090")
     shown = capsys.readouterr().out
     assert not found["fits"]

@@ -135,7 +135,7 @@ def test_a_terminal_without_unicode_gets_ascii_marks(small, tmp_path):
     assert b"[[goodbye<|im_end|>]]" in raw.getvalue()
 
 
-def test_held_out_documents_and_source_weights_are_page_of(small, chats, tmp_path):
+def test_held_out_documents_and_source_weights_are_shown(small, chats, tmp_path):
     own = chat(tmp_path, *[(f"say {i}", f"{i}") for i in range(30)])
     own.weight = 1.0
     small.data.sources = [own, SourceConfig(path=str(chats), weight=3.0)]
@@ -146,7 +146,7 @@ def test_held_out_documents_and_source_weights_are_page_of(small, chats, tmp_pat
     assert re.search(r"Held out for evaluation: \d+ documents, [\d,]+ supervised tokens", page)
 
 
-def test_a_mix_of_short_and_long_documents_is_page_of(small):
+def test_a_mix_of_short_and_long_documents_is_shown(small):
     small.data.packing, small.data.sequence_length, small.data.mix = True, 128, MixConfig(0.4, 64)
     page = page_of(small)
     assert re.search(

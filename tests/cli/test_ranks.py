@@ -29,7 +29,7 @@ def words(tmp_path):
 
 @pytest.fixture
 def says(ranks, tmp_path, words):
-    """Runs a command on both ranks, as torchrun starts them; returns its output."""
+    """A function that runs a command on both ranks, as torchrun starts them, and returns its output."""
 
     def output(name: str, *options: str, codes: tuple[int, int] = (0, 0)) -> str:
         found = ranks.run([name, *words, *options], tmp_path)
@@ -96,7 +96,7 @@ def test_one_process_merges(ranks, tmp_path, words):
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
-def test_mistake_of_a_command_of_one_process_is_told_once(ranks, tmp_path):
+def test_mistake_of_a_command_of_one_process_is_one_message(ranks, tmp_path):
     assert ranks.run(["chat", "nothing-here"], tmp_path) == [2, 0]
     said = [line for line in tail(tmp_path, 10**6).splitlines() if line.startswith("fxtune:")]
     assert len(said) == 1, said

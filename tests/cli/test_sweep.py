@@ -47,7 +47,7 @@ def test_mistake_is_one_message(words, told, cwd, capsys):
     assert not Path("runs").exists()
 
 
-def test_help_tells_the_options_and_an_example(capsys):
+def test_help_shows_the_options_and_an_example(capsys):
     assert main(["sweep", "--help"]) == 0
     said = capsys.readouterr().out
     assert "sweep.lr='loguniform(1e-3,2e-2)'" in said
@@ -160,7 +160,7 @@ def test_sweep_ends_with_a_table_curves_and_a_recipe_that_gives_the_same_bits(wh
 
 @pytest.mark.slow
 def test_sweep_that_is_killed_again_and_again_ends_the_same(whole, cwd, monkeypatch):
-    """Also where another number of runs at a time goes on."""
+    """Also if the next call trains another number of runs at a time."""
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"])
     words = ["sweep", *SWEEP, "--workers=2"]
     for kills, after in enumerate(("trial-0/metrics.jsonl", "trial-2/checkpoints", "trial-3.log")):

@@ -37,7 +37,7 @@ def test_recipe_can_be_given_as_a_path(cwd):
     assert [(run.seed, run.name) for run in runs] == [(9, "other"), (9, "named")]
 
 
-def test_broken_recipe_that_nobody_chose_is_ignored(cwd):
+def test_broken_recipe_that_is_not_chosen_is_ignored(cwd):
     write_recipe("a: [1\n", "broken")
     assert load([QUICK]).run.name == "quickstart"
 
@@ -158,7 +158,7 @@ def test_recipe_file_may_have_letters_beyond_ascii(cwd):
 
 
 @pytest.mark.parametrize("spelling", ["data.sources[0].path=x y.jsonl", "data.sources.[0].path=x y.jsonl"])
-def test_index_in_brackets_is_told_the_key(cwd, spelling):
+def test_index_in_brackets_is_refused_with_the_right_key(cwd, spelling):
     assert refusal(QUICK, spelling).endswith("counted from 0: data.sources.0.path=x y.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""What is said of the links between GPUs."""
+"""The links between GPUs: which they are, how fast, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def measured(pair: Pair, bandwidth: float) -> Links:
     return Links("cuda", 2, "NCCL 2.27", [pair], size=2**28, seconds=2**28 / bandwidth, latency=2e-5)
 
 
-def test_good_links_are_not_complained_about():
+def test_good_links_give_no_warning():
     found = findings(measured(Pair(0, 1, 18, 40, 0), 340e9))
     assert [one.state for one in found] == [State.works, State.works, State.info]
     assert "NVLink, 18 links" in found[0].seen

@@ -1,4 +1,4 @@
-"""What ranks tell each other from a thread. Real ranks: tests/checkpoint/test_sharded.py."""
+"""Values that ranks exchange from a background thread. Real ranks: tests/checkpoint/test_sharded.py."""
 
 from __future__ import annotations
 

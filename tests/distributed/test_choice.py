@@ -33,7 +33,7 @@ def test_all_ranks_get_what_rank_0_chooses_each_time(be):
     assert [choice.of_rank_0(lambda: pytest.fail("rank 0 chooses")) for _ in range(2)] == ["a", "b"]
 
 
-def test_mistake_of_rank_0_is_its_own_and_the_others_lose_it(be):
+def test_error_of_rank_0_is_a_lost_rank_to_the_others(be):
     def fail() -> str:
         raise StorageError("no room")
 
@@ -62,7 +62,7 @@ def test_rank_0_waits_until_the_others_have_read_its_choice(be):
     assert not waiting.is_alive()
 
 
-def test_one_process_asks_nobody():
+def test_one_process_chooses_without_a_store():
     assert choice.of_rank_0(lambda: "mine") == "mine"
 
 

@@ -1,4 +1,4 @@
-"""What one rank alone meets, and all follow: no hang, the same outcome, one exit code and one message."""
+"""An error or a signal at one rank of a run: no rank hangs, and all end with one outcome, exit code and message."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_mistake_before_the_ranks_meet_is_one_message(ranks, tmp_path):
         assert "optimizer.lr" in tail(tmp_path, 10**6)
 
 
-def test_sweep_of_two_ranks_tells_each_failure_once_and_goes_on(ranks, tmp_path):
+def test_sweep_of_two_ranks_reports_each_failure_once_and_continues(ranks, tmp_path):
     """The first run cannot start, the second does."""
     words = [word for word in command(tmp_path, *FEWER) if "batch_size" not in word and "max_steps" not in word]
     sweep = ["-m", *words, "train.max_steps=3", "train.micro_batch_size=1", "train.global_batch_size=3,2"]

@@ -189,7 +189,7 @@ def test_powersgd_on_the_cpu_of_a_host_with_gpus_is_refused(monkeypatch):
         PowerSGD(World(torch.device("cpu"), 0, 2), 2, 10)
 
 
-# Two processes from here on.
+# Tests in two processes.
 
 
 def in_two_processes(work):
@@ -346,7 +346,7 @@ TrainStep._pass = passing
 
 
 def run_twice(folder: Path, words: list[str], patch: str = REPORT) -> list[int]:
-    """The exit codes of two ranks that run `patch` first."""
+    """The exit codes of two ranks that execute the Python code `patch` before the run."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = f"{patch}\nimport sys\nfrom fxtune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     with (folder / "log.txt").open("a") as log:

@@ -1,4 +1,4 @@
-"""How many ranks are started, and what is said of one that stalls or dies."""
+"""How many ranks are started, and the message about one that stalls or dies."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_impossible_numbers_of_gpus_are_refused(monkeypatch):
 
 @dataclass
 class Death:
-    """What torch says of a rank that ended."""
+    """torch's record of a rank that ended."""
 
     exitcode: int
     timestamp: int
@@ -75,8 +75,8 @@ BEATS = {1: Beat(5, "adding up gradients", True)}
 
 
 @pytest.mark.parametrize("other", [lost(0), stopped(0)])
-def test_killed_rank_is_told_and_not_what_followed(other):
-    """torch sends the others a SIGTERM; in start-up that stops them at once."""
+def test_killed_rank_is_reported_and_not_what_followed(other):
+    """torch sends the other ranks a SIGTERM. In start-up that stops them at once, so they end as stopped runs."""
     deaths = {1: Death(-signal.SIGKILL, 101), 0: Death(other.exit_code, 102)}
     with pytest.raises(
         RankError, match=r"Rank 1 of this run \(.*process 7\) was killed by SIGKILL at step 5, adding up"
@@ -84,7 +84,7 @@ def test_killed_rank_is_told_and_not_what_followed(other):
         _conclude(deaths, [other], BEATS, "")
 
 
-def test_error_of_a_rank_is_told_with_its_code():
+def test_error_of_a_rank_is_raised_with_its_exit_code():
     announced = [Failure(1, "no such file", 3, at=100.2), lost(0)]
     with pytest.raises(UserError, match="no such file") as told:
         _conclude({1: Death(3, 100), 0: Death(-signal.SIGTERM, 101)}, announced, {}, "")
@@ -99,7 +99,7 @@ def test_signal_at_one_rank_and_a_bug_of_one_rank():
     assert _conclude({1: Death(2, 100), 0: Death(-signal.SIGTERM, 101)}, [], {}, "") == 2
 
 
-def test_rank_that_the_launcher_ended_is_told():
+def test_rank_that_the_launcher_ended_is_reported():
     with pytest.raises(RankError, match=r"Rank 1 has not run for 45 s\. The same command goes on"):
         _conclude({1: Death(-signal.SIGKILL, 101)}, [lost(0)], {}, "Rank 1 has not run for 45 s.")
 

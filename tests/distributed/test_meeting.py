@@ -1,4 +1,4 @@
-"""How ranks that torchrun, srun or a user starts find each other, and what is said if they do not."""
+"""How ranks that torchrun, srun or a user starts find each other, and the message if they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of two ranks: what they learn, and what one of them alone meets."""
+"""Runs of two ranks: what they learn, and an error, a signal or a kill at one of them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_signal_at_one_rank_saves_and_ends_both(ranks, forks, tmp_path, which):
     assert losses(folder / "run") == pytest.approx(losses(tmp_path / "whole" / "run"), abs=1e-5)
 
 
-def test_mistake_is_told_once(ranks, tmp_path):
+def test_mistake_is_reported_once(ranks, tmp_path):
     words = made(tmp_path / "run", "model.path=/nowhere", "model.init=pretrained")
     first, second = ranks.run(words, tmp_path / "run")
     assert first == second > 0

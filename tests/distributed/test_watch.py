@@ -1,4 +1,4 @@
-"""Which rank is named, and which is ended, by what the ranks note."""
+"""Which rank the launcher names and which it ends, by the heartbeats of all ranks."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_the_rank_that_all_others_wait_for_is_named():
 
 
 def test_rank_whose_process_does_not_run_is_ended_and_named_once(capsys):
-    """The clock runs ahead of the pulses, as it does on a busy machine."""
+    """The clock is ahead of the heartbeats, as on a busy machine."""
     watch, found = Watch(), None
     for second in range(int(STALL_SECONDS) + 1):
         assert found is None

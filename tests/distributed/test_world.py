@@ -83,7 +83,7 @@ def test_card_that_others_use_is_refused_with_their_processes(card, monkeypatch)
     ("device", "error", "closes"), [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)]
 )
 def test_rank_that_fails_on_a_gpu_waits_for_no_other_gpu(monkeypatch, device, error, closes):
-    """NCCL's own end waits for ranks that are in a collective, so the connections stay until the process ends."""
+    """Closing NCCL's connections waits for ranks that are in a collective, so they stay open until the process ends."""
     closed, kept = [], []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))

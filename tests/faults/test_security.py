@@ -829,7 +829,7 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
         assert (cwd / "private" / "notes").read_text() == "mine"
 
 
-# --- the working directory, and our own code
+# --- the working directory, and fxtune's own code
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ GPU = torch.device("cuda", 0)
 SHAPES = {"qwen3": (4096, 8, 128, 2048, 768, 16), "uneven": (1003, 3, 5, 512, 320, 24), "few": (5, 1, 8, 256, 128, 8)}
 """Tokens, experts a token, experts, width of the model and of an expert, rank."""
 LIMIT = 0.08
-"""Of two products whose operands both have 0.026 of rounding, and the activation between them."""
+"""Largest relative error: two products with an activation between them, and each operand's rounding is 0.026."""
 
 
 @pytest.fixture(autouse=True)

@@ -82,8 +82,8 @@ def test_products_are_accurate_and_reproducible(name, rows, dtype, all_sizes):
             wanted = exact + plus[at].float()
             assert reference.relative(total[at], wanted) < reference.LIMITS["bfloat16"]
             assert torch.isfinite(total).all()
-            # Rounded once, where cuBLAS rounds twice: three quarters are equal then. Sums in another order make up the
-            # rest.
+            # The kernel rounds once, and only sums in another order differ. cuBLAS rounds twice, and then a quarter
+            # of the results differs.
             taken = by == CUTE and is_served(left, right, into, plus)
             assert taken == (by == CUTE and right.stride(0) == 1)
             assert not taken or (total[at] == wanted.to(dtype)).float().mean() > 0.9

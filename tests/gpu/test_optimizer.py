@@ -35,7 +35,7 @@ PACKAGES = {
     "adamw_8bit/torchao": "torchao",
     "adamw_8bit/stochastic": "torchao",
 }
-"""What an optimizer is from. On a machine without it its tests are skipped."""
+"""The package that an optimizer needs. Without it the optimizer's tests are skipped."""
 EIGHT = ["adamw_8bit", "adamw_8bit/torchao", "adamw_8bit/stochastic"]
 YES = torch.tensor(True)
 

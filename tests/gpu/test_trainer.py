@@ -48,7 +48,7 @@ OPTIMIZERS = {
     "torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
 }
 PACKAGES = {"lion": "lion_pytorch", "bitsandbytes": "bitsandbytes", "torchao": "torchao"}
-"""What an optimizer is from. On a machine without it its tests are skipped."""
+"""The package that an optimizer needs. Without it the optimizer's tests are skipped."""
 
 
 @pytest.fixture

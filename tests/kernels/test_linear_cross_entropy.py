@@ -199,10 +199,8 @@ def test_bfloat16_head_gradient_accumulates_in_float32():
 def test_odd_vocabulary_size_in_bfloat16():
     """oneDNN reads the gap between rows whose stride is larger than their length."""
     hidden, weight, labels, _ = drawn(300, 1282, dtype=torch.bfloat16)
-    keep = [
-        torch.full((300, 1344), torch.nan, dtype=torch.bfloat16) for _ in range(4)
-    ]  # what the buffer may be made of
-    del keep
+    freed = [torch.full((300, 1344), torch.nan, dtype=torch.bfloat16) for _ in range(4)]
+    del freed  # the buffer may be allocated in this memory
     for mine, theirs in zip(
         gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight),
         gradients(-reference_log_probs(hidden, weight, labels).sum(), hidden, weight),

@@ -34,7 +34,7 @@ def test_joined_weights_take_the_rows_of_each():
     for name, part in zip("ab", parts, strict=True):
         setattr(part, shards.MARK, [Piece(name, 0, tuple(part.shape))])
     whole = nn.Module()
-    whole.weight = nn.Parameter(torch.full((6, 4), 7.0))  # with a row and two columns of nobody
+    whole.weight = nn.Parameter(torch.full((6, 4), 7.0))  # one row and two columns are of no part
     shards.mark_joined(whole.weight, parts)
     stored = {"a": torch.arange(4.0).view(2, 2), "b": 10 + torch.arange(6.0).view(3, 2)}
     shards.fill(whole, shards.pieces_of(whole), lambda name, first, end: stored[name][first:end])

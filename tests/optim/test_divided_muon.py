@@ -18,7 +18,7 @@ from fxtune.optim.divided_muon import DividedMuon, Matrix
 
 pytestmark = pytest.mark.slow
 SHAPES = ((8, 6), (5, 12), (2, 4), (7, 3))
-"""No number of ranks divides all rows; over three ranks the last one holds nothing of the third."""
+"""No number of ranks divides the rows of all matrices. Of three ranks the last one has no rows of the third matrix."""
 OPTIONS: dict[str, Any] = dict(lr=0.1, momentum=0.9, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
 STEPS = 20
 

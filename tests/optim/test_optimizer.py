@@ -45,7 +45,7 @@ def test_non_finite_step_changes_nothing(name):
 def test_non_finite_first_step_leaves_no_state(name):
     (model, optimizer), (clean, untouched) = make(name), make(name)
     stale = [torch.full_like(p, 1e30) for p in model.parameters() for _ in range(50)]
-    del stale  # whoever allocates and does not write finds this
+    del stale  # memory that is allocated and not written has these numbers
     for parameter in optimizer.names:
         parameter.grad = torch.full_like(parameter, float("nan"))
     optimizer.step(1e-2, ~YES)

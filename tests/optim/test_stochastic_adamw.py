@@ -66,7 +66,7 @@ def test_compiled_update_copies_nothing_from_the_host_and_shares_one_graph():
 
     torch._dynamo.reset()
     act = torch.compile(update, dynamic=True, fullgraph=True, backend=kept)
-    # The meta device stands for a card: whatever is of the host is not of it.
+    # The meta device stands for a GPU, so that a copy from the host shows as one from another device.
     for size in ((17, 5), (8, 9), (64, 3)):
         weight, gradient = (torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in range(2))
         numbers = [torch.empty(size, device="meta") for size in (size, size, (), (), ())]

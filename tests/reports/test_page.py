@@ -121,7 +121,7 @@ def test_what_runs_have_in_common_stands_once(tmp_path):
     assert shown.count("chats.jsonl training 8") == 1
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_what_is_missing_is_named(tmp_path):
     folder = record(tmp_path / "begun", {"energy/gpu_watts": None})
     for name in (
         "result.json",

@@ -1,4 +1,4 @@
-"""The forecasts of `fxtune plan` are held against what was measured on an H200."""
+"""The forecasts of `fxtune plan` compared with measurements on an H200."""
 
 import statistics
 import sys

@@ -1,4 +1,4 @@
-"""scripts/study/time_to_model.py: it trains each lever once, goes on where it stopped, and prints a row for each."""
+"""scripts/study/time_to_model.py: it trains each lever once, continues where it stopped, and prints a row for each."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def on_ranks(ranks: int, work: Callable[[int, str], Result]) -> list[Result]:
         finally:
             c10d._unregister_process_group(name)
 
-    # The compiler's stance is the process's: each thread restores what it found, which is another thread's stance.
+    # All threads share the compiler's stance. A thread restores the stance that it found, which may be another
+    # thread's. So the process's own stance is restored here.
     with torch.compiler.set_stance("default"), ThreadPoolExecutor(ranks) as pool:
         return [future.result() for future in [pool.submit(one, rank) for rank in range(ranks)]]

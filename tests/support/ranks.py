@@ -52,7 +52,7 @@ class Ranks:
         """Start a run in `folder`. The output of all ranks is appended to `folder`/log.txt.
 
         `faults`: the fault of a rank (injected.py). `own`: further words of a rank. `place`: the
-        variables that tell a rank its place; None means those of torchrun.
+        environment variables that number a rank; None means those of torchrun.
         """
         port, started = str(free_port()), []
 

@@ -80,7 +80,7 @@ def _rank(end: Connection, meeting: str, rank: int, count: int, work: Callable[.
 
 
 class Toy(nn.Module):
-    """Its rows do not divide by two or four; over four ranks the last one holds nothing of some."""
+    """A model whose rows do not divide by two or four. Of four ranks the last one has no rows of some weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def load(folder: Path, world: World) -> int:
         wanted = reference[name][chunk.within(Chunk.whole(chunk.shape))]
         assert torch.equal(local(tensor), wanted), name
         assert is_divided(tensor) == (world.size > 1 and not name.endswith("/step")), name
-    training.step(1)  # the moments are of use
+    training.step(1)  # AdamW continues with the moments
     return saved.state.step
 
 

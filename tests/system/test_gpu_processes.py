@@ -28,7 +28,7 @@ def test_processes_of_others_are_listed(nvml):
     assert gpu_processes("1a") == gpu_processes("GPU-1a") == ["process 7 (30.0 GiB)"]
 
 
-def test_driver_that_does_not_tell_lists_none(nvml, monkeypatch):
+def test_driver_that_refuses_lists_none(nvml, monkeypatch):
     def refuse(*_):
         raise OSError
 

@@ -1,4 +1,4 @@
-"""Models of the hub: pinned, cached, and one clear error where the hub refuses or is away."""
+"""Models of the hub: pinned, cached, and one clear error where the hub refuses or cannot be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says while it works."""
+"""The lines that a run prints about its phases."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Techniques of plugins: one place in the order, the same questions as ours, and evidence."""
+"""Techniques of plugins: their place in the order, the methods that are called, and their evidence."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def half_installed(folder: Path, name: str, code: str) -> None:
 @pytest.mark.parametrize(
     "code", ["raise RuntimeError('No CTK flavor installed')", "def __getattr__(name): raise OSError('No CTK flavor')"]
 )
-def test_auto_passes_over_a_package_installed_by_half_and_a_demand_is_refused(tmp_path, code):
+def test_auto_passes_over_a_package_installed_by_half_and_its_name_is_refused(tmp_path, code):
     """Of a package that fails when it is imported or when it is used, neither fxtune nor peft makes a traceback."""
     pytest.importorskip("torchao")
     half_installed(tmp_path, "bitsandbytes", code)
@@ -163,7 +163,7 @@ def test_auto_passes_over_a_package_installed_by_half_and_a_demand_is_refused(tm
     assert re.search(r"library: bitsandbytes is installed and does not work here \(\w+Error: No CTK flavor", demanded)
 
 
-def test_a_broken_package_is_passed_over_by_auto_and_refused_as_a_demand():
+def test_a_broken_package_is_passed_over_by_auto_and_refused_if_named():
     facts = Facts(
         device="cuda",
         device_name="H100",

@@ -175,7 +175,7 @@ def test_liger_is_not_measured_where_the_card_is_busy(monkeypatch):
         ({"fullgraph": False}, None),
     ],
 )
-def test_a_wish_that_cannot_act_steps_aside_and_a_demand_is_refused(options, off):
+def test_auto_is_off_where_it_cannot_act_and_true_is_refused(options, off):
     pipeline, facts = lora(), facts_of(random_model("llama"), packing=False, rows=())
     pipeline.compile = Compile(enabled="auto", **options)
     if off is None:
@@ -190,7 +190,7 @@ def test_a_wish_that_cannot_act_steps_aside_and_a_demand_is_refused(options, off
         pipeline.resolved(facts)
 
 
-def test_liger_as_a_wish_keeps_what_serves_any_model():
+def test_auto_liger_keeps_what_serves_any_model():
     pipeline = lora()
     pipeline.liger = Liger(enabled="auto")
     facts = facts_of(tiny_model("qwen3_moe"), packing=True, rows=(4096,), micro_batch_size=64)

@@ -212,7 +212,7 @@ def test_a_config_that_asks_for_it_trains_without_transformers_collecting_logits
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
-def test_a_model_without_one_refuses_a_demand(kind):
+def test_a_model_without_an_auxiliary_loss_refuses_a_coefficient(kind):
     made = Pipeline()
     made.router.aux_loss_coef = 0.01
     with pytest.raises(ConfigError, match=rf"techniques.router.aux_loss_coef: 0.01, but {kind} has no auxiliary loss"):

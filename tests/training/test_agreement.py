@@ -1,4 +1,4 @@
-"""What one rank meets, all ranks follow. Real ranks: tests/distributed/test_ranks.py."""
+"""All ranks have the outcome of the rank that failed. Real ranks: tests/distributed/test_ranks.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(world: Any, work: Any = lambda: "done") -> Any:
     return together(world, work)
 
 
-def test_result_is_returned_if_no_rank_met_anything():
+def test_result_is_returned_if_no_rank_failed():
     assert run(Two()) == "done"
 
 
@@ -47,7 +47,7 @@ def test_memory_that_ran_out_on_one_rank_is_an_error_on_all_with_its_rank():
         run(Two(), exhausted)
 
 
-def test_rank_without_memory_ends_a_run_of_divided_weights_and_asks_nobody():
+def test_rank_without_memory_ends_a_run_of_divided_weights_without_an_agreement():
     def exhausted() -> None:
         raise MemoryError("of this rank")
 
@@ -62,7 +62,7 @@ def test_signal_of_another_rank_stops_this_one():
 
 
 def test_own_signal_ends_the_work_at_once_and_memory_comes_first():
-    """Where ranks wait for each other inside the work, the signal waits for its end."""
+    """Ranks that share weights wait for each other inside the work, so there the signal waits for the end of the work."""
     done, sums = [], []
 
     def signalled() -> None:

@@ -110,7 +110,7 @@ def test_packing_of_a_hybrid_is_done_on_demand_and_proven(config):
     assert any(one.startswith("changing 3 of 3 documents") and one.endswith("at most 0") for one in seen)
 
 
-def test_a_model_without_attention_trains_and_the_technique_steps_aside(config, said):
+def test_a_model_without_attention_trains_with_the_technique_off(config, said):
     trainer.run(config("mamba2"))
     assert notes(said, "attention") == ["attention: off, because mamba2 has no attention"]
     with pytest.raises(ConfigError, match=r"attention\.backend: mamba2 has no attention that eager could run"):
@@ -170,7 +170,7 @@ def test_a_model_with_vision_trains_its_text_part(config):
     verify.run(made, loss=True)
 
 
-def test_fast_settings_step_aside_where_they_cannot_act(config, capsys, monkeypatch):
+def test_fast_settings_are_off_where_they_cannot_act(config, capsys, monkeypatch):
     """The compiler finds a graph break in this layer; Liger has no kernels for this model; the run resumes."""
     import torch
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer as Layer

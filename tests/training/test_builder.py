@@ -590,7 +590,7 @@ def test_ranks_run_the_kernels_that_rank_0_has_chosen(narrow, monkeypatch):
 
 
 def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch):
-    """The others may wait in the pass for the weights of this rank, so there is nobody to agree with."""
+    """The other ranks may wait in the pass for the weights of this rank, so no agreement with them is possible."""
 
     def fails(self, model, probe):
         raise ConfigError("the layer cannot be one graph")

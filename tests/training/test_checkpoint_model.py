@@ -98,7 +98,7 @@ def test_damaged_best_checkpoint_is_reported_and_the_last_weights_are_exported(r
 
 
 def test_run_interrupted_during_the_export_of_the_best_weights_resumes_with_the_same_result(run_, cwd, monkeypatch):
-    """The last state is not saved again with the best weights in the model, and the second process exports the same."""
+    """The model then holds the best weights, so the state is not saved again. The second process exports the same."""
     with monkeypatch.context() as patch:
 
         def interrupted(*_, **__):

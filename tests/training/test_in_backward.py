@@ -257,7 +257,7 @@ def test_only_the_weights_of_one_part_are_copied_to_undo_a_step():
     assert [len(single._in_one_step(part)) for part in single.parts] == [1] * len(single.parts)
 
 
-def test_auto_steps_aside_for_cuda_graphs(full):
+def test_auto_is_off_with_cuda_graphs(full):
     full.optimizer.in_backward, full.techniques.compile.enabled = Switch.auto, True
     facts = replace(card(139, 4096, techniques={}), techniques=full.techniques, free_memory=1)
     full.techniques.compile.cuda_graphs = Switch.on

@@ -1,4 +1,4 @@
-"""The gradient noise scale: its formula against gradients of single rows, and what it is of a run."""
+"""The gradient noise scale: its formula against gradients of single rows, and its value in a run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_rows_of_equal_weight_have_their_sample_covariance(measured):
 def test_means_over_steps_approach_the_true_noise_scale(weights):
     """Gradients of known mean and variance, in micro-batches of unequal weight."""
     draw = torch.Generator().manual_seed(1)
-    true, variance, dim = 1.0, 4.0, 20  # of each of `dim` weights, for one row
+    true, variance, dim = 1.0, 4.0, 20  # mean and variance of each of `dim` weights' gradients, for one row
     scale, total, known = NoiseScale(), sum(weights), []
     for _ in range(3000):
         parts = torch.stack(

@@ -1,4 +1,4 @@
-"""Resumed runs: what the recipe leaves open is as it was, or the user is told."""
+"""Resumed runs: what the recipe leaves open stays as it was decided, or the user gets a note or an error."""
 
 from __future__ import annotations
 

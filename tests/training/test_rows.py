@@ -54,7 +54,7 @@ def test_what_the_recipe_says_is_not_decided(asked):
     assert notes == []
 
 
-def test_padding_of_packed_documents_is_said():
+def test_padding_of_packed_documents_is_reported():
     def contents(step: int, micro: int) -> list[list[SimpleNamespace]]:
         return [[SimpleNamespace(length=length) for length in row] for row in ([40, 24], [60, 2, 2])]
 

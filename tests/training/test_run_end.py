@@ -177,7 +177,7 @@ def test_early_stopping_without_its_needs_is_refused(stopping, key, value, messa
     assert not message or message in found[0]
 
 
-def test_run_that_is_told_to_finish_decays_from_where_it_is(stopping, cwd, monkeypatch, said):
+def test_run_with_a_finish_file_decays_from_where_it_is(stopping, cwd, monkeypatch, said):
     """The latest evaluation, of step 4, is the best one, so nothing is dropped."""
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
     step_of = train.Trainer.step
@@ -196,7 +196,7 @@ def test_run_that_is_told_to_finish_decays_from_where_it_is(stopping, cwd, monke
 
 
 def test_deadline_leaves_time_for_the_decay(stopping, cwd, monkeypatch, said):
-    """A clock in which each step takes ten seconds, and what comes after the last one takes one."""
+    """A clock by which each step takes ten seconds, and everything after the last step takes one second."""
     seconds = {"now": 0.0}
     monkeypatch.setattr(RunClock, "seconds", property(lambda self: seconds["now"]))
     monkeypatch.setattr(RunClock, "step_seconds", property(lambda self: 10.0))
@@ -274,7 +274,7 @@ def test_run_with_another_schedule_is_not_extended(stopping, cwd):
 
 
 def test_bad_step_keeps_its_own_samples_when_the_run_is_then_cut(stopping, scripted, build, monkeypatch):
-    """Told to finish at step 8, whose rows differ from those of the eighth step of the plan from then on."""
+    """The finish file comes at step 8. From then on the plan has other rows for that step than those it was taken with."""
     stopping.train.stop.patience, stopping.train.log_every = 0, 20
     disturb(monkeypatch, {7: math.nan})
     trainer = build(stopping)

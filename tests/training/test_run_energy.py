@@ -94,7 +94,7 @@ def test_damaged_file_counts_as_nothing_used(tmp_path, text):
 
 
 def test_ranks_exchange_what_they_used_and_rank_0_reports_all(tmp_path, counter):
-    """A second rank on another host, whose card used 500 J in 10 s and is not told its utilisation."""
+    """A second rank on another host. Its card used 500 J in 10 s, and its utilisation is not known."""
     other = [10.0, 500.0, math.nan, 10.0, math.nan]
 
     class TwoRanks(World):
@@ -121,7 +121,7 @@ def test_ranks_exchange_what_they_used_and_rank_0_reports_all(tmp_path, counter)
 
 
 def test_a_run_that_ended_is_not_written_to_again(tmp_path, counter):
-    """A kill there would leave a half-written file in a run that nothing opens again."""
+    """A kill during that write would leave a half-written file in a run that nothing opens again."""
     folder = claim("run", str(tmp_path / "run"), "auto", {})
     meter = RunEnergy(folder, World(torch.device("cpu")), CostConfig())
     meter.end(100)

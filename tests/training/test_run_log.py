@@ -55,7 +55,7 @@ def test_last_value_of_each_figure_is_kept(recorder):
     assert recorder.logged[0] == recorder.logged[1], "the tracker's and the display's"
 
 
-def test_start_up_is_told_once(recorder):
+def test_start_up_is_reported_once(recorder):
     log = made(recorder)
     assert log.started() == {"startup/imports_seconds": 1.0, "startup/first_steps_seconds": 2.0}
     assert log.started() == {}

@@ -1,4 +1,4 @@
-"""data.dedup: what counts as a copy, that none leaks into the held-out rows, and what is said about them."""
+"""data.dedup: what counts as a copy, that none leaks into the held-out rows, and the report about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are trained on and held out are an error with their places; copies and uneven weights are said."""
+"""Rows that are trained on and held out are an error with their places; copies and uneven weights are reported."""
 
 import json
 import pickle
@@ -137,7 +137,7 @@ def test_copies_within_and_across_sources_are_counted():
     assert training([natural(20, 10, 0, "a"), natural(20, 10, 1, "b")]).notes() == []
 
 
-def test_weights_that_repeat_one_source_and_cut_another_are_said():
+def test_weights_that_repeat_one_source_and_cut_another_are_reported():
     small, large = natural(20, 30, 0, "small"), natural(800, 30, 1, "large")
     [note] = training([small, large], weights=[1.0, 1.0]).notes()
     assert note.startswith("By the weights of data.sources, one epoch sees small ")

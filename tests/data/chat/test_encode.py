@@ -367,6 +367,6 @@ def test_system_that_the_template_does_not_write_is_refused(template: str, reaso
     Encoder(tokenizer, RowFormat.messages, str(tmp_path / "chat.jinja"))
 
 
-def test_system_is_told_to_be_unused_for_text() -> None:
+def test_system_prompt_for_text_is_reported_as_unused() -> None:
     tokenizer = families.build_tokenizer("bytelevel", None, None)
     assert "data.system" in Encoder(tokenizer, RowFormat.text, system="two").remarks()[0]

@@ -1,4 +1,4 @@
-"""All chat formats become the same messages; what is wrong with a row is said by key."""
+"""All chat formats become the same messages; an error names the wrong key of a row."""
 
 from __future__ import annotations
 

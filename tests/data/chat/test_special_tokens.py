@@ -1,4 +1,4 @@
-"""Special tokens that people write into messages are letters: no turn opens or ends by them, and nothing else changes."""
+"""Special tokens that people write into messages are plain text: no turn opens or ends by them, and nothing else changes."""
 
 from __future__ import annotations
 

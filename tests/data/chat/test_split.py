@@ -15,7 +15,7 @@ from fxtune.data.chat.split import SplitChat
 from fxtune.data.read.formats import RowFormat
 
 FAMILIES = ["chatml", "llama31", "gemma3", "phi3"]
-"""Whose templates write a turn in the same way wherever it stands."""
+"""The families whose templates write a turn in the same way at each place of a chat."""
 ENCODERS = {family: Encoder(families.tokenizer(family), RowFormat.messages) for family in [*FAMILIES, "qwen3"]}
 
 

@@ -109,7 +109,7 @@ def test_lone_documents_and_generation_run_as_they_were():
     recurrent.separate(mine)
     with torch.no_grad():
         assert torch.equal(mine(**row).logits, plain(**row).logits)
-        mine(**packed([12, 12]))  # and then no borders are left over
+        mine(**packed([12, 12]))  # leaves no document bounds behind for generation
         same = [model.generate(row["input_ids"], max_new_tokens=4, do_sample=False) for model in (mine, plain)]
     assert torch.equal(*same)
 
@@ -135,7 +135,7 @@ def test_attention_to_blocks_of_tokens_is_still_refused():
         Pipeline().check(changed)
 
 
-def test_the_compiler_steps_aside_and_a_demand_is_refused():
+def test_auto_turns_the_compiler_off_and_true_is_refused():
     config = ModelConfig(path=None, init=Init.random, architecture=architecture("qwen3_next"))
     pipeline = Pipeline()
     pipeline.compile.enabled = "auto"

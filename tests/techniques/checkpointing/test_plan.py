@@ -1,4 +1,4 @@
-"""Which layers keep what, and which send it to host memory."""
+"""Which layers keep what, and which offload it to host memory."""
 
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 
@@ -12,7 +12,7 @@ def test_mixed_levels_are_sorted_and_the_first_layers_keep_least():
     assert plan.levels(5) == ["input", "input", "narrow", "narrow", "everything"]
 
 
-def test_last_layer_that_could_send_does_not():
+def test_last_of_the_offloading_layers_does_not_offload():
     assert RecomputePlan("input", sent="inputs").sending(3) == [True, True, False]
     assert RecomputePlan("input", sent="inputs", senders=1).sending(3) == [True, False, False]
     assert RecomputePlan(mix=(("everything", 2),), sent="kept").sending(4) == [True, False, False, False]

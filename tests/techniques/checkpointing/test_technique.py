@@ -112,7 +112,7 @@ def _anew():
 @pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 def test_compiled_layers_keep_the_bytes_of_their_policy():
-    """In floats a token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
+    """Floats per token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
     plain, kept = {}, {}
     for name, options in {
         "none": {"policy": Policy.none},
@@ -129,7 +129,7 @@ def test_compiled_layers_keep_the_bytes_of_their_policy():
         plain = plain or gradients(model)
         assert close(gradients(model), plain, 1e-6), name
     assert close(plain, gradients(with_random_lora_b(built(lora(), random_model("llama", num_hidden_layers=1)))), 1e-5)
-    small = 2 * 16 + 24 + 12  # cos and sin, kept once; the mask and positions
+    small = 2 * 16 + 24 + 12  # cos and sin, which are kept once, the mask, and positions
     adapters, lse = 7 * 4, 4
     (full,), (tiles,), (narrow,), (selective,) = (kept[name] for name in ("full", "tiles", "narrow", "selective"))
     assert 64 <= full <= 64 + small
@@ -152,7 +152,7 @@ def test_layers_share_compiled_code_also_with_tiles():
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(level):
-    """The second of two layers (the first one's input needs no gradient), with our attention, which takes keys as they are."""
+    """The bytes of the second layer: the first one's input needs no gradient. flash4 reads keys without a copy."""
     pipeline = lora(r=16, fused=Switch.on)
     pipeline.attention.backend = "flash4"
     pipeline.checkpointing = Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"])
@@ -160,9 +160,8 @@ def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(lev
     made = traced(pipeline.build(model, load_config(model), CPU, 0)).train()
     kept, _ = verify.saved_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
     facts = replace(facts_of(model), device="cuda", techniques=replace(pipeline, compile=Compile(enabled=True)))
-    tables = (
-        24 * 4 * (2 * 16 + 2) + 24 * 8
-    )  # cos, sin and positions, which all layers share; everything: the norms' factors
+    # cos, sin and positions, which all layers share. Level `everything` also keeps the factors of the norms.
+    tables = 24 * 4 * (2 * 16 + 2) + 24 * 8
     assert 0 <= kept - 24 * LayerBytes(facts, pipeline.checkpointing.plan()).kept(level) <= tables, kept
 
 

@@ -63,11 +63,14 @@ def twice(stream):
         (lambda stream: torch.add(stream, mlp(stream), alpha=2), 0),  # another sum
         (lambda stream: stream + mlp(stream).relu(), 0),
         (lambda stream: stream + mlp(stream) * 0.5, 0),
-        (twice, 0),  # what the MLP made is read by others, too
+        (twice, 0),  # the MLP's output has another reader
         (lambda stream: stream[:1] + mlp(stream), 0),  # other shapes
         (lambda stream: stream.double() + mlp(stream), 0),  # another dtype
         (lambda stream: mlp(stream) + 1, 0),
-        (lambda stream: (lambda y: y.new_ones(y.shape) + y)(mlp(stream)), 0),  # comes after it
+        (
+            lambda stream: (lambda y: y.new_ones(y.shape) + y)(mlp(stream)),
+            0,
+        ),  # the other term is computed after the MLP
     ],
 )
 def test_only_sums_with_an_earlier_tensor_are_folded(layer, folds):
@@ -107,11 +110,9 @@ def test_compiled_layer_runs_the_pass_and_has_the_same_gradients(monkeypatch):
     stream, trained = torch.randn(2, 5, HIDDEN, requires_grad=True), [*A, *B]
     for one in trained:
         monkeypatch.setattr(one, "requires_grad", True)
-    with (
-        config.patch(post_grad_custom_post_pass=None),
-        fresh_cache(),
-    ):  # for graphs of an earlier run no pass would run
-        built(pipeline, random_model("llama", num_hidden_layers=1))  # which is when the compiler is told
+    # A fresh cache: no pass runs for a graph that the cache has.
+    with config.patch(post_grad_custom_post_pass=None), fresh_cache():
+        built(pipeline, random_model("llama", num_hidden_layers=1))  # registers the pass
         wanted, mine = (
             torch.autograd.grad(run(stream).square().sum(), [stream, *trained])
             for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False))
@@ -121,13 +122,13 @@ def test_compiled_layer_runs_the_pass_and_has_the_same_gradients(monkeypatch):
 
 
 def test_bfloat16_sum_outside_of_a_product_is_rounded_like_two_operators():
-    """Rounded once, even a tiny share of the adapters would decide the many ties of y + stream."""
+    """y + stream has many ties. Rounded once with the adapters' share, even a tiny share would decide each tie."""
     draw = torch.Generator().manual_seed(0)
     y, stream, narrow, factor = (
         torch.randn(*shape, generator=draw).bfloat16() for shape in ((512, 64), (512, 64), (512, 16), (16, 64))
     )
     whole = (y.float() + narrow.float() @ factor.float()).bfloat16() + stream
     found = lora_adapters.add(y, narrow, factor, torch.empty_like(y), stream)
-    assert (found == whole).float().mean() > 0.999  # but for sums in another order, next to a tie
+    assert (found == whole).float().mean() > 0.999  # sums in another order may round differently next to a tie
     nothing = lora_adapters.add(y, narrow, 1e-6 * factor, torch.empty_like(y), stream)
     assert torch.equal(nothing, y + stream)

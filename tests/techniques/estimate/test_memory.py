@@ -100,7 +100,7 @@ def test_the_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles
         techniques={"lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}},
     )
     said = forecast(facts, RecomputePlan("wide" if keep else "narrow", tiles=tiles)).layer / 4 / rows
-    assert peak == pytest.approx(said - 3 * h, rel=0.06)  # besides: dy, x, and what the norm before made x of
+    assert peak == pytest.approx(said - 3 * h, rel=0.06)  # without dy, x and the norm's input
 
 
 def test_pinned_memory_is_allocated_in_pieces():
@@ -147,7 +147,9 @@ def test_the_forecast_counts_the_moments_of_muon_and_adamw(kind, adapted):
         techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {},
     )
     moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
-    assert forecast(facts, RecomputePlan()).trained == pytest.approx(gradients + moments, rel=0.005)  # but for routers
+    assert forecast(facts, RecomputePlan()).trained == pytest.approx(
+        gradients + moments, rel=0.005
+    )  # routers are not counted
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])

@@ -216,7 +216,7 @@ def test_names_of_experts_adapt_their_tensors():
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_a_linear_is_known_by_its_numbers(precision):
-    """Falcon writes torch's product in other words; DeepSeek V4 has one by groups."""
+    """Falcon's class computes the same product as nn.Linear by other code; DeepSeek V4's computes one by groups."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
     from transformers.models.falcon.modeling_falcon import FalconLinear
 

@@ -63,7 +63,9 @@ def require_announced(text: str) -> None:
     assert [name for name in PHASES if name not in text] == [], text
     at = [text.index(name) for name in PHASES]
     assert at == sorted(at), text
-    assert text.index("Step 1 of 2") < text.index("step=1/2" if "step=1/2" in text else "1/2")
+    # On a busy machine the live display may draw nothing between the two steps.
+    figures = re.search(r"step=1/2|[12]/2 ", text)
+    assert figures and text.index("Step 1 of 2") < figures.start(), text
 
 
 @pytest.mark.slow

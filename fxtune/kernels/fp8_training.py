@@ -4,9 +4,9 @@ Full fine-tuning has three products for each linear: y = x W^T, dx = dy W and dW
 32 bits for the optimizer; each call quantizes what it multiplies, with scales of that call. So there is no state
 beside the weights: a checkpoint, a resumed run and an export know nothing of fp8.
 
-- In y and dx, x and dy have a scale for each row (a token), so one with large numbers costs the others nothing. W has
-  one scale. e4m3 is a floating-point format: a scale moves its range, 2^15, and does not change its relative error of
-  0.026.
+- In y and dx, x and dy have a scale for each row (a token), so a token with large numbers costs the others no
+  precision. W has one scale. e4m3 is a floating-point format: a scale moves its range, 2^15, and does not change its
+  relative error of 0.026.
 - Hopper's tensor cores read fp8 only along the dimension of the sum, so dx needs W^T, and dW needs x^T and dy^T. One
   kernel writes a matrix and its transpose in one pass (fp8_triton.quantize_both(): 2 bytes read and 2 written a
   number).

@@ -539,11 +539,11 @@ class _Done:
 
     linears: int
     before: int
-    """Bytes of the linears before quantization; `after`: once they are quantized."""
+    """Bytes of the linears and experts before quantization; `after`: once they are quantized."""
     after: int
     error: float
     share: float
-    """The share of the model's weights that are in these linears."""
+    """The share of the model's weights that were quantized."""
     ends: list[str]
     experts: int
     """Layers whose experts were quantized; `experts_error`: the largest of their errors."""

@@ -66,8 +66,8 @@ def quantized(
     `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of
     the dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are
     accumulated in float32 and rounded to bfloat16. `transpose`: keep the transpose of an fp8 weight. `linear` does not
-    change. A `linear` on the meta device can
-    only become fp8: the result then stores the rows that models/shards.py reads.
+    change. A `linear` on the meta device can only become fp8: the result then stores the rows that models/shards.py
+    reads.
     """
     makers: dict[str, Any] = {
         "fp8": functools.partial(_fp8, transpose=transpose),

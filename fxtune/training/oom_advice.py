@@ -17,7 +17,7 @@ from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
-from fxtune.techniques.estimate.memory import CONTEXT, Need
+from fxtune.techniques.estimate.memory import WORKSPACES, Need
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize import Type
@@ -55,7 +55,7 @@ def advice(
     by which gradients are freed in the backward pass, if there are such.
     """
     before = _phase_bytes(techniques.memory_need(facts), phase)
-    need = before - (CONTEXT if facts.device == "cpu" else 0)
+    need = before - (WORKSPACES if facts.device == "cpu" else 0)
     changes = []
     for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase, freeing):
         try:

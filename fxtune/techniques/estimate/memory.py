@@ -7,9 +7,11 @@ keeps what matmuls and attention read; an eager one also float32 copies of its n
 for each adapter. Trained linears with products in fp8 keep their inputs as codes, a byte a number, also where
 attention keeps the same in 16 bits.
 
-Fused adapters never keep the MLP's product. A fused MLP's backward pass holds its own buffers: the gradients of the
-product (i) and of gate and up (2i), for fp8 a quantized copy of them (i), 8 ranks, and below wide gate and up again
-(2i), for one tile at a time; and for all tokens its gradient, its input and their gradients (4h).
+Fused adapters never keep the MLP's product, act(gate) * up. The backward pass of a fused MLP holds these buffers:
+
+- for one tile at a time, the gradients of the product (i) and of gate and up (2i); for fp8 a quantized copy (i); a few
+  numbers for each of the adapters' ranks; and gate and up again (2i) at levels that keep less than `wide`;
+- for all tokens, the gradients of its output and its input, its input, and what the norm before it read (4h).
 
 Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
@@ -21,9 +23,9 @@ Gradients do not exist together with all that the layers keep: the backward pass
 its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
 the head and of the layers behind it; the end of the backward pass; and the optimizer's step. Steps of several
 micro-batches and CUDA graphs hold all gradients all the time. If weights are updated in the backward pass
-(`Facts.in_backward`), gradients are those of a layer, or of the embedding or the head; where these two are one tensor,
-both. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments before their step
-(`Facts.undo_limit`).
+(`Facts.in_backward`), only the gradients of one layer, of the embedding or of the head exist at a time, and a tied
+embedding has two. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments before
+their step (`Facts.undo_limit`).
 
 The forecast is that of one rank. Replicas add up their gradients in a buffer as large as all of them, in float32
 unless the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights,
@@ -61,7 +63,7 @@ rounding, float32 for 8-bit optimizers. Muon's are for the hidden matrices that 
 optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
-CONTEXT = 3 << 28
+WORKSPACES = 3 << 28
 """Bytes for libraries' workspaces."""
 MLP = ("gate_proj", "up_proj", "down_proj")
 GROUPS = {
@@ -106,11 +108,11 @@ class Need:
     gradients: int = 0
     """Those of `trained` that exist only after the loss: all, unless they are held from step to step."""
     update: int = 0
-    """What the end of the backward pass or the optimizer's step adds to them."""
+    """What the end of the backward pass or the optimizer's step adds to the gradients."""
 
     @property
     def passing(self) -> int:
-        """Activations, and gradients that come and go, when they are most together."""
+        """The peak of activations and of the gradients that each step makes and frees."""
         return max(self.kept + max(self.layer, self.loss), self.gradients + self.update)
 
     @property
@@ -121,7 +123,7 @@ class Need:
     @property
     def device(self) -> int:
         """The memory that must be free: the peak, with fragmentation and workspaces."""
-        return int(self.allocated * (1 + SPARE)) + CONTEXT
+        return int(self.allocated * (1 + SPARE)) + WORKSPACES
 
     @property
     def parts(self) -> dict[str, int]:
@@ -150,7 +152,7 @@ class Trained:
     """The gradient of the embedding or of the head."""
 
     def copies(self, gradients: int) -> int:
-        """Bytes of the weights that have so many bytes of gradients, of these gradients and of their moments."""
+        """Bytes of copies of the weights whose gradients have `gradients` bytes, these gradients and the moments."""
         return int(gradients * (2 + self.moments / max(self.gradients, 1)))
 
 
@@ -195,8 +197,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
 
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:
-    """Bytes of the copies from which an optimizer undoes a bad step: of all weights, or of the largest one if each has
-    its own optimizer. They are made where all weights that take the step together are at most `Facts.undo_limit`."""
+    """Bytes of the copies from which an optimizer undoes a bad step: those of all weights, or in the backward pass
+    those of the largest part. 0 if the weights that are updated together have more than `Facts.undo_limit` bytes."""
     whole = trained.gradients if not facts.in_backward else max(trained.end, trained.layer)
     if whole > facts.undo_limit:
         return 0

@@ -107,8 +107,8 @@ def micro_batch_seconds(
     facts: Facts, plan: RecomputePlan, supervised: float = 1.0, attended: float | None = None
 ) -> float:
     """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
-    as only these need the head. `attended`: how long the document of a token is, in the mean over tokens; None: as
-    long as the row. The optimizer is left out, see update_seconds().
+    as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
+    of the row. The optimizer is left out, see update_seconds().
 
     scripts/study/plan_accuracy.py compares it with what was measured on an H200.
     """

@@ -4,7 +4,7 @@
     run = fxtune.train("quickstart", ["optimizer.lr=1e-3"])
     run.generate("Two large pizzas for Ann, please.")
 
-The functions stand in fxtune/api.py, which is imported when one of them is used (docs/python.md).
+The functions are in fxtune/api.py, which is imported when one of them is used (docs/python.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MODULES = {
     "fxtune.plugins": ("load_plugin", "metric", "objective", "row_format", "technique"),
     "fxtune.techniques.base": ("Evidence", "Technique"),
 }
-"""Where the public names stand. Those of the last two are what the author of a plugin needs (docs/plugins.md)."""
+"""The modules of the public names. The last two have what the author of a plugin needs (docs/plugins.md)."""
 __all__ = [
     "Evidence",
     "Run",

@@ -125,7 +125,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
+        """One dict for each log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
         return self._files.rows
 
     @property

@@ -35,7 +35,7 @@ class HardwareError(UserError):
 
 
 class MemoryShortError(HardwareError):
-    """Memory ran out. Before it is shown, half as many rows are tried (system/oom.py)."""
+    """Memory ran out. Where it can, the caller repeats the work with fewer rows at once (system/oom.py)."""
 
 
 class NumbersError(UserError):
@@ -61,7 +61,7 @@ class RankError(UserError):
 
 
 class LostRankError(RankError):
-    """The connection to another rank broke: a consequence of that rank's end, which may have told why."""
+    """The connection to another rank broke because that rank ended. If it printed a message, that has the cause."""
 
 
 class CheckError(UserError):
@@ -71,7 +71,7 @@ class CheckError(UserError):
 
 
 class Ended(Exception):
-    """A command has said how it ended; the process ends with `exit_code`."""
+    """A command has printed how it ended. The process ends with `exit_code`."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -94,7 +94,7 @@ class Stopped(KeyboardInterrupt):
 
     def __str__(self) -> str:
         name = "Ctrl-C" if self.signal is signal.SIGINT else self.signal.name
-        return f"{name}: {self.outcome or 'ended before anything was at stake. Give the same command again.'}"
+        return f"{name}: {self.outcome or 'ended before there was anything to save. Give the same command again.'}"
 
 
 FILE, FOLDER = "a file", "a folder"
@@ -123,8 +123,8 @@ def shortened(value: object, limit: int = 60) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that is most like `word`, in upper or lower case, with a ratio of difflib of `cutoff` or
-    more; None if none is. One with the same letters in another order comes before all others."""
+    """The one of `known` that is most like `word`, in upper or lower case; None if difflib's ratio is below `cutoff`
+    for all. One with the same letters in another order comes before all others."""
     by_lower, word = {option.lower(): option for option in known}, word.lower()
     same_letters = [option for option in by_lower if sorted(option) == sorted(word)]
     close = difflib.get_close_matches(word, same_letters or by_lower, 1, cutoff)

@@ -1,4 +1,4 @@
-"""Plugins: row formats, objectives, metrics and techniques of a user, beside ours and with the same contracts.
+"""Plugins: row formats, objectives, metrics and techniques of a user, with the same interfaces as fxtune's own.
 
     import fxtune
 
@@ -8,7 +8,7 @@
 
 A plugin is a Python file that the command line names (`--plugin tickets.py`), or an installed package with an entry
 point in the group `fxtune.plugins`. A recipe can use what a plugin registers, by its name, and can never load one. The
-four registries hold what is ours and what plugins add, so one lookup serves both.
+four registries hold what fxtune has and what plugins add, so one lookup serves both.
 
 Plugins are loaded when a name is looked up for the first time in a process. The files of the command line are in an
 environment variable, so ranks and workers, which are processes of their own, find them, too.
@@ -56,7 +56,7 @@ class Plugin:
 
 
 class Registry(Generic[Value]):
-    """What recipes may name of one kind: ours, and what plugins add."""
+    """The names of one kind that recipes may use: fxtune's own, and those that plugins add."""
 
     def __init__(self, kind: str, **ours: str) -> None:
         """`ours`: name -> "module:attribute", imported when it is used."""

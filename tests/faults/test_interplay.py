@@ -39,7 +39,7 @@ def raises(error: BaseException) -> None:
     raise error
 
 
-def tell(how: signal.Signals = signal.SIGTERM) -> None:
+def send(how: signal.Signals = signal.SIGTERM) -> None:
     """Send a signal to this process."""
     os.kill(os.getpid(), how)
 
@@ -107,7 +107,7 @@ def test_signal_waits_for_the_current_save(run_, monkeypatch):
         return real(staging, *given)
 
     monkeypatch.setattr(stored, "write", slow)
-    at_step(monkeypatch, 3, tell)
+    at_step(monkeypatch, 3, send)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
     assert written == [".staging-step-00000003"]
@@ -126,7 +126,7 @@ def test_save_that_fails_during_a_signal_is_retried_once(run_, monkeypatch, said
         return real(*given)
 
     monkeypatch.setattr(stored, "write", failing)
-    at_step(monkeypatch, 3, tell)
+    at_step(monkeypatch, 3, send)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
     assert tries == [".staging-step-00000003"] * 2
@@ -137,15 +137,15 @@ def test_signal_on_a_full_disk_exits_with_6_and_keeps_the_earlier_checkpoint(run
     run_.checkpoint.every, run_.run.dir = 2, str(cwd / "disk" / "run")
     folder = cwd / "disk" / "run" / "checkpoints"
 
-    def fill_and_tell() -> None:
+    def fill_and_send() -> None:
         while not stored.paths(folder):
             time.sleep(0.01)
         disk = os.statvfs(folder)
         (cwd / "disk" / "ballast").write_bytes(bytes(disk.f_bavail * disk.f_frsize - 4096))
-        tell()
+        send()
 
     with small_disk(cwd / "disk", "24m"):
-        at_step(monkeypatch, 3, fill_and_tell)
+        at_step(monkeypatch, 3, fill_and_send)
         with pytest.raises(
             StorageError, match=r"step 3 could not be written.*Earlier checkpoints are intact"
         ) as ended:
@@ -162,7 +162,7 @@ def test_signal_during_a_halving_is_handled_after_it_and_the_halving_is_kept(run
     run_.checkpoint.every = 2
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2))
     made = BatchSizes.free_memory
-    monkeypatch.setattr(BatchSizes, "free_memory", lambda self: (tell(), made(self))[1])
+    monkeypatch.setattr(BatchSizes, "free_memory", lambda self: (send(), made(self))[1])
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
         trainer.run(run_)
     assert state()["rows"] == {"training": 2}
@@ -175,7 +175,7 @@ def test_signal_during_a_halving_is_handled_after_it_and_the_halving_is_kept(run
 
 def test_out_of_memory_during_a_signal_is_not_a_halving(run_, monkeypatch):
     """A library may turn a signal into another error. The run still handles the signal."""
-    at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2, once=tell))
+    at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2, once=send))
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
         trainer.run(run_)
     assert state()["rows"] == {}
@@ -193,7 +193,7 @@ def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
         return real(model, objective, loader, precision, world)
 
     monkeypatch.setattr(evaluation, "evaluate", scarce)
-    at_step(monkeypatch, 3, tell)
+    at_step(monkeypatch, 3, send)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
     assert rows == [4, 2, 1]
@@ -210,7 +210,7 @@ def test_failed_evaluation_is_saved_and_repeated_by_the_next_run(run_, monkeypat
     saved = Checkpoints.save
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))
-        patch.setattr(Checkpoints, "save", lambda *given: (tell(), saved(*given))[1])
+        patch.setattr(Checkpoints, "save", lambda *given: (send(), saved(*given))[1])
         with pytest.raises((HardwareError, Stopped)):
             trainer.run(run_)
     assert state()["step"] == 2
@@ -234,7 +234,7 @@ def test_resumed_run_keeps_auto_decisions_and_the_halving(run_, monkeypatch, sai
     """checkpointing=auto was `none` for the recipe's rows at the start. A new decision would be different."""
     run_.techniques.checkpointing = Checkpointing(enabled=True, policy=Policy.auto)
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
-    at_step(monkeypatch, 3, tell)
+    at_step(monkeypatch, 3, send)
     with pytest.raises(Stopped):
         trainer.run(run_)
     file = Path("run/setting.json")
@@ -252,7 +252,7 @@ def test_resumed_run_keeps_auto_decisions_and_the_halving(run_, monkeypatch, sai
 def test_saved_bad_batches_of_a_resumed_run_use_its_micro_batches(run_, monkeypatch):
     """With the micro-batches after the halving, not with those of the recipe."""
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
-    at_step(monkeypatch, 3, tell)
+    at_step(monkeypatch, 3, send)
     with pytest.raises(Stopped):
         trainer.run(run_)
     real = LanguageModel.summed_loss
@@ -284,7 +284,7 @@ def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatc
     monkeypatch.setattr(
         Optimizer, "step", lambda self, lr, sound, seed: (moved.append(bool(sound)), update(self, lr, sound, seed))[1]
     )
-    at_step(monkeypatch, 2, tell)
+    at_step(monkeypatch, 2, send)
     with pytest.raises(Stopped, match="after step 2"):
         trainer.run(run_)
     assert trainer.run(run_)["train/skipped_steps"] == 2
@@ -367,7 +367,7 @@ def test_failing_background_writer_does_not_end_the_run(tmp_path, monkeypatch):
 def test_killed_export_is_repeated(run_, monkeypatch):
     """The folder holds a partial export and an older export."""
     with monkeypatch.context() as patch:
-        patch.setattr("fxtune.models.save.write_card", lambda *_: tell())
+        patch.setattr("fxtune.models.save.write_card", lambda *_: send())
         with pytest.raises(
             Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"
         ):
@@ -406,7 +406,7 @@ def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, sa
         def finish(self, exit_code: int, summary: dict, patience: float | None = None) -> bool:
             waited.append(patience)
             if patience is None:
-                tell()
+                send()
                 time.sleep(600)  # the signal ends it
             return False
 
@@ -425,12 +425,12 @@ def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, sa
 @pytest.mark.parametrize("resume", list(Resume))
 def test_stopped_run_prints_a_command_that_resumes_it(narrow, cwd, monkeypatch, said, resume):
     """In a numbered run folder each of three commands starts a new run, and resume=must continues one."""
-    at_step(monkeypatch, 2, tell)
+    at_step(monkeypatch, 2, send)
     narrow.run.resume = Resume.auto if resume is Resume.must else resume
     with pytest.raises(Stopped):
         trainer.run(narrow)
     narrow.run.resume = Resume.auto if resume is Resume.never else resume
-    at_step(monkeypatch, 4, tell)
+    at_step(monkeypatch, 4, send)
     with pytest.raises(Stopped) as stop:
         trainer.run(narrow)
     assert str(stop.value) == "SIGTERM: saved after step 4 of 6 in runs/run. The same command goes on from there."
@@ -440,7 +440,7 @@ def test_stopped_run_prints_a_command_that_resumes_it(narrow, cwd, monkeypatch, 
         if note.endswith("after step 2 (run.resume=never, or another run.dir where that is set, starts anew).")
     ]
     narrow.run.resume = Resume.never
-    at_step(monkeypatch, 1, tell)
+    at_step(monkeypatch, 1, send)
     with pytest.raises(Stopped) as stop:
         trainer.run(narrow)
     assert str(stop.value).endswith("in runs/run-2. The same command with run.resume=auto goes on from there.")

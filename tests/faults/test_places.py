@@ -176,7 +176,7 @@ sys.exit(main(["+recipe=quickstart"]))
         env={**os.environ, **ENVIRON},
     )
     assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
-    assert "SIGTERM: ended before anything was at stake" in done.stderr
+    assert "SIGTERM: ended before there was anything to save" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -205,5 +205,7 @@ def test_signal_during_startup_exits_with_a_message(number, code, cwd):
     wait_for(answers)
     process.send_signal(number)
     assert process.wait(600) == code
-    assert process.stderr.read().strip().endswith("ended before anything was at stake. Give the same command again.")
+    assert (
+        process.stderr.read().strip().endswith("ended before there was anything to save. Give the same command again.")
+    )
     assert not Path("run").exists()

@@ -78,7 +78,7 @@ def test_run_stopped_in_any_phase_ends_bit_for_bit_equal(forks, tmp_path):
     assert forked.wait() == 0, tail(folder)
     attempts.append(Traced.read(folder / "trace-last.jsonl"))
     assert not reference.ending.differences(Ending.of(folder / "run", attempts))
-    assert said[0] == "fxtune: SIGTERM: ended before anything was at stake. Give the same command again."
+    assert said[0] == "fxtune: SIGTERM: ended before there was anything to save. Give the same command again."
     assert said[1] == "fxtune: SIGUSR1: ended before the first step. The same command starts again."
     assert said[2].startswith("fxtune: SIGUSR1: saved after step 2 of 22 in run. " + GOES_ON)
     assert said[3] == "fxtune: SIGTERM: saved after step 6 of 22 in run. " + GOES_ON

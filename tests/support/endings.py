@@ -42,7 +42,7 @@ class Traced:
         return list(zip(enters, [line["at"] for line in self.lines if line.get("leave") == phase], strict=False))
 
 
-def lineage(attempts: list[Traced]) -> list[dict[str, Any]]:
+def effective_steps(attempts: list[Traced]) -> list[dict[str, Any]]:
     """The effective steps of several attempts: the steps of each attempt until the next one's first step."""
     kept: list[dict[str, Any]] = []
     for attempt in attempts:
@@ -81,7 +81,7 @@ class Ending:
         del state["clock"]
         lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [line for line in lines if set(line) != {"train/step"}]  # a late line with the duration of a save
-        steps = [(line["step"], line["documents"], line["random"]) for line in lineage(attempts)]
+        steps = [(line["step"], line["documents"], line["random"]) for line in effective_steps(attempts)]
         leftovers = [
             str(path.relative_to(folder))
             for path in folder.rglob("*")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from support.endings import Ending, Traced, lineage
+from support.endings import Ending, Traced, effective_steps
 from support.harness import ENVIRON, HERE, command, write_chats, write_texts
 
 START = 600
@@ -297,7 +297,7 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
         attempts.append(Traced.read(forked.file))
         if code == -signal.SIGKILL:
             died.append(at)
-            done = lineage(attempts)
+            done = effective_steps(attempts)
             kills.append(Kill(aim, attempts[-1].inside(), at - forked.began, done[-1]["step"] + 1 if done else 0))
         else:  # it ended before the kill
             died.append(0.0)

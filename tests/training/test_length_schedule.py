@@ -66,7 +66,7 @@ def test_run_with_a_length_schedule_is_not_extended(growing):
     ("key", "value", "message"),
     [("max_minutes", 5.0, "leave one of them out"), ("noise_scale", True, "changes what a row is")],
 )
-def test_what_goes_by_equal_rows_is_refused_with_it(growing, key, value, message):
+def test_options_that_need_equal_rows_are_refused_with_it(growing, key, value, message):
     setattr(growing.train, key, value)
     assert [text for text in growing.conflicts() if message in text]
 

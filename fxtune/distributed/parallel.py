@@ -44,7 +44,7 @@ class ParallelConfig:
     context: str = AUTO
     """Over how many ranks each row is divided. `auto`: 1, unless by the forecast nothing else fits a card."""
     bucket_mib: Optional[float] = field(default=None, metadata={"min": 0})
-    """Replicas sum their gradients in buckets of about so many MiB, which start beside the backward pass of the last
+    """Replicas sum their gradients in buckets of about this many MiB, which start beside the backward pass of the last
     micro-batch. 0: one bucket after it. null: 100 for full fine-tuning, 0 for adapters."""
     reduce_dtype: ReduceDtype = ReduceDtype.float32
     """The dtype in which replicas send their gradients. `bfloat16` halves the bytes and rounds each gradient and each
@@ -55,8 +55,8 @@ class ParallelConfig:
     powersgd_start: int = field(default=10, metadata={"min": 2})
     """How many steps sum whole gradients before PowerSGD begins; a tenth of the run is usual."""
     average_every: int = field(default=1, metadata={"min": 1})
-    """Each rank takes so many steps alone, then all average their weights (local SGD). 1: gradients are summed in each
-    step. Weights are also averaged before each evaluation and each checkpoint."""
+    """Each rank takes this many steps alone, then all average their weights (local SGD). 1: gradients are summed in
+    each step. Weights are also averaged before each evaluation and each checkpoint."""
 
     def conflicts(self, adapters: bool = False) -> Iterator[str]:
         """Yield each degree that is neither `auto` nor a number, and ways to sum that exclude each other. `adapters`:

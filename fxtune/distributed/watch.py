@@ -132,9 +132,9 @@ class StoreWatch:
         return json.dumps([beat.step, beat.doing, beat.waits, age, os.getpid(), pulse, socket.gethostname()])
 
     def _read(self, store: Any) -> dict[int, Beat]:
-        told = [rank for rank, beat in self.beats.items() if beat.pulse or store.check([self._key(rank)])]
+        written = [rank for rank, beat in self.beats.items() if beat.pulse or store.check([self._key(rank)])]
         found = dict(self.beats)
-        for rank, text in zip(told, store.multi_get([self._key(rank) for rank in told]), strict=True):
+        for rank, text in zip(written, store.multi_get([self._key(rank) for rank in written]), strict=True):
             step, doing, waits, age, *rest = json.loads(text)
             found[rank] = Beat(step, doing, waits, time.monotonic() - age, *rest)
         return found

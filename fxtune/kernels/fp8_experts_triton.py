@@ -120,7 +120,7 @@ def product(
 
 
 def _warps(block: int) -> int:
-    """For a program that holds so many numbers of a row."""
+    """Warps of a program that holds `block` numbers of a row."""
     return 16 if block > 8192 else 8 if block > 2048 else 4
 
 

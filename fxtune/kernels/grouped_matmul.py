@@ -143,7 +143,7 @@ def _is_served(x: Tensor, other: Tensor) -> bool:
 
 def _launch(columns: int) -> tuple[tuple[int, int], tuple[int, int], bool]:
     """Tile, cluster, and whether two warp groups take turns (pingpong): the fastest that was measured on an H200 for
-    results of so many columns."""
+    results of `columns` columns."""
     if columns <= NARROW:
         return (128, 32 if columns <= 32 else 64), (1, 1), True
     return ((128, 192), (1, 2), True) if columns % 192 == 0 else ((128, 256), (1, 2), False)

@@ -62,11 +62,11 @@ def change_for(config: Config, facts: Facts) -> str:
     return " ".join(["optimizer.in_backward=on", *keys])
 
 
-def refuse_halved(wish: Switch, rows: int) -> str:
+def refuse_halved(asked: Switch, rows: int) -> str:
     """A note that `auto` stays off, as a resumed run halved its micro-batches to `rows` rows, so that each step has
-    several. Raises ConfigError if `wish` is on."""
+    several. Raises ConfigError if the recipe `asked` for it: on."""
     why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
-    if wish is Switch.on:
+    if asked is Switch.on:
         raise ConfigError(
             f"optimizer.in_backward: {why}, and keep all of them. Set it to off, or start another run: run.dir=NEW."
         )
@@ -76,9 +76,9 @@ def refuse_halved(wish: Switch, rows: int) -> str:
 def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
     """`facts` with the decision of optimizer.in_backward, and a line on it if it was `auto` and is on. No technique
     need be resolved."""
-    wish = config.optimizer.in_backward
-    if wish is not Switch.auto:
-        return replace(facts, in_backward=wish is Switch.on), ""
+    asked = config.optimizer.in_backward
+    if asked is not Switch.auto:
+        return replace(facts, in_backward=asked is Switch.on), ""
     if facts.device != "cuda" or any(_obstacles(config, facts)):
         return facts, ""
     needs = []
@@ -93,7 +93,7 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
 
 
 def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """(key, why it stands in the way, what to set instead) of each obstacle."""
+    """(key, why it is an obstacle, what to set instead) for each obstacle."""
     train, techniques, optimizer = config.train, facts.techniques, config.optimizer
     if techniques.lora.enabled:
         yield (

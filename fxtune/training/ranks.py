@@ -60,14 +60,14 @@ def facts_on_ranks(facts: Facts, config: Config) -> Facts:
 
 
 def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") -> None:
-    """Raise ConfigError if so many ranks cannot share a step of `config`. `cuda`: whether they have cards; `subject`:
+    """Raise ConfigError if `ranks` ranks cannot share a step of `config`. `cuda`: whether they have cards; `subject`:
     what gave their number."""
     if not ways(config, ranks, cut=cuda):
         require_equal_parts(decide(config.parallel, ranks), config.train.micro_batches, subject)
 
 
 def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
-    """The degrees that `config.parallel` allows so many ranks and that divide a step, the one that sends the least
+    """The degrees that `config.parallel` allows `ranks` ranks and that divide a step, the one that sends the least
     first. `cut`: also those that divide rows where the config leaves it open."""
     return [
         one

@@ -60,7 +60,7 @@ class Lengths:
 
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
-        """An epoch of so many tokens: full rows of one document, every token supervised."""
+        """An epoch of `tokens` tokens: full rows of one document, every token supervised."""
         return Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
 
 

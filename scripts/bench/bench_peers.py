@@ -99,7 +99,7 @@ class Case:
     full: bool = False
     """Full fine-tuning in place of LoRA; sharded over the cards, if there are several."""
     most_gpus: Optional[int] = None
-    """It runs on so many cards at most; None: on any number."""
+    """The most cards that the case runs on; None: any number."""
 
     def keys(self, gpus: int) -> tuple[str, ...]:
         """fxtune's own keys on `gpus` cards."""

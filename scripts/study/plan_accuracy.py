@@ -53,7 +53,7 @@ def added(*names: str) -> tuple[str, ...]:
 
 
 def mixed(**layers: int) -> tuple[str, ...]:
-    """The overrides with which so many layers keep each level."""
+    """The overrides for a mix of levels. `layers`: how many layers have each level."""
     kept = ",".join(f"{level}:{count}" for level, count in layers.items())
     return "techniques.checkpointing.policy=mix", f"techniques.checkpointing.mix={{{kept}}}"
 

@@ -110,7 +110,7 @@ def base_config(out: Path, name: str, seed: int) -> Any:
 
 def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int, experts: int = 0) -> Any:
     """The model config of a Llama with random weights, `hidden` / `head` attention heads and half as many key-value
-    heads. With `experts`, of a Qwen3-MoE with so many of them in each layer, of which a token gets two.
+    heads. `experts`: above 0 the model is a Qwen3-MoE with this many experts in each layer, two for each token.
     """
     from transformers import PreTrainedTokenizerFast
 

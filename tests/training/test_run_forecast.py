@@ -36,7 +36,7 @@ def forecast(*words, gpu="H200", gpus=1, lengths=LENGTHS):
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
-    """A config whose data is a file of so many chats."""
+    """A function that makes a config whose data is a file with the given number of chats."""
     monkeypatch.chdir(tmp_path)
 
     def make(count, *words):

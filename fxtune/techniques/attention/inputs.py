@@ -23,8 +23,8 @@ def model_inputs(
     Documents are separated by `position_ids`, from which transformers builds a mask, or by `cu_seqlens` for attention
     that takes documents of any length. `use_cache=False`: compiled layers would be compiled again for a cache's state.
 
-    `pieces`: the tensors are one of so many pieces of each row (Batch.pieces), and the process group `group` has the
-    others.
+    `pieces`: into how many pieces each row is divided (Batch.pieces). The tensors are one piece; the other ranks of
+    the process group `group` have the others.
     """
     given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     attention = str(model.config._attn_implementation)  # type: ignore[union-attr]

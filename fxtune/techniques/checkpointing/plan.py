@@ -27,7 +27,7 @@ class RecomputePlan:
     level: str = "everything"
     """One of LEVELS, or `budget`: the compiler's choice."""
     every: int = 1
-    """One layer in so many has this level; the others keep everything."""
+    """One of this many layers has `level`; the others keep everything."""
     budget: float = 1.0
     mix: tuple[tuple[str, int], ...] = ()
     """How many layers have each level, in place of `level` and `every`. The others keep their input."""
@@ -39,7 +39,7 @@ class RecomputePlan:
     tiles: int = 1
 
     def levels(self, layers: int) -> list[str]:
-        """The level of each of so many layers, first to last."""
+        """The level of each of `layers` layers, first to last."""
         if not self.mix:
             return [self.level if index % self.every == 0 else "everything" for index in range(layers)]
         counts = dict(self.mix)
@@ -47,7 +47,7 @@ class RecomputePlan:
         return ["input"] * (layers - len(found)) + found
 
     def sending(self, layers: int) -> list[bool]:
-        """Which of so many layers send. One that keeps everything does not, nor does the last one that could."""
+        """Which of `layers` layers send. One that keeps everything does not, nor does the last one that could."""
         able = [index for index, level in enumerate(self.levels(layers)) if self.sent and level != "everything"]
         chosen = able[:-1] if self.senders is None else able[:-1][: self.senders]
         return [index in chosen for index in range(layers)]

@@ -197,7 +197,7 @@ class CompileMonitor:
     def _explain(self, error: BaseException) -> str:
         if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
             return (
-                "techniques.compile.max_recompiles: torch gave up after so many compilations of one function:\n"
+                "techniques.compile.max_recompiles: torch gave up after this many compilations of one function:\n"
                 + self._reasons()
             )
         stack = getattr(error, "real_stack", None)

@@ -37,7 +37,7 @@ ROWS = 4096
 SLOWER = 0.02
 """The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice the rows take half of it."""
 HALF_RATE = 1250
-"""Attention reaches half its rate in documents of so many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
+"""Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
 NARROW_HEADS = 0.85
 """The share of its rate that attention reaches with heads of 64."""

@@ -182,10 +182,10 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
         ]
         if lost:
             beside = _beside(lost[0], decoder)
-            cure = f"Set techniques.lora.exclude_modules=[{beside}]" if option == "target_modules" else "Take it out"
+            change = f"Set techniques.lora.exclude_modules=[{beside}]" if option == "target_modules" else "Take it out"
             yield (
                 f"{option}: {len(lost)} modules in {beside}, such as {lost[0]}, would get no gradient, because text "
-                f"does not reach {beside}. {cure}."
+                f"does not reach {beside}. {change}."
             )
     for path in chosen.modules:
         if is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:

@@ -194,7 +194,7 @@ def test_what_matches_no_module_is_refused_before_weights_load(options, reason):
     assert reason in refused(**options)
 
 
-def test_adapters_in_a_vision_tower_are_refused_with_the_key_that_cures_it():
+def test_adapters_in_a_vision_tower_are_refused_with_the_key_to_set():
     names = {"target_modules": ["q_proj", "v_proj"]}
     message = refused("gemma3", **names)
     assert "4 modules in vision_tower, such as model.vision_tower.encoder.layers.0.self_attn.v_proj" in message

@@ -65,7 +65,8 @@ def require_announced(text: str) -> None:
     assert at == sorted(at), text
     # On a busy machine the live display may draw nothing between the two steps.
     figures = re.search(r"step=1/2|[12]/2 ", text)
-    assert figures and text.index("Step 1 of 2") < figures.start(), text
+    assert figures, text
+    assert text.index("Step 1 of 2") < figures.start(), text
 
 
 @pytest.mark.slow

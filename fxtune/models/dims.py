@@ -74,6 +74,11 @@ class Shape:
         )
 
     @property
+    def used(self) -> int:
+        """Experts that a token uses; 1: a dense MLP."""
+        return round(self.expert_count / self.experts)
+
+    @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Input and output width of each linear of a layer."""
         h, i = self.hidden, self.inner

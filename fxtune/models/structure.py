@@ -75,6 +75,17 @@ def _skeleton(architecture: str) -> nn.Module:
     return model
 
 
+def normalizes_queries(config: dict[str, Any]) -> bool:
+    """Whether attention in the model of this config normalizes queries and keys."""
+    model = skeleton(config)
+    return model is not None and _normalizes_queries(model)
+
+
+@functools.lru_cache(maxsize=4)
+def _normalizes_queries(model: nn.Module) -> bool:
+    return any(path.endswith((".q_norm", ".q_layernorm")) for path, _ in model.named_modules())
+
+
 def backbone(model: nn.Module) -> nn.Module:
     """The decoder of a causal language model, with or without adapters: tokens in, last hidden states out, no head."""
     base = _base(model)

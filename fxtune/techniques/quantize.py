@@ -115,6 +115,9 @@ class Quantize(Technique):
     experts: Switch = Switch.auto
     """fp8: also the experts of a mixture. `auto`: on where their architecture and sizes allow it; otherwise they stay
     in model.dtype, and a line says why."""
+    linears: Switch = Switch.auto
+    """fp8: also the linears beside experts in fp8. `auto`: off if all of them are small, because then they take hardly
+    any memory, and quantizing their input takes about as long as the faster product saves (by calculation)."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is Type.fp8
@@ -126,6 +129,8 @@ class Quantize(Technique):
         yield from self._check_fp8(facts) if fp8 else self._check_library(facts)
         if self.type is not Type.nf4 and not self.double:
             yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
+        if self.linears is Switch.off and not fp8:
+            yield f"linears: {kind} quantizes nothing but linears. Set it to auto, or type to fp8."
         if self.transpose is Switch.off and not fp8:
             yield f"transpose: only fp8 has one to leave out, and type is {kind}. Set it to auto, or type to fp8."
         if facts.device == "cuda":
@@ -292,7 +297,7 @@ class Quantize(Technique):
             chosen.append(f"{library.value} stores the {self.type.value} weights")
         if self.type is not Type.fp8:
             # Without a meaning; as runs of earlier versions had them (resume_check.py).
-            self.transpose, self.experts = Switch.on, Switch.off
+            self.transpose, self.experts, self.linears = Switch.on, Switch.off, Switch.on
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
@@ -315,10 +320,12 @@ class Quantize(Technique):
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
             if model is not None and any(experts_of(model)):
-                others = (
-                    "" if any(self._targets(model, True)) else f", other linears stay in {facts.dtype} (all are small)"
-                )
-                yield f"experts stay in {facts.dtype} ({why})" if why else f"experts in fp8, too{others}"
+                yield f"experts stay in {facts.dtype} ({why})" if why else "experts in fp8, too"
+        if self.linears is Switch.auto:
+            off = model is not None and not any(self._targets(model, self.experts is Switch.on))
+            self.linears = Switch.off if off else Switch.on
+            if off:
+                yield f"other linears stay in {facts.dtype} (all are small)"
 
     def _experts_obstacle(self, facts: Facts) -> str | None:
         """Why the experts cannot be in fp8 under `facts`."""
@@ -378,7 +385,7 @@ class Quantize(Technique):
 
     def _targets(self, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
         """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`;
-        none if the `experts` are in fp8 and all linears are small."""
+        none where they stay in 16 bits beside the `experts`."""
         head, found = model.get_output_embeddings(), []
         for path, parent in model.named_modules():
             for name, module in parent.named_children():
@@ -386,8 +393,12 @@ class Quantize(Technique):
                 skipped = module is head or any(is_named(full, skip) for skip in self.skip)
                 if isinstance(module, nn.Linear) and not skipped:
                     found.append((full, parent, name, module))
-        if not experts or any(linear.weight.numel() >= SMALL for *_, linear in found):
+        if not self.leaves_linears(experts, max((linear.weight.numel() for *_, linear in found), default=0)):
             yield from found
+
+    def leaves_linears(self, experts: bool, largest: int) -> bool:
+        """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are in fp8."""
+        return self.linears is Switch.off or (self.linears is Switch.auto and experts and largest < SMALL)
 
     def apply(self, model: Any, world: World) -> nn.Module:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""

@@ -44,7 +44,7 @@ BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
-BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on", "experts": "off"}}
+BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on", "experts": "off", "linears": "on"}}
 """Options that earlier versions did not have, by technique, with the value by which their runs were trained."""
 DRAWS = {"draws": "one seed a weight"}
 """How stochastic rounding draws its random bits, as setting.json records it."""

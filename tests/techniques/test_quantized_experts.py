@@ -21,8 +21,8 @@ from fxtune.models.save import save_model
 from fxtune.techniques import quantize
 from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate import memory
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
+from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.lora.experts import grouped, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
@@ -141,8 +141,7 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(tmp_path):
 @pytest.mark.parametrize("small", [2**24, 1])
 def test_the_forecast_of_fp8_experts_is_right(small, monkeypatch):
     """Also where other linears are large enough to be in fp8 with them."""
-    for module in (memory, quantize):
-        monkeypatch.setattr(module, "SMALL", small)
+    monkeypatch.setattr(quantize, "SMALL", small)
     model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     for experts in (Switch.on, Switch.off):
         pipeline = fp8(experts)
@@ -189,6 +188,24 @@ def test_a_check_knows_what_auto_will_decide():
     assert not [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
     pipeline.quantize.experts = Switch.off
     assert [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
+
+
+def test_one_decision_says_whether_linears_are_in_fp8_beside_experts():
+    """Memory, time and what is quantized follow it; a recipe may take the other one."""
+    model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    seen = {}
+    for wish in Switch:
+        pipeline = fp8(Switch.auto, Switch.off)
+        pipeline.quantize.linears = wish
+        decided, said = resolved(model, pipeline)
+        assert ("other linears stay in bfloat16 (all are small)" in said) is (wish is Switch.auto)
+        pipeline.quantize = decided
+        facts = dataclasses.replace(facts_of(model, **H200), techniques=pipeline)
+        seen[wish] = forecast(facts, RecomputePlan()).weights, layer_time(facts).narrow, decided.linears
+    assert seen[Switch.auto] == seen[Switch.off]
+    assert seen[Switch.auto][2] is Switch.off
+    assert seen[Switch.on][0] < seen[Switch.off][0]
+    assert seen[Switch.on][1] < seen[Switch.off][1]
 
 
 def test_skip_keeps_experts_with_a_tensor_of_that_name_in_16_bits():

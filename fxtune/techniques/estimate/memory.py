@@ -7,6 +7,9 @@ keeps what matmuls and attention read; an eager one also float32 copies of its n
 for each adapter. Trained linears with products in fp8 keep their inputs as codes, a byte a number, also where
 attention keeps the same in 16 bits.
 
+A mixture also keeps what its router computed. The backward pass of its experts holds two tensors with a hidden state
+for each expert of each token, and adapters of experts have a copy in 16 bits.
+
 Fused adapters never keep the MLP's product, act(gate) * up. The backward pass of a fused MLP holds these buffers:
 
 - for one tile at a time, the gradients of the product (i) and of gate and up (2i); for fp8 a quantized copy (i); a few
@@ -46,11 +49,11 @@ from typing import TYPE_CHECKING
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Shape
+from fxtune.models.structure import normalizes_queries
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import pinned_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.lora.targets import gate_up_parts
-from fxtune.techniques.quantized_experts import SMALL
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -214,6 +217,7 @@ class LayerBytes:
         self.number, self.fused, self.compiled = number_bytes(facts), is_fused(facts), facts.techniques.compile.enabled
         self.grouped = facts.device == "cuda" and not (attention.enabled and attention.backend == "eager")
         """Whether attention takes keys and values without repeating them for each query head."""
+        self.normalizes = normalizes_queries(facts.model)
         float8 = facts.techniques.float8
         self.float8 = float8.enabled and float8.weight_gradient == "float8" and self.shape.expert_count == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
@@ -224,6 +228,7 @@ class LayerBytes:
         everything, h, lse = self._everything(), number * s.hidden, 4 * s.heads
         narrow = number * (2 * s.hidden + 2 * s.q + 2 * s.k) + lse + self._adapters("qkv", "o")
         narrow += 0 if self.compiled else h
+        narrow += self._routing() + self.normalizes * number * (s.q + s.k)
         mlp_adapters = self._adapters("gate_up", "down")
         sizes = {
             "everything": everything,
@@ -252,6 +257,8 @@ class LayerBytes:
             fp8 = quantized_type(self.facts) == "fp8"
             inside = (3 + 2 * again + fp8) * i + (2 + 4 * again) * self.facts.techniques.lora.r
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
+            if self.shape.expert_count > 1:  # the gradient of each row, and what adapters add to it
+                mlp += 2 * self.shape.used * h
             if not self.compiled:
                 return kept_before + self.number * (mlp - 2 * i * (again and tiles == 1))
             attention = 2 * h + 3 * q + 3 * k + exchanged
@@ -269,7 +276,9 @@ class LayerBytes:
         """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""
         h, q, i = self.shape.hidden, self.shape.q, self.shape.inner if self.plan.tiles == 1 else 0
         k = self.shape.k if self.grouped else q
-        small = 4 * self.shape.heads + self._adapters(*GROUPS)
+        small = 4 * self.shape.heads + self._adapters(*GROUPS) + self._routing()
+        if self.normalizes:  # queries and keys before their norms and after
+            small += self.number * (q + self.shape.k)
         if self.float8:  # inputs of linears take a byte in place of two; attention keeps its output, too
             small += q - 2 * h - i
         if self.compiled:  # 4h: x, both norms' outputs, the stream between attention and MLP
@@ -279,6 +288,15 @@ class LayerBytes:
             return norms + self.number * (2 * h + 2 * q + 2 * k + 2 * i) + small
         products = (3 if _liger_runs(self.facts, "swiglu") else 4) * i
         return norms + self.number * (5 * h + 3 * q + 2 * k + products) + small
+
+    def _routing(self) -> int:
+        """Bytes that a mixture's router keeps: logits and their softmax in float32, and the order of rows; and the
+        products of each row with adapters' A."""
+        s, lora = self.shape, self.facts.techniques.lora
+        if s.expert_count == 1:
+            return 0
+        adapters = 2 * lora.r * s.used * self.number if lora.enabled else 0
+        return 4 * 2 * s.expert_count + 16 * s.used + adapters
 
     def _adapters(self, *groups: str) -> int:
         """Bytes of x A^T for the adapters of these groups."""
@@ -308,6 +326,13 @@ def quantized_type(facts: Facts) -> str:
 def experts_in_fp8(facts: Facts) -> bool:
     """Whether the experts of a mixture are stored like the quantized linears; otherwise they are in model.dtype."""
     return quantized_type(facts) == "fp8" and facts.techniques.quantize.experts is Switch.on
+
+
+def linears_in_fp8(facts: Facts) -> bool:
+    """Whether attention's linears, and those of a dense MLP, are stored in fp8."""
+    others = (inward * out for name, (inward, out) in Shape.of(facts.text).linears.items() if name not in MLP)
+    left = facts.techniques.quantize.leaves_linears(experts_in_fp8(facts), max(others))
+    return quantized_type(facts) == "fp8" and not left
 
 
 def _liger_runs(facts: Facts, kernel: str) -> bool:
@@ -347,16 +372,17 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     if quantize.enabled:
         linear = quantize.bytes_per_weight()
         if experts_in_fp8(facts):
-            others = [inward * out for name, (inward, out) in shape.linears.items() if name not in MLP]
-            around += int(shape.layers * sum(others) * (number - linear)) if max(others) < SMALL else 0
+            others = shape.linear_parameters - shape.expert_parameters
+            around += 0 if linears_in_fp8(facts) else int(others * (number - linear))
         else:
             around += int(shape.expert_parameters * (number - linear))
         if not shape.tied:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
-    linears = adapters - _expert_parameters(facts, shape)
-    packed = number * linears if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
+    of_experts = _expert_parameters(facts, shape)
+    copied = adapters if not quantize.enabled else of_experts  # beside the frozen weights; experts keep theirs
+    packed = number * copied if is_fused(facts) else 0
     trained = Trained(int(4 * adapters * moments), 4 * adapters, 4 * adapters // shape.layers, 0)
     return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, trained
 

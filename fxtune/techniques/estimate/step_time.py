@@ -24,8 +24,8 @@ from fxtune.techniques.estimate.memory import (
     experts_in_fp8,
     forecast,
     is_fused,
+    linears_in_fp8,
     number_bytes,
-    quantized_type,
     trained_parameters,
 )
 
@@ -45,6 +45,18 @@ GATED_PASSES = 10.6
 """Numbers that gated activations read and write per token, as multiples of the MLP's width."""
 ADAPTER_PASSES = 1.4
 """The same of adapters, as a multiple of the widths of all linears' inputs and outputs."""
+EXPERT_GATED_PASSES = 25.0
+"""The gated activation of a mixture's experts. This and the next two are from a step of a quarter of Qwen3-30B-A3B by
+kernel, on one H200 (docs/performance.md). Grouped products of its frozen weights reach the rate of ordinary ones."""
+EXPERT_ADAPTER_PASSES = 2.2
+"""The adapters of experts, as a multiple of the numbers that their 7 products and two sums read and write."""
+ROW_PASSES = 5.0
+"""Gathering the rows of experts and adding them up, as a multiple of the hidden states of all experts of a token."""
+ROUTER_PASSES = 40.0
+"""A router's softmax and choice in float32, as a multiple of the number of experts (by calculation)."""
+EIGHT_BIT_BYTES = 150.0
+"""torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
+(full fine-tuning of 8B: 0.3 s)."""
 LAUNCH = 0.4e-3
 """Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
 WORTH = 0.005
@@ -91,14 +103,13 @@ class Choice:
 def layer_time(facts: Facts) -> LayerTime:
     shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
-    in_fp8 = quantized_type(facts) == "fp8"
-    product = of_mlp = tokens * 2 / (card.fp8 if in_fp8 else card.matmul)
-    if shape.expert_count > 1 and not experts_in_fp8(facts):
-        of_mlp = tokens * 2 / card.matmul
+    product = of_mlp = tokens * 2 / (card.fp8 if linears_in_fp8(facts) else card.matmul)
+    if shape.expert_count > 1:
+        of_mlp = tokens * 2 / (card.fp8 if experts_in_fp8(facts) else card.matmul)
     elif facts.techniques.float8.enabled and shape.expert_count == 1:
         slow = 1 / 3 if facts.techniques.float8.weight_gradient == "bfloat16" else 0.0
         product = of_mlp = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
-    attended = tokens * 2 * facts.row_length * q / card.attention
+    attended = tokens * 2 * sum(_spans(facts, facts.row_length)) / shape.layers * q / card.attention
     moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if is_fused(facts) else 3 * i)) / card.memory
     return LayerTime(attended, product * h * (2 * q + 2 * k), of_mlp * 2 * h * i, of_mlp * h * i, moved)
 
@@ -115,8 +126,8 @@ def micro_batch_seconds(
     shape, layer, card, trained = Shape.of(facts.text), layer_time(facts), rates(facts), _trained(facts)
     head = (2 + trained) * 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / card.matmul
     length = facts.row_length if attended is None else min(attended, facts.row_length)
-    slower = (1 + HALF_RATE / length) / (NARROW_HEADS if shape.q <= 64 * shape.heads else 1)
-    attention = layer.attention * length / facts.row_length * slower
+    seconds = sum(span + HALF_RATE for span in _spans(facts, length)) / sum(_spans(facts, facts.row_length))
+    attention = layer.attention * seconds / (NARROW_HEADS if shape.q <= 64 * shape.heads else 1)
     seen = replace(layer, attention=attention)
     layers = shape.layers * (seen.forward + seen.backward(trained) + _elementwise(facts))
     return max(layers + head + overhead(facts, plan, seen), shape.layers * LAUNCH)
@@ -125,18 +136,37 @@ def micro_batch_seconds(
 def update_seconds(facts: Facts) -> float:
     """Seconds of the optimizer's update on one rank: it reads and writes weights and moments, and reads gradients."""
     need = forecast(facts, RecomputePlan())
-    weights = number_bytes(facts) * trained_parameters(facts) / facts.degrees.shard
-    return (2 * need.trained + 2 * weights) / rates(facts).memory
+    weights = trained_parameters(facts) / facts.degrees.shard
+    moved = 2 * need.trained + 2 * number_bytes(facts) * weights
+    if "8bit" in facts.optimizer and facts.stochastic_rounding:
+        moved = EIGHT_BIT_BYTES * weights
+    return moved / rates(facts).memory
 
 
 def _elementwise(facts: Facts) -> float:
     """Seconds of one layer that reading and writing take beside its matmuls, attention and `LayerTime.rest`, forward
-    and backward: gated activations, and adapters' own products, which read each linear's input and add to its
-    output."""
-    shape = Shape.of(facts.text)
+    and backward: gated activations, adapters' own products, which read each linear's input and add to its output, and
+    for a mixture the router and the rows of tokens."""
+    shape, lora = Shape.of(facts.text), facts.techniques.lora.enabled
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
-    adapters = ADAPTER_PASSES * ((2 * h + q + i) + (2 * h + q + 2 * k + 2 * i)) * facts.techniques.lora.enabled
-    return number_bytes(facts) * facts.tokens * (GATED_PASSES * i + adapters) / rates(facts).memory
+    passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
+    if shape.expert_count > 1:
+        rows = shape.used * h
+        passes += EXPERT_GATED_PASSES * i + EXPERT_ADAPTER_PASSES * lora * (8 * rows + 3 * i)
+        passes += ROW_PASSES * rows + ROUTER_PASSES * shape.expert_count
+    else:
+        passes += GATED_PASSES * i + ADAPTER_PASSES * lora * ((h + i) + (h + 2 * i))
+    return number_bytes(facts) * facts.tokens * passes / rates(facts).memory
+
+
+def _spans(facts: Facts, length: float) -> list[float]:
+    """For each layer, the length of a row of which attention takes as long as of a document of `length` tokens: layers
+    with a sliding window compute at most its tokens, and rows half of theirs."""
+    layers = Shape.of(facts.text).layers
+    kinds, window = facts.text.get("layer_types") or [], facts.text.get("sliding_window")
+    narrow = [window and kind == "sliding_attention" for kind in kinds[:layers]]
+    narrow += [None] * (layers - len(narrow))
+    return [min(length, 2.0 * window) if one else length for one in narrow]
 
 
 def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:

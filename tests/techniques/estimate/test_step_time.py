@@ -69,3 +69,25 @@ def test_a_micro_batch_takes_about_as_long_as_measured():
     half = replace(facts, degrees=Degrees(context=2))
     seconds = (step_time.micro_batch_seconds(one, RecomputePlan("input")) for one in (half, facts))
     assert next(seconds) == pytest.approx(next(seconds) / 2, rel=0.01)
+
+
+def test_layers_with_a_sliding_window_attend_to_less():
+    kinds = ["full_attention", "sliding_attention"] * 16
+    facts = card(139, 65536, model={**LLAMA, "sliding_window": 1024})
+    mixed, narrow = (
+        replace(facts, model={**facts.model, "layer_types": one}) for one in (kinds, ["sliding_attention"] * 32)
+    )
+    times = [step_time.layer_time(one).attention for one in (facts, mixed, narrow)]
+    assert times[1] == pytest.approx((times[0] + times[2]) / 2)
+    assert times[2] == pytest.approx(times[0] / 32)
+
+
+def test_a_mixture_takes_longer_than_a_dense_mlp_of_the_width_that_a_token_uses():
+    """Rows are gathered and added up for each expert, and adapters of experts read them."""
+    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 14336 // 8}
+    for techniques in (TECHNIQUES, {}):
+        dense, mixture = (
+            step_time.micro_batch_seconds(card(900, 16384, model=model, techniques=techniques), RecomputePlan())
+            for model in (LLAMA, {**LLAMA, **experts})
+        )
+        assert 1.05 * dense < mixture < 1.6 * dense

@@ -162,11 +162,10 @@ def _elementwise(facts: Facts) -> float:
 def _spans(facts: Facts, length: float) -> list[float]:
     """For each layer, the length of a row of which attention takes as long as of a document of `length` tokens: layers
     with a sliding window compute at most its tokens, and rows half of theirs."""
-    layers = Shape.of(facts.text).layers
-    kinds, window = facts.text.get("layer_types") or [], facts.text.get("sliding_window")
-    narrow = [window and kind == "sliding_attention" for kind in kinds[:layers]]
-    narrow += [None] * (layers - len(narrow))
-    return [min(length, 2.0 * window) if one else length for one in narrow]
+    layers, kinds = Shape.of(facts.text).layers, facts.text.get("layer_types") or []
+    window = 2.0 * (facts.text.get("sliding_window") or length)
+    narrow = min(kinds[:layers].count("sliding_attention"), layers)
+    return [min(length, window)] * narrow + [length] * (layers - narrow)
 
 
 def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:

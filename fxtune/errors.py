@@ -123,8 +123,8 @@ def shortened(value: object, limit: int = 60) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that is most like `word`, in upper or lower case; None if difflib's ratio is below `cutoff`
-    for all. One with the same letters in another order comes before all others."""
+    """The name in `known` that is most similar to `word`, ignoring case; None if difflib rates all below `cutoff`. A
+    name with the same letters in another order comes before all others."""
     by_lower, word = {option.lower(): option for option in known}, word.lower()
     same_letters = [option for option in by_lower if sorted(option) == sorted(word)]
     close = difflib.get_close_matches(word, same_letters or by_lower, 1, cutoff)

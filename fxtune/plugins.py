@@ -7,8 +7,8 @@
         return {"prompt": row["question"], "completion": row["reply"]}
 
 A plugin is a Python file that the command line names (`--plugin tickets.py`), or an installed package with an entry
-point in the group `fxtune.plugins`. A recipe can use what a plugin registers, by its name, and can never load one. The
-four registries hold what fxtune has and what plugins add, so one lookup serves both.
+point in the group `fxtune.plugins`. A recipe can use by name what a plugin registers, but it cannot load a plugin. The
+four registries hold fxtune's own names and those that plugins add, so one lookup serves both.
 
 Plugins are loaded when a name is looked up for the first time in a process. The files of the command line are in an
 environment variable, so ranks and workers, which are processes of their own, find them, too.
@@ -138,7 +138,7 @@ _installed: list[bool] = []
 
 
 def row_format(name: str) -> Callable[[Any], Any]:
-    """Register a function that makes a row in one of fxtune's formats of a row: `data.sources.0.format=NAME`."""
+    """Register a function (row of the data) -> row in one of fxtune's formats: `data.sources.0.format=NAME`."""
     return lambda function: ROW_FORMATS.add(name, _guarded(function))
 
 

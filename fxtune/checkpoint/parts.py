@@ -37,9 +37,9 @@ Chunks = dict[str, dict[str, list[int]]]
 @dataclass(frozen=True)
 class StoredTensor:
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: str
-    """As safetensors calls it."""
+    """The dtype's name in safetensors."""
     parts: tuple[tuple[Any, Chunk], ...]
     """(open file, chunk of its part)."""
 

@@ -185,9 +185,9 @@ def claim(
 
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any], completed: Completed = dict) -> Path:
-    """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not. If
-    there is none, or with resume=never, it is the next free one. So the same sweep continues where it stopped, and a
-    sweep with other settings gets new folders. Raises StorageError.
+    """The folder of one job of `fxtune -m`: the newest of ROOT, ROOT-2 and so on with a run of this config, finished
+    or not. If no folder has one, or with resume=never, it is the next free folder. So the same command continues where
+    it stopped, and one with other settings gets new folders. Raises StorageError.
     """
     with _usable(root):
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}

@@ -240,7 +240,7 @@ class Config:
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
                 f"`train.micro_batch_size={train.micro_batch_size}`"
             )
-        yield from stages.conflicts(train.batch_ramp, train.global_batch_size)
+        yield from stages.ramp_conflicts(train.batch_ramp, train.global_batch_size)
         for key, grows in (("train.batch_ramp", train.batch_ramp), ("data.length_schedule", data.length_schedule)):
             if grows and train.max_minutes is not None:
                 yield (

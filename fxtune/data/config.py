@@ -137,6 +137,7 @@ class MixConfig:
 @dataclass
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
+    """What the model is trained on: a list of sources, each with its own keys."""
     eval_sources: list[SourceConfig] = field(default_factory=list)
     """Held-out sources for evaluation. They replace eval_fraction; the eval_fraction of one source still holds."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})

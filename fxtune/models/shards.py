@@ -8,7 +8,7 @@ One process does the same with a model that it quantizes as it reads its rows, b
     read(...)                     those rows, from the files
     complete(built, ...)          what modules compute from the rows of all ranks
 
-each() hands out whole tensors before that, to what cannot quantize the rows of a matrix by themselves (nf4, int8).
+For formats that cannot quantize a part of a matrix (nf4, int8), each() hands out whole tensors before that.
 
 A module whose weight is not stored as the files have it (fp8) has a method `store_rows(into, first, rows)`: write the
 rows of the files that begin at row `first` of its weight to `into`, this rank's memory of them. If it computes more

@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
     own: nn.Parameter
     """This rank's rows, perhaps none."""
     shape: torch.Size
-    """Of the whole matrix."""
+    """The shape of the whole matrix."""
 
 
 class DividedMuon(torch.optim.Muon):

@@ -75,7 +75,7 @@ class Schedule:
         return {name: getattr(self, name) for name in LENGTHS}
 
     def resumed(self, saved: Mapping[str, Any]) -> Schedule:
-        """This schedule with the lengths that saved() returned. Raises ValueError if they are none."""
+        """This schedule with the lengths that saved() returned. Raises ValueError for values that are no lengths."""
         if saved.keys() != set(LENGTHS) or any(type(value) is not int or value < 0 for value in saved.values()):
             raise ValueError(f"schedule: {dict(saved)} are not the lengths of a schedule")
         found = replace(self, **saved)

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 CONSTANT_TABLES = ("qmap",)
 """State keys of constant tables. Every parameter's state refers to the same table."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype for numbers of so many bytes."""
+"""{bytes of a number: the integer dtype of this size}."""
 
 
 class Guard:

@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 WIDTH, HEIGHT = 460, 230
 POINTS = 400
 DOTS = 40
-"""A line with at most so many points has dots."""
+"""A line with at most DOTS points has dots."""
 LOGARITHMIC = 30
-"""The scale is logarithmic if the largest value is so many times the smallest."""
+"""The scale is logarithmic if the largest value is at least LOGARITHMIC times the smallest."""
 
 
 @dataclass(frozen=True)

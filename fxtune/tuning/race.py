@@ -38,7 +38,7 @@ class Bracket:
 
     @property
     def cost(self) -> float:
-        """In parts of a run, if each rung keeps 1/eta."""
+        """The cost of the race in whole runs, if each rung keeps 1/eta."""
         eta = self.rungs[1] / self.rungs[0] if len(self.rungs) > 1 else 1
         before, count, cost = 0, self.count, 0.0
         for rung in self.rungs:

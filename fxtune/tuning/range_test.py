@@ -33,12 +33,12 @@ SPAN = 100.0
 SMOOTHING = 0.8
 """Decay of the moving mean of the losses, which covers about five steps."""
 START = 5
-"""The mean of the first so many losses is that of the untrained model, because the first rates change nothing."""
+"""The mean of the first START losses is that of the untrained model, because the first rates change nothing."""
 DIVERGED = 0.15
 """The loss has diverged when its mean is above that of the untrained model by this share, and by four times the error
 of such a mean."""
 REACH = 3
-"""The slope at a rate is that of so many steps before and after it."""
+"""The slope at a rate is measured over REACH steps before and after it."""
 LEAST_DISTANCE = 3.0
 """The suggestion is below the rate of the lowest mean by this factor at least, because a moving mean lags behind."""
 GAIN = 0.03

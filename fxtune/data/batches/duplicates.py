@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fxtune.data.batches.segments import mixed
+from fxtune.data.batches.segments import splitmix64
 from fxtune.data.config import DataConfig, Dedup, SourceConfig
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.data.tokenized.rows import usable_rows
@@ -147,9 +147,9 @@ class _Shingles:
         self.frequent = np.zeros(0, np.uint64)
         count = len(owner)
         if count >= FEW:
-            sample = np.argsort(mixed(np.arange(count, dtype=np.uint64)), kind="stable")[:SAMPLED]
-            runs, times = np.unique(np.concatenate([self.of(one) for one in sample.tolist()]), return_counts=True)
-            self.frequent = runs[times >= max(2, FREQUENT * len(sample))]
+            sample = np.argsort(splitmix64(np.arange(count, dtype=np.uint64)), kind="stable")[:SAMPLED]
+            hashes, times = np.unique(np.concatenate([self.of(one) for one in sample.tolist()]), return_counts=True)
+            self.frequent = hashes[times >= max(2, FREQUENT * len(sample))]
 
     def of(self, document: int) -> np.ndarray:
         """Hashes of a document's shingles, uint64, each once, ascending. A shorter document is one shingle."""
@@ -158,10 +158,10 @@ class _Shingles:
         size = min(SHINGLE, len(ids))
         hashed = np.zeros(len(ids) - size + 1, np.uint64)
         for place in range(size):
-            hashed = mixed(hashed ^ ids[place : place + len(hashed)])
-        runs = np.unique(hashed)
-        own = runs[~np.isin(runs, self.frequent)] if len(self.frequent) else runs
-        return own if len(own) else runs
+            hashed = splitmix64(hashed ^ ids[place : place + len(hashed)])
+        hashes = np.unique(hashed)
+        own = hashes[~np.isin(hashes, self.frequent)] if len(self.frequent) else hashes
+        return own if len(own) else hashes
 
     def similarity(self, one: int, other: int) -> float:
         """The Jaccard similarity of two documents."""
@@ -178,18 +178,18 @@ def _bands(shingles: _Shingles, count: int, similarity: float) -> list[np.ndarra
         if rows == 1 or 1 - (1 - similarity**rows) ** (PERMUTATIONS // rows) >= _CATCH
     )
     minima = np.empty((PERMUTATIONS, count), np.uint32)
-    keys = mixed(np.arange(PERMUTATIONS, dtype=np.uint64))
+    keys = splitmix64(np.arange(PERMUTATIONS, dtype=np.uint64))
     for first, last in _blocks(shingles, count):
-        runs = [shingles.of(document) for document in range(first, last)]
-        starts = np.cumsum([0, *map(len, runs[:-1])])
-        every = np.concatenate(runs)
+        hashes = [shingles.of(document) for document in range(first, last)]
+        starts = np.cumsum([0, *map(len, hashes[:-1])])
+        every = np.concatenate(hashes)
         for number, key in enumerate(keys):
-            minima[number, first:last] = np.minimum.reduceat((mixed(every ^ key) >> np.uint64(32)), starts)
+            minima[number, first:last] = np.minimum.reduceat((splitmix64(every ^ key) >> np.uint64(32)), starts)
     bands = []
     for begin in range(0, PERMUTATIONS, rows):
         band = np.zeros(count, np.uint64)
         for row in minima[begin : begin + rows]:
-            band = mixed(band ^ row.astype(np.uint64))
+            band = splitmix64(band ^ row.astype(np.uint64))
         bands.append(band)
     return bands
 

@@ -95,7 +95,7 @@ class RowSequence(ABC):
     """An endless sequence of rows, epoch after epoch."""
 
     segments: Segments
-    """Those that rows consist of, of all tables."""
+    """The segments of all tables. Rows consist of them."""
     source: np.ndarray
     """int64 [segments]: index of the table."""
     has_equal_epochs: bool
@@ -274,7 +274,7 @@ class EpochStream(RowSequence):
     def _draw_share(
         self, members: np.ndarray, sizes: np.ndarray, quota: Fraction, epoch: int, *key: int
     ) -> np.ndarray:
-        """The segments of `members` (a mask) that an epoch gets: as many as make up `quota`, measured by `sizes`.
+        """The segments of `members` (a mask) that an epoch gets, until their `sizes` add up to `quota`.
 
         The members form an endless sequence of passes, each a new permutation by `key`. An epoch takes the next
         `quota` of it, so shares hold over any number of epochs, and no segment is repeated before all were used.

@@ -52,7 +52,7 @@ class CutSegments:
 
     @staticmethod
     def of(stream: EpochStream, lengths: Sequence[int]) -> CutSegments:
-        """With the pieces for rows of each of `lengths`."""
+        """The segments of `stream`, with their pieces for rows of each of `lengths`."""
         base = stream.segments
         splits = stream.settings.on_long is OnLong.split
         by_table = np.array([splits and table.format not in SPLIT_AT_TURNS for table in stream.tables])
@@ -199,7 +199,7 @@ class GrowingRows(RowSequence):
         return segments[:count], segments[count:]
 
     def _capacity(self, rows: int, length: int) -> int:
-        """What fills so many rows: tokens, or documents where a row has one."""
+        """How much fills `rows` rows: tokens, or documents if a row has only one."""
         return rows * length if self.stream.settings.packing else rows
 
     def _fills(self, segments: np.ndarray) -> int:

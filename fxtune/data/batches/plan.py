@@ -32,7 +32,7 @@ class BatchSizes:
     """How rows are divided into steps and micro-batches."""
 
     micro_batch_size: int
-    """Of the longest rows; a micro-batch of shorter ones has more, for the same tokens."""
+    """Rows in a micro-batch of the longest rows. A micro-batch of shorter rows has more, for the same tokens."""
     global_batch_size: int
     max_steps: Optional[int] = None
     epochs: Optional[float] = None
@@ -71,7 +71,7 @@ class _Layout:
     count: int
     """Rows of the run."""
     fullest: tuple[int, ...]
-    """Of each stage that the run reaches, the most documents of a row in its first epoch."""
+    """For each stage that the run reaches: the most documents in a row of the stage's first epoch."""
 
     @staticmethod
     def of(rows: RowSequence, step_rows: StepRows, count: int) -> _Layout:
@@ -379,7 +379,7 @@ class Plan:
         cut_segments = CutSegments.of(self.stream, shorter) if shorter else None
 
         def layout(step_rows: StepRows) -> _Layout:
-            """With the rows of max_steps steps, or of the epochs if these are fewer."""
+            """The layout of the rows of max_steps steps, or of the epochs if these are fewer."""
             rows = self.stream if cut_segments is None else GrowingRows(self.stream, step_rows, cut_segments)
             count = math.inf if most is None else step_rows.first_row(most)
             if most is None or sizes.epochs is not None:

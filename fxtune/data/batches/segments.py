@@ -54,7 +54,7 @@ class Segments:
         return len(self.start)
 
     def take(self, segments: np.ndarray) -> Segments:
-        """Those with these indices."""
+        """The segments with these indices."""
         return Segments(*(getattr(self, one.name)[segments] for one in fields(self)))
 
     @staticmethod
@@ -158,11 +158,11 @@ def permutation(count: int, *key: int) -> np.ndarray:
     """A permutation of `count` items, int64, that depends on `key` alone."""
     state = np.zeros(1, np.uint64)
     for part in key:
-        state = mixed(state + np.array([part % (1 << 64)], np.uint64))
-    return np.argsort(mixed(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN))
+        state = splitmix64(state + np.array([part % (1 << 64)], np.uint64))
+    return np.argsort(splitmix64(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN))
 
 
-def mixed(state: np.ndarray) -> np.ndarray:
+def splitmix64(state: np.ndarray) -> np.ndarray:
     """One step of SplitMix64, a bijection on uint64 [...]."""
     state = state + _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -196,7 +196,7 @@ def smallest_fraction(digests: np.ndarray) -> float:
 def hold_out_number(digests: np.ndarray) -> np.ndarray:
     """A uint64 for each document, which depends on its content alone: an eval_fraction of f holds out those below
     f x 2**64."""
-    return mixed(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
+    return splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
 
 
 def _count_targets(supervised: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ class StepRows:
     """The rows of each step, laid out for a number of steps."""
 
     starts: tuple[Start, ...]
-    """Of each stage. The last one has no end."""
+    """The start of each stage. The last stage has no end."""
     planned: int = field(default=0, compare=False)
     """The number of steps."""
 
@@ -137,7 +137,7 @@ class StepRows:
         return ", ".join([self.text(0), *(one if self.has_lengths else one.replace(" rows", "") for one in each)])
 
 
-def conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> list[str]:
+def ramp_conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> list[str]:
     """What is wrong with train.batch_ramp, worded as what to change."""
     name = f"`train.batch_ramp={[list(stage) for stage in ramp]}`"
     if not _are_pairs(ramp):

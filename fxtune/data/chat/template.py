@@ -375,8 +375,8 @@ class ChatTemplate:
     def _start_by_the_turn_before(
         self, text: str, before: str, messages: Messages, index: int, marked: dict[str, Any], tools: Tools
     ) -> int | None:
-        """Where a turn with calls starts: behind the generation prompt, as what stands between the content of the
-        message before and the turn shows; None if it does not show it."""
+        """Where a turn with calls starts: after the generation prompt. The text between the content of the message
+        before and the turn shows this place; None if it does not."""
         lead = self._lead_length(before, messages[index])
         if lead is not None and text.startswith(before[: len(before) - lead]):
             return len(before) - lead

@@ -97,7 +97,7 @@ def find_files(written: str) -> list[Path] | None:
 
 
 def select_data_files(written: str, found: list[Path], limit: int | None) -> list[DataFile]:
-    """The data files among `found`, all of one kind. With `limit`, only the bytes of JSONL that so many rows need."""
+    """The data files among `found`, all of one kind. With `limit`, JSONL files end with the last row that it needs."""
     kinds: dict[str, list[Path]] = {}
     for path in found:
         if path.name.lower().endswith(tuple(KINDS)):

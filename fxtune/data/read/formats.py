@@ -71,7 +71,7 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
 
 
 def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
-    """Why a row of preferences (DPO, KTO) is refused; None if it is none."""
+    """Why a row of preferences (DPO, KTO) is refused; None for any other row."""
     found = [
         column
         for column, value in row.items()

@@ -43,6 +43,7 @@ high.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -406,14 +407,21 @@ def trained_parameters(facts: Facts) -> int:
     shape, lora = Shape.of(facts.text), facts.techniques.lora
     if not lora.enabled:
         return shape.linear_parameters + shape.other_parameters
+    widths, layers = shape.linears, lora.layers_to_transform or range(shape.layers)
     adapted = [
-        rank_of(lora, path, layer) * sum(shape.linears[name])
+        _ranks(lora, path, layers) * sum(widths[name])
         for path in (path for group in GROUPS.values() for path in group)
         if (name := path.partition(".")[2]) in lora.target_modules or "all-linear" in lora.target_modules
         if not (shape.expert_count > 1 and name in MLP)
-        for layer in lora.layers_to_transform or range(shape.layers)
     ]
     return sum(adapted) + _expert_parameters(facts, shape)
+
+
+def _ranks(lora: Lora, path: str, layers: Sequence[int], rank: int | None = None) -> int:
+    """The sum of rank_of() over `layers`. A choice of a plan asks for it thousands of times."""
+    if not lora.rank_pattern:
+        return len(layers) * (lora.r if rank is None else rank)
+    return sum(rank_of(lora, path, layer, rank) for layer in layers)
 
 
 def rank_of(lora: Lora, path: str, layer: int = 0, rank: int | None = None) -> int:
@@ -436,13 +444,10 @@ def _expert_parameters(facts: Facts, shape: Shape) -> int:
         return 0
     hidden, inner = shape.hidden, shape.expert_inner
     joined = lora.r * gate_up_parts(str(facts.model.get("model_type")))
-    return sum(
-        shape.expert_count
-        * (
-            rank_of(lora, "mlp.experts.gate_up_proj", layer, joined) * (hidden + 2 * inner)
-            + rank_of(lora, "mlp.experts.down_proj", layer) * (inner + hidden)
-        )
-        for layer in lora.layers_to_transform or range(shape.layers)
+    layers = lora.layers_to_transform or range(shape.layers)
+    return shape.expert_count * (
+        _ranks(lora, "mlp.experts.gate_up_proj", layers, joined) * (hidden + 2 * inner)
+        + _ranks(lora, "mlp.experts.down_proj", layers) * (inner + hidden)
     )
 
 

@@ -190,13 +190,20 @@ def _register(store: RecipeStore, everything: bool) -> None:
     known = ConfigStore.instance()
     for group in ("recipe", *store.groups):
         known.repo.pop(group, None)
-    known.store(name="schema", node=_schema())
-    known.store(name=_ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{_ROOT}.yaml"))
+    _register_root()
     for (group, option), (data, whole_config) in store.options.items():
         package = "_global_" if whole_config else None
         known.store(group=group, name=option, node=OmegaConf.create(data), package=package)
     for name, node in store.recipes.items():
         known.store(group="recipe", name=name, node=node, package="_global_")
+
+
+@functools.cache
+def _register_root() -> None:
+    """Give Hydra the schema, of which it takes a copy, and configs/train.yaml."""
+    known = ConfigStore.instance()
+    known.store(name="schema", node=_schema())
+    known.store(name=_ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{_ROOT}.yaml"))
 
 
 @contextlib.contextmanager

@@ -83,6 +83,7 @@ def test_the_operators_are_described_to_the_compiler(act):
     torch.library.opcheck(torch.ops.fxtune.gated_experts.default, given)
 
 
+@pytest.mark.slow
 def test_the_triton_kernels_against_the_references():
     pytest.importorskip("triton")
     assert interpreted(SUPPORT / "interpreted_experts.py") == ["18", "compared"]

@@ -6,11 +6,13 @@ check() refuses a CPU, so these tests call Pipeline.build(), and products run by
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.cases import slow_but
 
 from fxtune.cli.merge import merge
 from fxtune.kernels.fp8 import dequantize_weight
@@ -377,8 +379,10 @@ def test_auto_is_resolved_by_the_compute_dtype():
     ) in notes
 
 
-@both
-@pytest.mark.parametrize("transpose", [Switch.on, Switch.off])
+@pytest.mark.parametrize(
+    ("fused", "transpose"),
+    slow_but(itertools.product(("on", "off"), (Switch.on, Switch.off)), ("on", Switch.on), ("off", Switch.off)),
+)
 def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, tmp_path, monkeypatch):
     """The same codes, adapters and logits as from a whole model in 16 bits."""
     base = on_disk(tmp_path / "base", model=random_model("llama", **WIDE))

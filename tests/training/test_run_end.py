@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.bad_steps import disturb
+from support.cases import slow_but
 from support.endings import timeless
 from support.runs import history
 
@@ -86,7 +87,7 @@ def test_early_stop_without_a_decay_exports_the_best_weights(stopping, scripted,
     assert train.run(stopping) == result, "the same command finds the run finished"
 
 
-@pytest.mark.parametrize("place", ["evaluated", "take", "go_back"])
+@pytest.mark.parametrize("place", slow_but(["evaluated", "take", "go_back"], "take"))
 def test_run_killed_at_its_early_stop_ends_with_the_same_bits(stopping, scripted, cwd, monkeypatch, place):
     stopping.checkpoint.every = 5
     stopping.run.dir = "undisturbed"
@@ -224,7 +225,7 @@ def test_deadline_leaves_time_for_the_decay(stopping, cwd, monkeypatch, said):
         train.run(stopping)
 
 
-@pytest.mark.parametrize("name", [ScheduleName.wsd, ScheduleName.constant])
+@pytest.mark.parametrize("name", slow_but([ScheduleName.wsd, ScheduleName.constant], ScheduleName.wsd))
 def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, monkeypatch, said, name):
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
     stopping.schedule.name, stopping.run.export = name, Export.last

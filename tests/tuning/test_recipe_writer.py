@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.cases import slow_but
 from support.tuning import QUICKSTART
 
 from fxtune.config import compose
@@ -20,22 +21,31 @@ DELTAS = {
     "techniques.checkpointing.save": ["attention"],
 }
 
+SOURCES = [QUICKSTART, "data.sources=[{path: 'a b.jsonl'}, {path: c}]"]
+TWO_RECIPES = ["+recipe=[llama_lora,quickstart]", "tracking=wandb_offline"]
+OWN_RECIPE = ["+recipe=elsewhere/mine.yaml", "techniques=lora"]
+
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        [QUICKSTART],
-        [QUICKSTART, "+optimizer=muon", "optimizer.lr=1e-3"],
-        [QUICKSTART, "techniques=[lora,low_memory]"],
-        [QUICKSTART, "data.sources.0.path=other.jsonl", "data.sources.0.weight=2"],
-        [QUICKSTART, "data.sources=[{path: 'a b.jsonl'}, {path: c}]"],
-        [QUICKSTART, "model.architecture.hidden_size=64", "model.architecture={num_hidden_layers: 3}"],
-        [QUICKSTART, "techniques.lora={r: 16, alpha: 32}", "run.name=other"],
-        [QUICKSTART, "techniques.liger.rms_norm='off'"],
-        ["+recipe=[llama_lora,quickstart]", "tracking=wandb_offline"],
-        ["+recipe=elsewhere/mine.yaml", "techniques=lora"],
-        ["model.path=builtin:tiny", "data.sources=[{path: x.jsonl}]"],
-    ],
+    slow_but(
+        [
+            [QUICKSTART],
+            [QUICKSTART, "+optimizer=muon", "optimizer.lr=1e-3"],
+            [QUICKSTART, "techniques=[lora,low_memory]"],
+            [QUICKSTART, "data.sources.0.path=other.jsonl", "data.sources.0.weight=2"],
+            SOURCES,
+            [QUICKSTART, "model.architecture.hidden_size=64", "model.architecture={num_hidden_layers: 3}"],
+            [QUICKSTART, "techniques.lora={r: 16, alpha: 32}", "run.name=other"],
+            [QUICKSTART, "techniques.liger.rms_norm='off'"],
+            TWO_RECIPES,
+            OWN_RECIPE,
+            ["model.path=builtin:tiny", "data.sources=[{path: x.jsonl}]"],
+        ],
+        SOURCES,
+        TWO_RECIPES,
+        OWN_RECIPE,
+    ),
 )
 def test_the_recipe_gives_the_config_that_was_measured(cwd, overrides):
     Path("elsewhere").mkdir()

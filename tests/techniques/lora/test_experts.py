@@ -76,6 +76,7 @@ def test_layers_with_experts_are_one_graph(monkeypatch):
     require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
 
 
+@pytest.mark.slow
 def test_gpt_oss_with_all_that_makes_it_fast(monkeypatch):
     """Packed rows in its own attention (the reference of FlashAttention-4), YaRN, recomputed and compiled layers."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -144,14 +144,19 @@ def narrow(small) -> Config:
 
 @pytest.fixture(scope="session")
 def forks():
-    """The process that forks the runs of tests/faults.
-
-    All tests of a worker share it, since its imports take seconds.
-    """
+    """The process that forks runs. All tests of a worker share it, since its imports take seconds."""
     from support.killing import ForkServer
 
     with ForkServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def ranks(forks):
+    """Runs of two ranks."""
+    from support.ranks import Ranks
+
+    return Ranks(forks)
 
 
 @pytest.fixture

@@ -8,18 +8,11 @@ from pathlib import Path
 import pytest
 from support.harness import command, run
 from support.killing import tail
-from support.ranks import Ranks
 
 from fxtune.config.compose import load
 from fxtune.tuning.range_test import range_test
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
 
 
 @pytest.fixture

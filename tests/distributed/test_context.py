@@ -39,12 +39,6 @@ WEIGHTS = 5e-6
 FUSED_LOSS = ("techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
-
-
 def made(folder: Path, *words: str) -> list[str]:
     folder.mkdir(parents=True)
     given = {word.partition("=")[0] for word in words}
@@ -99,5 +93,5 @@ def test_a_killed_rank_ends_the_one_that_waits_for_its_tokens(ranks, tmp_path):
     ("words", "other"), [((), "replicate"), (("techniques.lora.enabled=false",), "shard")], ids=("replicas", "shards")
 )
 def test_two_pairs_of_ranks_that_share_rows_learn_what_one_process_learns(forks, tmp_path, words, other):
-    with Ranks(4) as four:
-        compare(forks, four, tmp_path, words, "parallel.context=2", f"parallel.{other}=2")
+    four = Ranks(forks, 4)
+    compare(forks, four, tmp_path, words, "parallel.context=2", f"parallel.{other}=2")

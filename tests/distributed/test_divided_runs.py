@@ -20,12 +20,6 @@ MODEL, ADAPTER = "model/model.safetensors", "adapter/adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory) -> Path:
     """A run of full fine-tuning over two ranks that nothing disturbed."""
     return ended(ranks, tmp_path_factory.mktemp("whole"), FULL)

@@ -10,18 +10,12 @@ from pathlib import Path
 import pytest
 from support.harness import command, write_chats
 from support.killing import tail
-from support.ranks import Ranks, messages
+from support.ranks import messages
 from support.runs import history, losses
 
 pytestmark = pytest.mark.slow
 FEWER = ("train.max_steps=10", "data.eval_fraction=0")
 QUESTIONS = "data.questions={path: questions.jsonl, limit: 12, batch_size: 2, max_new_tokens: 8}"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

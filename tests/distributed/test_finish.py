@@ -20,12 +20,6 @@ LONG = ("schedule.name=wsd", "schedule.decay_steps=4", "train.epochs=40", "check
 FULL = ("techniques.lora.enabled=false",)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
-
-
 def result(folder: Path) -> dict:
     return json.loads((folder / "run" / "result.json").read_text())
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.harness import ENVIRON, command
 from support.killing import Reference, tail
-from support.ranks import Ranks, free_port
+from support.ranks import free_port
 from support.runs import losses
 from torch import nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
@@ -374,12 +374,6 @@ def weights_of(folder: Path, rank: int) -> list[torch.Tensor]:
 def made(folder: Path, *words: str) -> list[str]:
     folder.mkdir(parents=True)
     return command(folder, *FULL, *words)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as servers:
-        yield servers
 
 
 @pytest.mark.slow

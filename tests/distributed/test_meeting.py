@@ -12,16 +12,10 @@ from pathlib import Path
 import pytest
 from support.harness import ENVIRON, command, kill
 from support.killing import tail
-from support.ranks import Ranks, free_port, messages
+from support.ranks import free_port, messages
 
 pytestmark = pytest.mark.slow
 SHORT = ("train.max_steps=4", "data.eval_fraction=0")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
 
 
 @pytest.fixture

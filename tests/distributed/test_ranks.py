@@ -21,12 +21,6 @@ UNDROPPED = ("data.eval_fraction=0.1", "train.eval_every=6")
 PACKED = (*UNDROPPED, "data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
-
-
 def made(folder: Path, *words: str) -> list[str]:
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 12, seed=1)
@@ -75,8 +69,8 @@ def test_three_ranks_learn_what_one_process_learns(forks, tmp_path):
     words = ("train.micro_batch_size=6", "train.global_batch_size=18", "data.eval_fraction=0", "train.eval_every=0")
     words = (*words, "techniques.lora.dropout=0.1", QUESTIONS)
     Reference.of(forks, made(tmp_path / "alone", *words), tmp_path / "alone")
-    with Ranks(3) as three:
-        assert three.run(made(tmp_path / "three", *words), tmp_path / "three") == [0, 0, 0], tail(tmp_path / "three")
+    three = Ranks(forks, 3)
+    assert three.run(made(tmp_path / "three", *words), tmp_path / "three") == [0, 0, 0], tail(tmp_path / "three")
     one, many = (losses(tmp_path / name / "run") for name in ("alone", "three"))
     assert len(one) == len(many) == 6
     assert one == pytest.approx(many, abs=1e-6, rel=0)

@@ -23,12 +23,6 @@ UNEVEN = ("train.micro_batch_size=1", "train.global_batch_size=6", "train.epochs
 FUSED = ("techniques.lora.fused=on", "techniques.liger.enabled=true", "techniques.checkpointing.enabled=true")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as made:
-        yield made
-
-
 def made(folder: Path, *words: str) -> list[str]:
     folder.mkdir(parents=True)
     return command(folder, *HELD_OUT, *words)
@@ -81,9 +75,9 @@ def test_two_copies_of_two_halves_learn_what_one_process_learns(forks, tmp_path)
     words = (*FULL, "train.micro_batch_size=1", "train.max_steps=20")
     alone, folder = tmp_path / "alone", tmp_path / "four"
     Reference.of(forks, made(alone, *words), alone)
-    with Ranks(4) as four:
-        argv = made(folder, *words, "parallel.shard=2", "parallel.replicate=2")
-        assert four.run(argv, folder) == [0, 0, 0, 0], tail(folder)
+    four = Ranks(forks, 4)
+    argv = made(folder, *words, "parallel.shard=2", "parallel.replicate=2")
+    assert four.run(argv, folder) == [0, 0, 0, 0], tail(folder)
     assert_same_learning(alone, folder, 1e-6)
 
 
@@ -91,6 +85,6 @@ def test_three_ranks_hold_rows_that_they_do_not_divide(forks, tmp_path):
     words = (*FULL, "train.micro_batch_size=2", "train.global_batch_size=6")
     alone, folder = tmp_path / "alone", tmp_path / "three"
     Reference.of(forks, made(alone, *words), alone)
-    with Ranks(3) as three:
-        assert three.run(made(folder, *words, "parallel.shard=3"), folder) == [0, 0, 0], tail(folder)
+    three = Ranks(forks, 3)
+    assert three.run(made(folder, *words, "parallel.shard=3"), folder) == [0, 0, 0], tail(folder)
     assert_same_learning(alone, folder, 1e-6)

@@ -35,9 +35,11 @@ BACKGROUND = ("saving", "pruning")
 
 @dataclass
 class ForkServer:
-    """A parent process that forks one run at a time. Use it as a context manager."""
+    """A parent process that forks runs, also several at a time. Use it as a context manager."""
 
-    process: subprocess.Popen[str] = field(init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
+    ended: dict[int, int] = field(default_factory=dict)
+    """The exit codes of runs that ended, until somebody asks."""
     noise: IO[str] = field(init=False)
     """Output of the parent process. Each run has its own log."""
 
@@ -48,12 +50,12 @@ class ForkServer:
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # so that select() sees a second line that has arrived with the first
             stderr=self.noise,
             env={**os.environ, **ENVIRON},
             start_new_session=True,
         )
-        assert self.answer(START)["ready"]
+        assert self._heard(START)["ready"]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,23 +76,30 @@ class ForkServer:
         """
         assert self.process.stdin
         (folder / trace).unlink(missing_ok=True)
-        print(
-            json.dumps(
-                {
-                    "argv": words,
-                    "cwd": str(folder),
-                    "log": str(folder / "log.txt"),
-                    "trace": str(folder / trace),
-                    "last_operation": last_operation,
-                    "environ": environ,
-                }
-            ),
-            file=self.process.stdin,
-            flush=True,
-        )
-        return Forked(self, self.answer(START)["pid"], folder / trace)
+        request = {
+            "argv": words,
+            "cwd": str(folder),
+            "log": str(folder / "log.txt"),
+            "trace": str(folder / trace),
+            "last_operation": last_operation,
+            "environ": environ,
+        }
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        while "started" not in (answer := self._heard(START)):
+            self.ended[answer["ended"]] = answer["status"]
+        self.ended.pop(answer["started"], None)  # an earlier run had the same process id
+        return Forked(self, answer["started"], folder / trace)
 
-    def answer(self, timeout: float) -> dict[str, Any]:
+    def status(self, pid: int, timeout: float) -> int:
+        """The exit code of a run, after its end. Raises TimeoutError."""
+        until = time.monotonic() + timeout
+        while pid not in self.ended:
+            answer = self._heard(max(until - time.monotonic(), 0))
+            self.ended[answer["ended"]] = answer["status"]
+        return self.ended.pop(pid)
+
+    def _heard(self, timeout: float) -> dict[str, Any]:
+        """The next line of the parent process. Raises TimeoutError."""
         assert self.process.stdout
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             raise TimeoutError
@@ -133,10 +142,10 @@ class Processes:
             )
         return Forked(self, self.process.pid, folder / trace)
 
-    def answer(self, timeout: float) -> dict[str, Any]:
+    def status(self, pid: int, timeout: float) -> int:
         assert self.process
         try:
-            return {"status": self.process.wait(timeout)}
+            return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
 
@@ -156,11 +165,11 @@ class Forked:
         Returns its exit code (-9 if killed). AssertionError if it still runs after `timeout`.
         """
         try:
-            return int(self.server.answer(timeout)["status"])
+            return self.server.status(self.pid, timeout)
         except TimeoutError:
             inside = Traced.read(self.file).lines[-3:]
             self.kill()
-            self.server.answer(START)
+            self.server.status(self.pid, START)
             raise AssertionError(f"the run still hangs after {timeout} s; its last trace lines: {inside}") from None
 
     def kill(self, alone: bool = False) -> float:
@@ -190,7 +199,7 @@ class Forked:
                 return False
             time.sleep(0.001)
         self.kill()
-        self.server.answer(START)
+        self.server.status(self.pid, START)
         raise AssertionError(f"the run has not entered {phase!r} {occurrence} times within {timeout} s")
 
     def children_left(self, within: float = 120) -> bool:

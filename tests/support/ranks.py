@@ -1,10 +1,10 @@
-"""Runs of several ranks on the CPU, forked from parents that have imported all packages."""
+"""Runs of several ranks on the CPU, forked from a parent that has imported all packages."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.injected import VARIABLE
@@ -24,20 +24,10 @@ def messages(folder: Path) -> list[str]:
 
 @dataclass
 class Ranks:
-    """Starts runs of `count` ranks, as torchrun does. Use it as a context manager. One run at a time."""
+    """Starts runs of `count` ranks, as torchrun does."""
 
+    server: ForkServer
     count: int = 2
-    servers: list[ForkServer] = field(default_factory=list)
-
-    def __enter__(self) -> Ranks:
-        self.servers = [ForkServer() for _ in range(self.count)]
-        for server in self.servers:
-            server.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for server in self.servers:
-            server.__exit__(*error)
 
     def start(
         self,
@@ -60,9 +50,11 @@ class Ranks:
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.count)}
             return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
-        for rank, server in enumerate(self.servers):
+        for rank in range(self.count):
             one = {**(place or of_torchrun)(rank), VARIABLE: (faults or {}).get(rank, ""), **environ}
-            started.append(server.start([*words, *(own or {}).get(rank, ())], folder, f"{trace}-{rank}.jsonl", **one))
+            started.append(
+                self.server.start([*words, *(own or {}).get(rank, ())], folder, f"{trace}-{rank}.jsonl", **one)
+            )
         return started
 
     def run(self, words: list[str], folder: Path, trace: str = "trace", **given: object) -> list[int]:

@@ -16,6 +16,7 @@ import gc
 import hashlib
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -167,7 +168,8 @@ def documents(batch: Any) -> list[str]:
 def serve() -> None:
     """Read requests from stdin, one line each: {argv, cwd, log, trace, last_operation, environ}.
 
-    Answers {pid} at the start of the run and {status} at its end.
+    Answers {started: pid} at the start of a run and {ended: pid, status} at its end. Several runs may go on at a time.
+    The end of stdin ends them.
     """
     gc.disable()  # the imports create many permanent objects
     import peft
@@ -180,16 +182,31 @@ def serve() -> None:
     gc.freeze()
     gc.enable()
     print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _become_run(request)
-            sys.exit(fxtune.cli.main.main(request["argv"]))
-        _own_group(child)
-        print(json.dumps({"pid": child}), flush=True)
-        _, status = os.waitpid(child, 0)
-        print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
+    requests, events, running = sys.stdin.buffer.raw, select.poll(), dict[int, int]()
+    events.register(0, select.POLLIN)
+    while True:
+        for descriptor, _ in events.poll():
+            if child := running.pop(descriptor, 0):
+                events.unregister(descriptor)
+                os.close(descriptor)
+                _, status = os.waitpid(child, 0)
+                print(json.dumps({"ended": child, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+            elif line := requests.readline():
+                request = json.loads(line)
+                if (child := os.fork()) == 0:
+                    for other in running:
+                        os.close(other)
+                    _become_run(request)
+                    sys.exit(fxtune.cli.main.main(request["argv"]))
+                _own_group(child)
+                running[ended := os.pidfd_open(child)] = child  # it can be read when the child has ended
+                events.register(ended, select.POLLIN)
+                print(json.dumps({"started": child}), flush=True)
+            else:
+                for child in running.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child, signal.SIGKILL)
+                return
 
 
 def _own_group(pid: int) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
-from support.ranks import Ranks
 from support.runs import losses
 from support.tuning import TINY
 
@@ -52,7 +51,7 @@ def test_deadline_and_ramp_are_refused_together(growing):
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_process_does(cwd, chats):
+def test_two_ranks_learn_what_one_process_does(ranks, cwd, chats):
     words = [
         *TINY,
         *(f"data.sources=[{{path: {chats}}}]", "data.questions.path=null", "data.packing=false"),
@@ -60,7 +59,6 @@ def test_two_ranks_learn_what_one_process_does(cwd, chats):
         *("run.device=cpu", "tracking.display=none", "optimizer.lr=1e-3"),
     ]
     trainer.run(load([*words, "run.dir=alone"]))
-    with Ranks(2) as ranks:
-        assert ranks.run([*words, "run.dir=both"], cwd) == [0, 0]
+    assert ranks.run([*words, "run.dir=both"], cwd) == [0, 0]
     assert losses(Path("both")) == pytest.approx(losses(Path("alone")), rel=1e-4)
     assert json.loads(Path("both/result.json").read_text())["train/step"] == 8

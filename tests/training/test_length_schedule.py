@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
 from support.harness import write_texts
-from support.ranks import Ranks
 from support.runs import losses
 from support.tuning import TINY
 
@@ -72,7 +71,7 @@ def test_options_that_need_equal_rows_are_refused_with_it(growing, key, value, m
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_process_does(cwd, texts):
+def test_two_ranks_learn_what_one_process_does(ranks, cwd, texts):
     words = [
         *TINY,
         *(f"data.sources=[{{path: {texts}}}]", "data.questions.path=null", "data.packing=false"),
@@ -81,8 +80,7 @@ def test_two_ranks_learn_what_one_process_does(cwd, texts):
         "optimizer.lr=1e-3",
     ]
     trainer.run(load([*words, "run.dir=alone"]))
-    with Ranks(2) as ranks:
-        assert ranks.run([*words, "run.dir=both"], cwd) == [0, 0]
+    assert ranks.run([*words, "run.dir=both"], cwd) == [0, 0]
     assert losses(Path("both")) == pytest.approx(losses(Path("alone")), rel=1e-4)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
-from support.ranks import Ranks
 from support.runs import history
 from support.tuning import TINY
 
@@ -167,7 +166,7 @@ def test_an_interrupted_run_ends_with_the_same_noise_scale(measured, monkeypatch
 
 
 @pytest.mark.slow
-def test_two_ranks_measure_what_one_process_does(cwd, chats):
+def test_two_ranks_measure_what_one_process_does(ranks, cwd, chats):
     words = [
         *TINY,
         *(f"data.sources=[{{path: {chats}}}]", "data.questions.path=null", "data.packing=false", "train.epochs=100"),
@@ -175,8 +174,7 @@ def test_two_ranks_measure_what_one_process_does(cwd, chats):
         *("train.noise_scale=true", "run.device=cpu", "tracking.display=none"),
     ]
     alone = trainer.run(load([*words, "run.dir=alone"]))["train/noise_scale"]
-    with Ranks(2) as ranks:
-        assert ranks.run([*words, "run.dir=both"], cwd) == [0, 0]
+    assert ranks.run([*words, "run.dir=both"], cwd) == [0, 0]
     found = json.loads(Path("both/result.json").read_text())["train/noise_scale"]
     assert found == pytest.approx(alone, rel=1e-3)
 

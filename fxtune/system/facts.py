@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -86,6 +87,12 @@ class MachineFacts:
 
 
 def installed_packages() -> dict[str, str]:
+    """The versions of PACKAGES that are installed and not broken."""
+    return {name: version for name, version in _versions().items() if name not in BROKEN}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         try:
@@ -94,7 +101,7 @@ def installed_packages() -> dict[str, str]:
             continue
     if importlib.util.find_spec("apex") and importlib.util.find_spec("amp_C"):
         found[APEX] = found.get("apex", "unknown version")
-    return {name: version for name, version in found.items() if name not in BROKEN}
+    return found
 
 
 def c_compiler() -> str | None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import built, lora, on_disk, trained
-from support.harness import command, run, small_disk
+from support.harness import command, small_disk
 
 from fxtune.cli import merge as merging
+from fxtune.cli.main import main
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
@@ -218,12 +219,11 @@ def test_invalid_folder_name_is_refused_before_any_work(name, adapter, tmp_path)
         merge(adapter, tmp_path / name)
 
 
-@pytest.mark.slow
-def test_full_disk_is_reported_before_the_merge(adapter, base, tmp_path):
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        done = run(["merge", "adapter", "disk/below/merged"], tmp_path)
-        assert done.code == 6
-        assert "The disk of disk/below/merged has no room for the merged model: it takes 0." in done.text
+def test_full_disk_is_reported_before_the_merge(adapter, base, cwd, capsys):
+    with small_disk(cwd / "disk", "64k") as disk:
+        assert main(["merge", "adapter", "disk/below/merged"]) == 6
+        said = capsys.readouterr().err
+        assert "The disk of disk/below/merged has no room for the merged model: it takes 0." in said
         assert not list(disk.iterdir())
 
 

@@ -59,25 +59,49 @@ def smoke(texts, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(done=done, out=out, file=record, record=json.loads(record.read_text()), texts=texts)
 
 
-def run(out: Path, record: Path, texts: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, record: Path, texts: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPTS / "equal_loss.py"),
-            "--smoke",
-            "--out",
-            str(out),
-            "--json",
-            str(record),
-            "--roots",
-            str(texts),
-            *more,
-        ],
+        [sys.executable, str(SCRIPTS / "equal_loss.py"), *options(out, record, texts)],
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
+
+
+def options(out: Path, record: Path, texts: Path) -> list[str]:
+    return ["--smoke", "--out", str(out), "--json", str(record), "--roots", str(texts)]
+
+
+@pytest.fixture(scope="module")
+def workers(scripts):
+    """The script's two worker processes. The calls in this process share them, as their imports take seconds."""
+    kind, made = scripts.equal_loss.Worker, {}
+
+    def worker(*modules: str) -> SimpleNamespace:
+        one = made[modules] = made.get(modules) or kind(*modules)
+        return SimpleNamespace(call=one.call, close=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)  # the new processes need the same modules
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield worker
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture
+def recorded(scripts, workers, texts, tmp_path, monkeypatch):
+    """A function that runs the script with further options in this process, and returns its record."""
+
+    def call(*more: str) -> dict:
+        record = tmp_path / "record.json"
+        monkeypatch.setattr(scripts.equal_loss, "Worker", workers)
+        monkeypatch.setattr(sys, "argv", ["equal_loss.py", *options(tmp_path, record, texts), *more])
+        scripts.equal_loss.main()
+        return json.loads(record.read_text())
+
+    return call
 
 
 @pytest.mark.slow
@@ -102,30 +126,27 @@ def test_float32_losses_equal_at_every_step(smoke):
 
 
 @pytest.mark.slow
-def test_mixture_of_experts_has_equal_losses(texts, tmp_path):
-    done = run(tmp_path, tmp_path / "record.json", texts, "--moe", "--steps", "4")
-    assert done.returncode == 0, done.stderr[-3000:]
-    record = json.loads((tmp_path / "record.json").read_text())
+def test_mixture_of_experts_has_equal_losses(recorded, capsys):
+    record = recorded("--moe", "--steps", "4")
     assert record["sizes"]["experts"] == 4
     plain, ours = (record["runs"][f"{name} 0"] for name in ("plain", "fxtune"))
     assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
     assert ours["judged"] == pytest.approx(ours["held_out"][-1][1], rel=2e-5)
     assert any("8 experts in 2 layers have adapters" in line for line in ours["evidence"])
-    assert "(bound 0.1%): equal" in done.stdout
+    assert "(bound 0.1%): equal" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_full_fine_tuning_has_equal_losses(texts, tmp_path):
-    done = run(tmp_path, tmp_path / "record.json", texts, "--full", "--steps", "4", "--lr", "1e-3")
-    assert done.returncode == 0, done.stderr[-3000:]
-    runs = json.loads((tmp_path / "record.json").read_text())["runs"]
+def test_full_fine_tuning_has_equal_losses(recorded, capsys):
+    runs = recorded("--full", "--steps", "4", "--lr", "1e-3")["runs"]
     plain, ours = (runs[f"{name} 0"] for name in ("plain", "fxtune"))
     assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
     assert plain["train"][-1] < plain["train"][0]
     assert ours["judged"] == pytest.approx(ours["held_out"][-1][1], rel=2e-5)
     assert "techniques.float8.enabled: " in runs["float8 0"].get("error", "fp8 ran")
-    assert "its weights in plain transformers: at most 0.00" in done.stdout
-    assert "(bound 0.2%): equal" in done.stdout
+    said = capsys.readouterr().out
+    assert "its weights in plain transformers: at most 0.00" in said
+    assert "(bound 0.2%): equal" in said
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def test_recomputed_layers_route_as_before():
     assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
 
 
+@pytest.mark.slow
 def test_layers_with_experts_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     pipeline = enable(lora={"r": 4}, compile={})

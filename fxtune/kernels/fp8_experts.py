@@ -197,8 +197,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
     frozen = [None] * ctx.copies
     if dout is None:
         return *[None] * 5, frozen, frozen, *[None] * (4 + len(ctx.options))
-    plain, adapters, kept = (ctx.saved_tensors[part] for part in (slice(5), slice(5, 9), slice(9, 12)))
-    matrices = list(ctx.saved_tensors[12:])
+    saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
+    plain, adapters, kept, matrices = saved[:5], saved[5:9], saved[9:12], list(saved[12:])
     first, last = matrices[: ctx.copies], matrices[ctx.copies :]
     hidden, weights, *halves = _backward(dout.contiguous(), *plain, first, last, *adapters, *ctx.options, *kept)
     return hidden, weights, None, None, None, frozen, frozen, *halves, *(None for _ in ctx.options)

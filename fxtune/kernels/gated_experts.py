@@ -18,6 +18,8 @@ The products with GU and D take most of the time. The steps between them move as
 - Neither y nor the gathered x and dy are kept for the backward pass. The gradient of w is <dout[t], y>, which equals
   <dh, h> before dh is multiplied by w, plus <dout[t], bias>; x and dy are gathered again.
 - Nothing is summed by atomic additions: the same bits in each run.
+- Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product, forward and again backward: one of the two
+  tensors is in 16 bits at a time, and only the codes are kept for the backward pass.
 
 On a GPU these steps are Triton kernels (gated_experts_triton.py) and grouped GEMMs; the functions of torch below are
 their reference, and run elsewhere. Sums are float32; what is stored is rounded to the dtype of the weights.
@@ -25,6 +27,7 @@ their reference, and run elsewhere. Sums are float32; what is stored is rounded 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +36,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.kernels.grouped_matmul import outer, product, segments
 from fxtune.kernels.matmul import CUBLAS
+from fxtune.kernels.quantized import unpack
 from fxtune.kernels.swiglu import act_and_slope
 
 TENSORS = 13
-"""Arguments of the operator that are tensors or None; they come first."""
+"""Arguments of the operator that are tensors, lists of them, or None; they come first."""
 
 
 class Adapter(NamedTuple):
@@ -72,11 +76,12 @@ def gated_experts(
     order: Tensor,
     back: Tensor,
     ends: Tensor,
-    matrices: tuple[Tensor, Tensor],
+    matrices: tuple[Tensor, Tensor] | tuple[Sequence[Tensor], Sequence[Tensor]],
     adapters: tuple[Adapter, Adapter],
     act: Activation = SILU,
     by: str = CUBLAS,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    stored: str = "",
 ) -> Tensor:
     """[tokens, d]: the weighted sum of the outputs of each token's experts.
 
@@ -84,13 +89,15 @@ def gated_experts(
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
         order, back, ends: of a Routing of [tokens, k] experts.
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
-            strides.
-        adapters: those of both tensors, in hidden's dtype.
+            strides. With `stored` the tensors of each in place of it.
+        adapters: those of both tensors, in hidden's dtype; of rank 0 if there are none.
         by: see grouped_matmul.product().
         biases: of both products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
+        stored: how the matrices are packed, see quantized.unpack(); empty: they are not.
     """
-    tensors = *matrices, *adapters[0], *adapters[1], *biases
-    return _forward(hidden, weights, order, back, ends, *tensors, *act, by)[0]
+    first, last = ([one] if isinstance(one, Tensor) else list(one) for one in matrices)
+    tensors = *adapters[0], *adapters[1], *biases
+    return _forward(hidden, weights, order, back, ends, first, last, *tensors, *act, by, stored)[0]
 
 
 @torch.library.custom_op("fxtune::gated_experts", mutates_args=())
@@ -100,8 +107,8 @@ def _forward(
     order: Tensor,
     back: Tensor,
     ends: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    first: Sequence[Tensor],
+    last: Sequence[Tensor],
     a1: Tensor,
     b1: Tensor,
     a2: Tensor,
@@ -114,20 +121,21 @@ def _forward(
     shift: float,
     interleaved: bool,
     by: str,
+    stored: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
     x = gather(hidden, back)
     r1 = product(x, a1.mT, ends, by=by)
-    g = product(x, gate_up.mT, ends, by=by)
+    g = product(x, _matrices(first, stored, a1, b1).mT, ends, by=by)
     del x
     h, r2 = activate(g, r1, b1, a2, bias1, ends, Activation(act, alpha, limit, shift, interleaved))
-    y = product(h, down.mT, ends, plus=product(r2, b2.mT, ends, by=by), by=by)
+    y = product(h, _matrices(last, stored, a2, b2).mT, ends, plus=_added(r2, b2.mT, ends, by), by=by)
     return combine(y, back, weights, bias=bias2, ends=ends), g, r1, r2
 
 
 @_forward.register_fake
-def _(hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, *_):
-    sizes = gate_up.shape[1], a1.shape[1], a2.shape[1]
+def _(hidden, weights, order, back, ends, first, last, a1, b1, a2, *_):
+    sizes = b1.shape[1], a1.shape[1], a2.shape[1]
     return torch.empty_like(hidden), *(hidden.new_empty(len(back), size) for size in sizes)
 
 
@@ -139,8 +147,8 @@ def _backward(
     order: Tensor,
     back: Tensor,
     ends: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    first: Sequence[Tensor],
+    last: Sequence[Tensor],
     a1: Tensor,
     b1: Tensor,
     a2: Tensor,
@@ -153,6 +161,7 @@ def _backward(
     shift: float,
     interleaved: bool,
     by: str,
+    stored: str,
     g: Tensor,
     r1: Tensor,
     r2: Tensor,
@@ -162,13 +171,13 @@ def _backward(
     dy = gather(dout, back)  # not yet multiplied by w: that is done where rows are narrow
     db2 = outer(dy, (r2 * w).to(r2.dtype), ends, by=by)
     dr2 = product(dy, b2, ends, by=by)
-    dh = product(dy, down, ends, by=by)
+    dh = product(dy, _matrices(last, stored, a2, b2), ends, by=by)
     del dy
     activation = Activation(act, alpha, limit, shift, interleaved)
     dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, bias1, ends, activation)  # dh now holds w h
     da2 = outer(dr2, dh, ends, by=by)
     db1 = outer(dg, r1, ends, by=by)
-    dx = product(dg, gate_up, ends, plus=product(dr1, a1, ends, by=by), by=by)
+    dx = product(dg, _matrices(first, stored, a1, b1), ends, plus=_added(dr1, a1, ends, by), by=by)
     del dg, dh
     da1 = outer(dr1, gather(hidden, back), ends, by=by)
     of_weights = dw.index_select(0, back).view(weights.shape)
@@ -178,25 +187,43 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, hidden, weights, order, back, ends, gate_up, down, a1, b1, a2, b2, *_):
+def _(dout, hidden, weights, order, back, ends, first, last, a1, b1, a2, b2, *_):
     return tuple(torch.empty_like(one) for one in (hidden, weights, a1, b1, a2, b2))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:]
-    ctx.save_for_backward(*tensors, *output[1:])
+    first, last, ctx.options = inputs[5], inputs[6], inputs[TENSORS:]
+    ctx.parts = len(first)
+    ctx.save_for_backward(*inputs[:5], *inputs[7:TENSORS], *output[1:], *first, *last)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    frozen = [None] * ctx.parts
     if dout is None:
-        return (None,) * (TENSORS + len(ctx.options))
-    *tensors, g, r1, r2 = ctx.saved_tensors
-    hidden, weights, *adapters = _backward(dout.contiguous(), *tensors, *ctx.options, g, r1, r2)
-    return hidden, weights, None, None, None, None, None, *adapters, None, None, *(None for _ in ctx.options)
+        return *[None] * 5, frozen, frozen, *[None] * (TENSORS - 7 + len(ctx.options))
+    saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
+    plain, halves, kept, matrices = saved[:5], saved[5:11], saved[11:14], list(saved[14:])
+    first, last = matrices[: ctx.parts], matrices[ctx.parts :]
+    hidden, weights, *adapters = _backward(dout.contiguous(), *plain, first, last, *halves, *ctx.options, *kept)
+    return hidden, weights, None, None, None, frozen, frozen, *adapters, None, None, *(None for _ in ctx.options)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)
+
+
+def _matrices(tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor) -> Tensor:
+    """The matrices [experts, out, in] of one product, whose adapter is a [experts, r, in] and b [experts, out, r]."""
+    if not stored:
+        return tensors[0]
+    made = a.new_empty(len(a), b.shape[1], a.shape[2])
+    unpack(stored, tensors, made.flatten(0, 1))
+    return made
+
+
+def _added(narrow: Tensor, factor: Tensor, ends: Tensor, by: str) -> Tensor | None:
+    """The adapter's part of a product; None if its rank is 0."""
+    return product(narrow, factor, ends, by=by) if narrow.shape[1] else None
 
 
 def gather(states: Tensor, back: Tensor) -> Tensor:
@@ -325,11 +352,15 @@ def _wide(x: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.fxtune.gated_experts)
 def _flops(*inputs: Any, **_: Any) -> int:
-    return int(2 * inputs[3][0] * sum(one[1] * one[2] for one in inputs[5:11]))
+    return int(2 * inputs[3][0] * sum(_sizes(*inputs[7:11])))
 
 
 @register_flop_formula(torch.ops.fxtune.gated_experts_backward)
 def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
-    back, (gate_up, down, *adapters) = inputs[3], inputs[5:11]
-    sizes = [gate_up[1] * gate_up[2], down[1] * down[2], *(2 * one[1] * one[2] for one in adapters)]
-    return int(2 * back[0] * sum(sizes))
+    first, last, *adapters = _sizes(*inputs[7:11])
+    return int(2 * inputs[3][0] * (first + last + 2 * sum(adapters)))
+
+
+def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
+    """Numbers of one expert's matrices and of its adapters, by the adapters' shapes."""
+    return [b1[1] * a1[2], b2[1] * a2[2], *(one[1] * one[2] for one in (a1, b1, a2, b2))]

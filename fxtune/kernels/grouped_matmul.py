@@ -54,6 +54,8 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
     `by`: CUTE: quack's kernel, if prepare() ran and the shapes are aligned; it adds `plus` before it rounds. Otherwise
     torch's, which adds it afterwards.
     """
+    if not matrices.shape[2]:  # the adapter of a product without one
+        return x.new_empty(len(x), 0)
     if by == CUTE and _is_served(x, matrices):
         out = x.new_empty(len(x), matrices.shape[2])
         tile, cluster, pingpong = _launch(matrices.shape[2])
@@ -74,6 +76,8 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
 def outer(x: Tensor, y: Tensor, ends: Tensor, by: str = CUBLAS) -> Tensor:
     """[groups, in, out]: of each group the sum of x_i y_i^T over its rows, zero without rows. x [rows, in], y [rows,
     out]; `ends`, `by`: see product()."""
+    if not (x.shape[1] and y.shape[1]):
+        return x.new_empty(len(ends), x.shape[1], y.shape[1])
     if by == CUTE and _is_served(x, y):
         result = x.new_empty(len(ends), x.shape[1], y.shape[1])
         wide, narrow, out = (x, y, result) if x.shape[1] >= y.shape[1] else (y, x, result.mT)

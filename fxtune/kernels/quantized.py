@@ -1,7 +1,12 @@
-"""Weights packed in 4 or 8 bits, dequantized for one use. The linears that hold them: techniques/quantized_modules.py.
+"""Weights packed in 4 or 8 bits, dequantized for one use. What holds them: quantized_modules.py (linears) and
+quantized_experts.py in techniques.
 
 A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before
 the matmul, forward and again backward, and nothing in 16 bits outlives the operator.
+
+MXFP4 (OCP Microscaling Formats 1.0): 32 numbers in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) share a power
+of two, one byte with its exponent plus 127 (e8m0). The first of two numbers is in the low half of their byte, as
+gpt-oss ships its experts. Products of these numbers are exact in bfloat16 and float32.
 """
 
 from __future__ import annotations
@@ -15,16 +20,24 @@ import torch
 from torch import Tensor
 
 NF4_BLOCK, SCALE_BLOCK = 64, 256
+MXFP4, MX_BLOCK = "mxfp4", 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of the codes 0 to 7; 8 more is their negative."""
+CHUNK = 4096
+"""Rows that the reference of unpack_mxfp4() handles at a time."""
 
 
 @torch.no_grad()
 def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize a linear's weight into `out` [out, in], which is contiguous.
+    """Dequantize a weight into `out` [out, in], which is contiguous.
 
-    `kind`: the linear's `fxtune_quantized`; `tensors`: what quantized_modules.packed() returns for it.
+    `kind`: MXFP4, or a linear's `fxtune_quantized`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
+    for it; the codes may have any shape.
     """
-    if kind.startswith("int8/"):
-        torch.mul(tensors[0], tensors[1].unsqueeze(1), out=out)
+    if kind == MXFP4:
+        unpack_mxfp4(tensors[0], tensors[1], out)
+    elif kind.startswith("int8/"):
+        torch.mul(tensors[0].view(out.shape), tensors[1].unsqueeze(1), out=out)
     elif kind == "nf4/torchao":
         codes, scales, factor, mean, values = tensors
         nf4_class = torchao().NF4Tensor
@@ -37,7 +50,7 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
             scales,
             factor,
             mean,
-            codes,
+            codes.flatten(),
             values,
         )
         out.copy_(stored.get_original_weight())
@@ -45,6 +58,7 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
         assert kind == "nf4/bitsandbytes", kind
         functional, outer = bitsandbytes().functional, None
         codes, absmax, values, *nested = tensors
+        codes = codes.view(-1, 1)
         if nested:
             outer = functional.QuantState(absmax=nested[1], code=nested[2], blocksize=SCALE_BLOCK, dtype=torch.float32)
         state = functional.QuantState(
@@ -61,6 +75,38 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
             functional.dequantize_4bit(codes, state, out=out)
         else:  # the library has no kernel here that writes to a given tensor
             out.copy_(functional.dequantize_4bit(codes, state))
+
+
+@torch.no_grad()
+def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight` [..., in] as codes [..., in / 2] and exponents [..., in / 32], both uint8. `in` is a multiple of 32.
+
+    The scale of a block is the power of two by which its largest number is in [4, 8); the few above 6 become 6.
+    """
+    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, -127).clamp(-126, 127)
+    scaled = torch.ldexp(blocks, -exponent)
+    values = scaled.new_tensor(E2M1)
+    codes = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+    codes |= (scaled < 0).to(torch.uint8) << 3
+    halves = codes.flatten(-2)
+    return halves[..., ::2] | halves[..., 1::2] << 4, (exponent.squeeze(-1) + 127).to(torch.uint8)
+
+
+@torch.no_grad()
+def unpack_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write what pack_mxfp4() packed to `out` [rows, in], which is contiguous."""
+    if out.is_cuda:
+        from fxtune.kernels import mxfp4_triton
+
+        mxfp4_triton.unpack(codes, scales, out)
+        return
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=out.device)
+    codes, scales = codes.reshape(len(out), -1), scales.reshape(len(out), -1)
+    for into, pairs, powers in zip(out.split(CHUNK), codes.split(CHUNK), scales.split(CHUNK), strict=True):
+        numbers = values[torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).int()].unflatten(1, (-1, MX_BLOCK))
+        into.copy_(torch.ldexp(numbers, powers.int().unsqueeze(-1) - 127).flatten(1))
 
 
 def int8_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

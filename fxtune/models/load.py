@@ -135,11 +135,9 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
     return scaled
 
 
-def unpacked_note(model: ModelConfig, hf_config: Any, dtype: str) -> str | None:
-    """The line that says that the weights are stored in MXFP4, if they are."""
-    if model.init is Init.random or not weights.unpacks(_locate(model), hf_config):
-        return None
-    return f"model: its experts are stored in MXFP4 and unpacked to {dtype} as they are read, the same numbers"
+def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
+    """Whether the checkpoint stores its experts in MXFP4 (gpt-oss). build() unpacks them, fill() does not."""
+    return model.init is not Init.random and weights.unpacks(_locate(model), hf_config)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -197,7 +195,7 @@ def build(
     room for a model larger than the GPU.
 
     The result's `name_or_path` and `base_revision` say where it came from, `config_edited` whether its config
-    differs from the one found there.
+    differs from the one found there, `ships_mxfp4` whether its experts are stored in MXFP4.
     """
     silence_libraries()
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
@@ -213,6 +211,7 @@ def build(
     else:
         built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
     built.name_or_path, built.base_revision = (origin.name, origin.revision) if origin else ("", None)
+    built.ships_mxfp4 = ships_mxfp4(model, hf_config)
     built.config_edited = origin is None or hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built
 

@@ -36,6 +36,9 @@ from fxtune.models import weights
 from fxtune.system.hub import Origin
 
 MARK = "stored_pieces"
+MXFP4 = CODES, SCALES = "_blocks", "_scales"
+"""Ends of the names of experts that a checkpoint stores in MXFP4: codes [experts, out, in / 32, 16] and exponents
+[experts, out, in / 32], both uint8."""
 
 
 class Piece(NamedTuple):
@@ -83,6 +86,13 @@ def mark_joined(whole: nn.Parameter, parts: Sequence[Any]) -> None:
         setattr(whole, MARK, joined)
 
 
+def mark_mxfp4(weight: Any, codes: Any, scales: Any) -> None:
+    """Mark `codes` and `scales` as what a checkpoint in MXFP4 has in place of `weight`, if that is marked."""
+    for piece in getattr(weight, MARK, ()):
+        setattr(codes, MARK, [Piece(piece.name + CODES, 0, (*scales.shape[:3], 16))])
+        setattr(scales, MARK, [Piece(piece.name + SCALES, 0, tuple(scales.shape[:3]))])
+
+
 def pieces_of(model: nn.Module) -> dict[str, list[Piece]]:
     """The pieces of each marked parameter of `model`, by its name in it."""
     return {name: getattr(one, MARK) for name, one in model.named_parameters() if hasattr(one, MARK)}
@@ -101,7 +111,9 @@ def fill(model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read) -> Non
 @torch.no_grad()
 def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
     """Write the rows of `piece`, a part of the parameter `name` of `model`, that this rank holds."""
-    parameter, owner = model.get_parameter(name), cast(Any, model.get_submodule(name.rpartition(".")[0]))
+    parent, _, leaf = name.rpartition(".")
+    owner = cast(Any, model.get_submodule(parent))
+    parameter = owner._parameters[leaf]
     own, start = local(parameter), chunk_of(parameter).offset[0]
     first, end = max(start, piece.first), min(start + len(own), piece.first + piece.shape[0])
     if first < end:
@@ -112,7 +124,7 @@ def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
         if hasattr(owner, "store_rows") and into.dtype is torch.uint8:
             owner.store_rows(into, first, rows)
         else:
-            into.copy_(rows)
+            into.copy_(rows.reshape(into.shape))
 
 
 @torch.no_grad()
@@ -142,7 +154,11 @@ def read(
     wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
     with _opened(origin, model, {**wanted, **(elsewhere or {})}, path) as rows:
         fill(model, pieces, rows)
-    broken = [name for name, parameter in model.named_parameters() if name in pieces and not _finite(local(parameter))]
+    broken = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in pieces and not _finite(local(parameter), pieces[name][0].name)
+    ]
     if found := next((one for one in world.gather(broken[:1], "comparing the weights") if one), []):
         raise _not_finite(origin, path, found[0])
 
@@ -206,7 +222,7 @@ def _require_fit(
         header = stored[key].get_slice(key)
         if tuple(header.get_shape()) != wanted[name]:
             shapes.append(f"{key} ({tuple(header.get_shape())} in the file, {wanted[name]} in the config)")
-        if "F" not in header.get_dtype():
+        if "F" not in header.get_dtype() and not name.endswith(MXFP4):
             packed.append(f"{key} ({header.get_dtype()})")
     tied = {f"{prefix}{name}" for name in base.all_tied_weights_keys for prefix in ("", f"{base.base_model_prefix}.")}
     ignored = [*(base._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
@@ -241,9 +257,12 @@ def _not_finite(origin: Origin, path: str, name: str) -> StorageError:
     )
 
 
-def _finite(own: torch.Tensor) -> bool:
-    if not own.numel():
+def _finite(own: torch.Tensor, name: str = "") -> bool:
+    """Whether no number is NaN or infinite. `name`: that of the tensor in the files."""
+    if not own.numel() or (own.dtype is torch.uint8 and name.endswith(CODES)):
         return True
+    if own.dtype is torch.uint8 and name.endswith(SCALES):
+        return bool((own != 255).all())
     if own.dtype is torch.uint8:  # the bits of e4m3
         return bool((own & 0x7F != 0x7F).all())
     low, high = torch.aminmax(own)

@@ -39,7 +39,8 @@ def bytes_of(hf_config: Any, dtype: torch.dtype, code: bool) -> int:
 
 def unpacks(origin: Origin, hf_config: Any) -> bool:
     """Whether read() unpacks weights in the folder of `origin`: gpt-oss's experts in MXFP4, 4 bits and a scale for
-    each 32 (OCP Microscaling Formats 1.0). Their products with powers of two are exact in bfloat16."""
+    each 32 (OCP Microscaling Formats 1.0). Their products with powers of two are exact in bfloat16. shards.read() can
+    read them packed."""
     if hf_config.model_type != "gpt_oss":
         return False
     stored = json.loads((origin.folder / "config.json").read_text()).get("quantization_config") or {}
@@ -110,6 +111,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
             "with random weights. Use a complete copy."
         )
     if unpacked:
+        built._weight_conversions = None  # or save_pretrained would name the unpacked tensors as the packed ones
         for name, weight in built.named_parameters():
             if ".experts." in name:
                 weight.data = weight.data.to(dtype)  # transformers 5.17 leaves them in bfloat16, which is exact

@@ -30,7 +30,7 @@ def refuses(facts: Facts) -> Iterator[str]:
     lora, compile = techniques.lora, techniques.compile
     if techniques.quantize.enabled and techniques.quantize.type is not Type.fp8:
         yield (
-            f"weights in {techniques.quantize.type.value} are packed by a library, and not cut by rows. Set "
+            f"weights in {techniques.quantize.type.value} are packed, and not cut by rows. Set "
             f"techniques.quantize.type=fp8 (GPUs from Ada and Hopper on), techniques.quantize.enabled=false, {whole}."
         )
     if lora.enabled and (lora.factored or lora.dora):

@@ -21,6 +21,8 @@ class Facts(MachineFacts):
     """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
     dtype: str = "float32"
     """The dtype of the model's weights: float32, bfloat16 or float16."""
+    ships_mxfp4: bool = False
+    """Whether the checkpoint stores the model's experts in MXFP4."""
     packing: bool = False
     sequence_length: int = 0
     rows: tuple[int, ...] = ()

@@ -303,13 +303,19 @@ class Pipeline:
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
         """Whether weights are quantized as they are read: those of a model that has room neither on the device nor in
-        host memory before it is quantized, on any rank."""
+        host memory before it is quantized, on any rank; and those of a checkpoint whose experts stay in MXFP4."""
+        if models.ships_mxfp4(model, hf_config) and self.keeps_mxfp4(hf_config.to_dict()):
+            return True
         if not self.quantize.enabled or not self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world)
         needed, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
         large = needed > 0.9 * max(facts.free_memory, facts.host_memory)
         return any(world.gather(large, "choosing how weights are read"))
+
+    def keeps_mxfp4(self, hf_config: dict[str, Any]) -> bool:
+        """Whether a resolved pipeline reads experts that a checkpoint stores in MXFP4 as they are."""
+        return self.lora.enabled and self.quantize.keeps_shipped(self.lora, skeleton(hf_config))
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""

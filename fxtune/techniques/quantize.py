@@ -1,5 +1,5 @@
-"""Frozen linears in 4 or 8 bits under trained adapters: nf4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8 for
-speed.
+"""A frozen base in 4 or 8 bits under trained adapters: nf4, MXFP4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8
+for speed.
 
 In nf4 with double quantization frozen weights take 4.127 bits each: 3.4 GiB in place of 13 for the linears of an 8B
 model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a step a few percent slower with long
@@ -8,8 +8,11 @@ rows. Embeddings, norms and the output head keep model.dtype.
 In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
 bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
 Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
-needed (`transpose`). The experts of a mixture, which are no linears, are quantized with them where one operator
-computes them (quantized_experts.py).
+needed (`transpose`).
+
+The experts of a mixture, which are no linears, are quantized with them where one operator computes them
+(quantized_experts.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
+read as they are, also if the linears are in nf4 or int8, because to quantize them again would only add an error.
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
 in host memory either: then its linears are quantized one by one as they are read, in fp8 row by row
@@ -31,14 +34,14 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.kernels.matmul import CAPABILITY
-from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK
+from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
 from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.lora.targets import matches
-from fxtune.techniques.quantized_experts import SMALL, TENSORS, experts_of, in_fp8, quantize_experts
+from fxtune.techniques.quantized_experts import SMALL, TENSORS, experts_of, hold_mxfp4, quantize_experts, stored_as
 from fxtune.techniques.quantized_experts import obstacle as experts_obstacle
 from fxtune.techniques.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import (
@@ -58,11 +61,15 @@ if TYPE_CHECKING:
 
 EachWeight = Callable[[Mapping[str, tuple[int, ...]], Callable[[str, torch.Tensor], None]], None]
 """Hands each weight, of those by name and shape, to a function."""
-OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
+OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
 """The oldest compute capability that the kernels support."""
-INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8"}
-WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
-"""Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8."""
+INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8", MXFP4: "Use nf4"}
+WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
+"""Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8, 0.115
+in MXFP4."""
+SAME = 1e-3
+"""Limit of that error for experts in MXFP4 that are unpacked and packed again, which is 0 except for the smallest
+numbers of float16."""
 TRANSPOSES = 1 / 8
 """The largest share of the free memory that `transpose=auto` gives to transposes."""
 MULTIPLE = 16
@@ -81,6 +88,7 @@ class Type(str, Enum):
     nf4 = "nf4"
     int8 = "int8"
     fp8 = "fp8"
+    mxfp4 = "mxfp4"
 
 
 class ComputeDtype(str, Enum):
@@ -94,10 +102,11 @@ class ComputeDtype(str, Enum):
 class Quantize(Technique):
     type: Type = Type.nf4
     """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error.
-    `fp8`: products in 8-bit floating point, the fastest; `transpose` says how much memory it takes."""
+    `fp8`: products in 8-bit floating point, the fastest; `transpose` says how much memory it takes. `mxfp4`: the
+    experts of a mixture in 4 bits, in blocks of 32, as gpt-oss ships them; linears stay in model.dtype."""
     library: Library = Library.auto
     """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8
-    needs none."""
+    and mxfp4 need none."""
     double: bool = True
     """nf4: also quantize the blocks' scales, which saves 0.37 bits a weight."""
     compute_dtype: ComputeDtype = ComputeDtype.auto
@@ -113,8 +122,8 @@ class Quantize(Technique):
     transposes the codes first, which takes 1 or 2 % of a step. `auto`: on if the transposes take at most an eighth of
     the card's free memory."""
     experts: Switch = Switch.auto
-    """fp8: also the experts of a mixture. `auto`: on where their architecture and sizes allow it; otherwise they stay
-    in model.dtype, and a line says why."""
+    """Also the experts of a mixture. `auto`: on where their architecture and sizes allow it; otherwise they stay in
+    model.dtype, and a line says why. Experts that a checkpoint ships in MXFP4 stay so, except in fp8."""
     linears: Switch = Switch.auto
     """fp8: also the linears beside experts in fp8. `auto`: off if all of them are small, because then they take hardly
     any memory, and quantizing their input takes about as long as the faster product saves (by calculation)."""
@@ -126,11 +135,17 @@ class Quantize(Technique):
                 f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
                 "techniques.lora.enabled=true, or this to false."
             )
-        yield from self._check_fp8(facts) if fp8 else self._check_library(facts)
+        yield from self._check_fp8(facts) if fp8 else () if self.type is Type.mxfp4 else self._check_library(facts)
+        if self.type is Type.mxfp4 and self.library is not Library.auto:
+            yield f"library: no package stores mxfp4, and this asks for {self.library.value}. Set it to auto."
+        if self.type is Type.mxfp4 and self.skip:
+            yield "skip: mxfp4 leaves all linears as they are. Set it to []."
         if self.type is not Type.nf4 and not self.double:
             yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
-        if self.linears is Switch.off and not fp8:
-            yield f"linears: {kind} quantizes nothing but linears. Set it to auto, or type to fp8."
+        if self.linears is Switch.off and self.type not in (Type.fp8, Type.mxfp4):
+            yield f"linears: {kind} always quantizes linears. Set it to auto, or type to fp8."
+        if self.linears is Switch.on and self.type is Type.mxfp4:
+            yield "linears: mxfp4 is for experts alone. Set it to auto."
         if self.transpose is Switch.off and not fp8:
             yield f"transpose: only fp8 has one to leave out, and type is {kind}. Set it to auto, or type to fp8."
         if facts.device == "cuda":
@@ -229,6 +244,10 @@ class Quantize(Technique):
         """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
         found = [(name, linear) for name, _, _, linear in self._targets(model, self.takes_experts(facts))]
         total = sum(parameter.numel() for parameter in model.parameters())
+        if self.type is Type.mxfp4 and not self.takes_experts(facts):
+            why = self._experts_obstacle(facts) or "experts=off keeps them in 16 bits"
+            yield f"type: mxfp4 is for the experts of a mixture, and {why}. Use nf4."
+            return
         if not found and not self._expert_weights(model, facts):
             yield (
                 f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip "
@@ -277,9 +296,11 @@ class Quantize(Technique):
             which = "the quantized model" if parts == 1 else "a rank's part of the quantized model"
             yield (
                 f"enabled: {which} takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
-                "smaller model" + ("." if self.type is Type.nf4 else ", or type=nf4.")
+                "smaller model" + ("." if self.type in (Type.nf4, Type.mxfp4) else ", or type=nf4.")
             )
-        elif before > max(free, host) and not self.takes_rows(facts.techniques.lora, skeleton(facts.model)):
+        elif before > max(free, host) and not self.takes_rows(
+            facts.techniques.lora, skeleton(facts.model), facts.ships_mxfp4 and self.takes_experts(facts)
+        ):
             yield (
                 f"enabled: before quantization the model takes {before:.1f} GiB in {facts.dtype}, and neither the "
                 f"card ({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
@@ -289,15 +310,16 @@ class Quantize(Technique):
     def resolve(self, facts: Facts) -> str | None:
         chosen = []
         if self.type is Type.fp8:
-            chosen += ["torch multiplies the fp8 weights", *self._resolve_experts(facts)]
-            if self.transpose is Switch.auto:
-                chosen.append(self._resolve_transpose(facts))
-        elif self.library is Library.auto and (library := self._library(facts)):
+            chosen.append("torch multiplies the fp8 weights")
+        elif self.type is not Type.mxfp4 and self.library is Library.auto and (library := self._library(facts)):
             self.library = library
             chosen.append(f"{library.value} stores the {self.type.value} weights")
+        chosen += self._resolve_experts(facts)
+        if self.type is Type.fp8 and self.transpose is Switch.auto:
+            chosen.append(self._resolve_transpose(facts))
         if self.type is not Type.fp8:
-            # Without a meaning; as runs of earlier versions had them (resume_check.py).
-            self.transpose, self.experts, self.linears = Switch.on, Switch.off, Switch.on
+            self.transpose = Switch.on  # without a meaning; as runs of earlier versions had it (resume_check.py)
+            self.linears = Switch.off if self.type is Type.mxfp4 else Switch.on
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
@@ -317,64 +339,81 @@ class Quantize(Technique):
     def _resolve_experts(self, facts: Facts) -> Iterator[str]:
         """Decide `experts`; a line if this model has any."""
         model, why = skeleton(facts.model), self._experts_obstacle(facts)
+        has_any = model is not None and any(experts_of(model))
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
-            if model is not None and any(experts_of(model)):
-                yield f"experts stay in {facts.dtype} ({why})" if why else "experts in fp8, too"
-        if self.linears is Switch.auto:
+            if has_any and why:
+                yield f"experts stay in {facts.dtype} ({why})"
+        if has_any and self.experts is Switch.on and not why:
+            if self._experts_type(facts.ships_mxfp4) is not self.type:
+                yield "experts stay in MXFP4, as the checkpoint stores them"
+            elif self.type is Type.mxfp4:
+                yield "experts in mxfp4" + (", as the checkpoint stores them" if facts.ships_mxfp4 else "")
+            else:
+                yield f"experts in {self.type.value}, too"
+        if self.linears is Switch.auto and self.type is Type.fp8:
             off = model is not None and not any(self._targets(model, self.experts is Switch.on))
             self.linears = Switch.off if off else Switch.on
             if off:
                 yield f"other linears stay in {facts.dtype} (all are small)"
 
+    def _experts_type(self, shipped: bool) -> Type:
+        """How experts are stored. `shipped`: whether the checkpoint has them in MXFP4."""
+        return Type.mxfp4 if shipped and self.type is not Type.fp8 else self.type
+
     def _experts_obstacle(self, facts: Facts) -> str | None:
-        """Why the experts cannot be in fp8 under `facts`."""
+        """Why the experts cannot be quantized under `facts`."""
         model = skeleton(facts.model)
-        if self.type is not Type.fp8:
-            return f"type is {self.type.value}, and experts can be in fp8 only"
         if model is None or not any(experts_of(model)):
             return "this model has no experts that transformers keeps as one tensor for each product"
-        if facts.capability and facts.capability != CAPABILITY:
+        if self.type is Type.fp8 and facts.capability and facts.capability != CAPABILITY:
             number = ".".join(map(str, facts.capability))
             return f"grouped products in fp8 are for compute capability 9.0 (H100, H200), and this card has {number}"
         if facts.degrees.shard > 1:
-            return f"parallel.shard={facts.degrees.shard} divides linears in fp8, and no experts"
+            return f"parallel.shard={facts.degrees.shard} divides quantized linears, and no experts"
         if facts.techniques.lora.grouped_experts is Switch.off:
             return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
         paths = [path for path, one in model.named_modules() if follows_interface(one)]
         for saved in facts.techniques.lora.modules_to_save:
             if any(f".{path}.".find(f".{saved}.") >= 0 for path in paths):
-                return f"techniques.lora.modules_to_save={saved} trains whole experts, and those in fp8 are frozen"
+                return f"techniques.lora.modules_to_save={saved} trains whole experts, and quantized ones are frozen"
         if skipped := [
             skip for skip in self.skip for name in TENSORS for path in paths if is_named(f"{path}.{name}", skip)
         ]:
             return f"techniques.quantize.skip={skipped[0]} names a part of them, and they are quantized whole"
-        return next(filter(None, map(experts_obstacle, experts_of(model))), None)
+        library = self._library(facts)
+        kind = self._experts_type(facts.ships_mxfp4).value, library.value if library else ""
+        return next(filter(None, (experts_obstacle(one, *kind) for one in experts_of(model))), None)
 
     def takes_experts(self, facts: Facts) -> bool:
-        """Whether the experts are in fp8 under `facts`, also before `auto` is decided."""
+        """Whether the experts are quantized under `facts`, also before `auto` is decided."""
         return self.experts is not Switch.off and self._experts_obstacle(facts) is None
 
     def _expert_weights(self, model: nn.Module | None, facts: Facts) -> int:
-        """The number of weights of experts that are in fp8."""
+        """The number of weights of experts that are quantized."""
         if model is None or not self.takes_experts(facts):
             return 0
         return sum(getattr(one, name).numel() for one in experts_of(model) for name in TENSORS)
 
     def bytes_per_weight(self) -> float:
-        """Bytes of each weight of the quantized linears, scales included."""
+        """Bytes of each quantized weight, scales included."""
         return bytes_per_weight(self.type.value, self.double, self.transpose is not Switch.off)
 
-    def takes_rows(self, lora: Any, model: nn.Module | None) -> bool:
+    def takes_rows(self, lora: Any, model: nn.Module | None, shipped: bool = False) -> bool:
         """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that they need not fit
-        anywhere in 16 bits."""
+        anywhere in 16 bits. `shipped`: whether its experts stay in MXFP4, in which the checkpoint has them."""
         if lora.dora or lora.factored or lora.modules_to_save or model is None:
             return False
         # transformers converts the files of mixtures as it reads them.
-        return not any(map(follows_interface, model.modules()))
+        return shipped or not any(map(follows_interface, model.modules()))
+
+    def keeps_shipped(self, lora: Any, model: nn.Module | None) -> bool:
+        """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
+        kept = self.enabled and self.experts is Switch.on and self._experts_type(True) is Type.mxfp4
+        return kept and self.takes_rows(lora, model, True)
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        if self.type is not Type.fp8 and (library := self._library(facts)):
+        if self.type not in (Type.fp8, Type.mxfp4) and (library := self._library(facts)):
             yield library.value
 
     def _library(self, facts: Facts) -> Library | None:
@@ -397,16 +436,20 @@ class Quantize(Technique):
             yield from found
 
     def leaves_linears(self, experts: bool, largest: int) -> bool:
-        """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are in fp8."""
-        return self.linears is Switch.off or (self.linears is Switch.auto and experts and largest < SMALL)
+        """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are quantized."""
+        if self.type is Type.mxfp4:
+            return True
+        small = self.type is Type.fp8 and experts and largest < SMALL
+        return self.linears is Switch.off or (self.linears is Switch.auto and small)
 
     def apply(self, model: Any, world: World) -> nn.Module:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""
         return self._replace_linears(model, world)
 
     def apply_as_read(self, model: Any, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
-        """apply() to a model without memory, whose linears cannot be quantized row by row. Returns the names and
-        shapes of the weights that it has read by `each_weight`."""
+        """apply() to a model without memory, whose linears cannot be quantized row by row, and whose experts, if it
+        has any, the checkpoint stores in MXFP4. Returns the names and shapes of the weights that it has read by
+        `each_weight`."""
         wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in self._targets(model, False)}
         self._replace_linears(model, world, partial(each_weight, wanted))
         return wanted
@@ -426,6 +469,9 @@ class Quantize(Technique):
         of_experts = [getattr(one, name) for one in experts for name in TENSORS]
         share = (sum(linear.weight.numel() for *_, linear in targets) + sum(one.numel() for one in of_experts)) / every
         before, after, worst = sum(one.nbytes for one in of_experts), 0, 0.0
+        ships = getattr(model, "ships_mxfp4", False)
+        kind = self._experts_type(ships)
+        shipped = "" if not experts or not ships or kind is not Type.mxfp4 else "unpacked and packed again"
         del of_experts
         error = math.nan
         waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
@@ -446,12 +492,17 @@ class Quantize(Technique):
             setattr(parent, name, made)
 
         count = len(waiting)
+        for one in experts if each_weight is not None else ():  # before the names of all weights are compared
+            hold_mxfp4(one, compute)
+            shipped = "read as they are"
         if each_weight is not None:
             each_weight(replace)
         for path in list(waiting):
             replace(path, waiting[path][2].weight)
         for one in experts:
-            worst = max(worst, quantize_experts(one, compute, world.device, self.transpose is not Switch.off))
+            if each_weight is None:
+                options = kind.value, self.library.value, self.double, compute, world.device
+                worst = max(worst, quantize_experts(one, *options, self.transpose is not Switch.off))
             after += bytes_of_experts(one)
         ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
@@ -460,7 +511,9 @@ class Quantize(Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = _Done(count, before, after, error, share, ends, len(experts), worst)
+        model.quantization = _Done(
+            count, before, after, error, share, ends, len(experts), self._name(kind), worst, shipped
+        )
         return model
 
     def _quantize_ends(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
@@ -483,33 +536,45 @@ class Quantize(Technique):
         kinds = {module.fxtune_quantized for module in linears}
         done: _Done = model.quantization
         evidence = partial(Evidence, "quantize")
-        wanted = self.type.value if self.type is Type.fp8 else f"{self.type.value}/{self.library.value}"
-        experts = list(filter(in_fp8, model.modules()))
+        wanted = self._name(self.type)
+        experts = list(filter(stored_as, model.modules()))
+        kinds_of_experts = {stored_as(one) for one in experts}
         stored = sum(map(stored_bytes, linears)) + sum(map(bytes_of_experts, experts))
-        too = f" and the experts of {done.experts} layers" * bool(done.experts)
+        seen_as = ", ".join(sorted(kinds)) or wanted, ", ".join(sorted(kinds_of_experts))
         yield evidence(
-            f"{done.linears} linears{too} in {wanted}",
-            f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}{too}, {done.share:.1%} of the model: "
+            _inside(f"{done.linears} linears", done.experts, wanted, done.experts_as),
+            f"{_inside(str(len(linears)), len(experts), *seen_as)}, {done.share:.1%} of the model: "
             f"{done.before / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
             (len(linears), len(experts), stored) == (done.linears, done.experts, done.after)
             and kinds == ({wanted} if linears else set())
+            and kinds_of_experts == ({done.experts_as} if experts else set())
             and (self.type is Type.fp8 or stored < done.before),
         )
         worst = WORST_ERROR[self.type.value]
         error, which = done.error, "in the first linear"
         if divided := [one.rounding for one in model.modules() if getattr(one, "rounding", 0.0)]:
             error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
-        if experts:
+        if experts and not done.shipped:
             error = max(done.experts_error, error if linears else 0.0)
             which = "at most in the first linear and an expert of each layer"
-        yield evidence(
-            f"weights close to the base's (relative error below {worst})",
-            f"{error:.4f} {which}",
-            0 < error < worst,
-        )
+        if linears or not done.shipped:
+            yield evidence(
+                f"weights close to the base's (relative error below {worst})",
+                f"{error:.4f} {which}",
+                0 < error < worst,
+            )
+        if done.shipped:
+            codes = sum(bool(weights[0].any()) for one in experts for weights in one.stored_weights())
+            yield evidence(
+                "the experts that the checkpoint has in MXFP4, unchanged",
+                f"{codes} tensors {done.shipped}, relative error {done.experts_error:.1g}",
+                codes == len(TENSORS) * len(experts) and done.experts_error < SAME,
+            )
         frozen = (one for module in (*linears, *experts) for one in module.parameters())
         trained = sum(one.requires_grad for one in frozen)
-        dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
+        made = [dequantized(linears[0]).dtype] if linears else []
+        made += [one.compute_dtype for one in experts if self.type is not Type.fp8]
+        dtypes = {str(one).removeprefix("torch.") for one in made}
         yield evidence(
             f"frozen, dequantized to {self.compute_dtype.value}",
             f"{trained} of them trained, dequantized to {', '.join(dtypes) or 'nothing'}",
@@ -522,13 +587,13 @@ class Quantize(Technique):
                 ", ".join(done.ends),
                 all(isinstance(one, Fp8Head | Fp8Embedding) for one in ends),
             )
-        if self.type is Type.fp8:
+        if self.type is Type.fp8 or experts:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::fp8_experts$"}
+                operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
                 every = observe_operators(lambda: model(**probe), operators)
             seen = every["fp8"]
             kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
-            if linears or self.head:
+            if self.type is Type.fp8 and (linears or self.head):
                 yield evidence(
                     "products in fp8",
                     f"{seen.calls} of torch's scaled products in a forward pass"
@@ -538,10 +603,16 @@ class Quantize(Technique):
             if experts:
                 ran = every["experts"].calls
                 yield evidence(
-                    f"the experts of {len(experts)} layers as one operator in fp8",
+                    f"the experts of {len(experts)} layers as one operator "
+                    + ("in fp8" if self.type is Type.fp8 else f"over {done.experts_as}"),
                     f"it ran {ran} times in a forward pass",
                     ran == len(experts),
                 )
+
+    def _name(self, kind: Type) -> str:
+        """How quantized modules name this type."""
+        packs = kind in (Type.nf4, Type.int8)
+        return f"{kind.value}/{self.library.value}" if packs else kind.value
 
 
 @dataclass
@@ -557,8 +628,18 @@ class _Done:
     """The share of the model's weights that were quantized."""
     ends: list[str]
     experts: int
-    """Layers whose experts were quantized; `experts_error`: the largest of their errors."""
+    """Layers whose experts were quantized; `experts_as`: how; `experts_error`: the largest of their errors."""
+    experts_as: str
     experts_error: float
+    shipped: str
+    """How experts were taken that the checkpoint has in MXFP4; empty: they were quantized."""
+
+
+def _inside(linears: str, layers: int, kind: str, kind_of_experts: str) -> str:
+    if not layers:
+        return f"{linears} in {kind}"
+    experts = f"the experts of {layers} layers in {kind_of_experts}"
+    return f"{linears} and {experts}" if kind == kind_of_experts else f"{linears} in {kind} and {experts}"
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

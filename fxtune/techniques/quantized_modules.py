@@ -31,7 +31,7 @@ from fxtune.distributed.chunks import chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
 from fxtune.kernels import fp8
 from fxtune.kernels.fp8 import E4M3, quantize_rows
-from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
+from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
 from fxtune.models.shards import mark_joined
 
 FP8_TENSORS = ("weight", "scales", "back", "back_scales")
@@ -41,13 +41,15 @@ SAMPLE = 64
 
 
 def bytes_per_weight(kind: str, double: bool = True, transpose: bool = True) -> float:
-    """Bytes that a quantized linear takes for each weight, scales included.
+    """Bytes that a quantized linear, or experts, take for each weight, scales included.
 
-    `kind`: nf4, int8 or fp8. `double`: whether nf4's scales are quantized, too. `transpose`: whether fp8 keeps the
-    transpose, too. The row scales of int8 and fp8, 4 bytes each, are counted for rows of 4,096.
+    `kind`: nf4, int8, fp8 or mxfp4. `double`: whether nf4's scales are quantized, too. `transpose`: whether fp8 keeps
+    the transpose, too. The row scales of int8 and fp8, 4 bytes each, are counted for rows of 4,096.
     """
     if kind in ("int8", "fp8"):
         return (1 + 4 / 4096) * (2 if kind == "fp8" and transpose else 1)
+    if kind == MXFP4:
+        return 0.5 + 1 / MX_BLOCK
     scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if double else 4 / NF4_BLOCK
     return 0.5 + scales
 

@@ -192,7 +192,7 @@ def _observe(router: Any, args: Any, output: Any) -> Any:
         return output
     mask, (logits, *rest) = routers.mask, output
     numbers = next((one for one in rest if not one.is_floating_point()), None)
-    if numbers is None or len(logits) != len(mask):
+    if numbers is None or len(logits) != len(mask) or logits.is_meta:
         return output
     with torch.no_grad():
         if more:

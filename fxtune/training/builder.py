@@ -115,8 +115,11 @@ class RunBuilder:
                 notes.append(f"{package} {self.facts.lacks(package)}: not used (`fxtune doctor` says what repairs it)")
         if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
             notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
-        if note := models.unpacked_note(config.model, self.hf_config, self.facts.dtype):
-            notes.append(note)
+        if self.facts.ships_mxfp4 and not self.techniques.keeps_mxfp4(self.facts.model):
+            dtype = self.facts.dtype
+            notes.append(
+                f"model: its experts are stored in MXFP4 and unpacked to {dtype} as they are read, the same numbers"
+            )
         notes += [f"plugin {name}: {identity}" for name, identity in config.plugins().items()]
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)

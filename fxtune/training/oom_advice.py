@@ -108,7 +108,8 @@ def _candidates(
             yield freeing, replace(facts, in_backward=True), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:
         setting = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
-        nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False, experts=Switch.off)
+        nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False, experts=Switch.auto)
+        nf4.experts = Switch.on if nf4.takes_experts(replace(facts, techniques=techniques)) else Switch.off
         yield setting, facts, replace(techniques, quantize=nf4)
     if not liger.enabled:
         yield "techniques.liger.enabled=true", facts, replace(techniques, liger=replace(liger, enabled=True))

@@ -42,6 +42,7 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
     facts = Facts.of(
         world,
         model=hf_config.to_dict(),
+        ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, world)).removeprefix("torch."),
         sequence_length=data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,

@@ -8,6 +8,7 @@ from support.runs import SUPPORT, interpreted
 
 from fxtune.kernels.gated_experts import Activation, Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
+from fxtune.techniques.quantized_experts import dequantize, packed_matrices
 
 TOKENS, K, EXPERTS, SIZE, WIDTH, RANKS = 7, 2, 4, 6, 5, (3, 2)
 INDEX = torch.tensor([[0, 2], [2, 0], [3, 2], [0, 3], [2, 3], [0, 2], [3, 0]])
@@ -77,10 +78,62 @@ def test_values_and_gradients(act):
 @pytest.mark.parametrize("act", [Activation(), GPT_OSS])
 def test_the_operators_are_described_to_the_compiler(act):
     trained, (matrices, biases) = case(biased=act.limit > 0)
+    described([[one] for one in matrices], trained, biases, act, "")
+
+
+def described(matrices, trained, biases, act, stored):
     routing = Routing(INDEX, EXPERTS)
-    hidden, weights, *adapters = trained
-    given = hidden, weights, routing.order, routing.back, routing.ends, *matrices, *adapters, *biases, *act, "cublas"
+    rows, (hidden, weights, *adapters) = (routing.order, routing.back, routing.ends), trained
+    given = hidden, weights, *rows, *matrices, *adapters, *biases, *act, "cublas", stored
     torch.library.opcheck(torch.ops.fxtune.gated_experts.default, given)
+
+
+def packed_case(kind, library="", ranks=RANKS, size=64, width=128):
+    """Trained tensors in float32; the packed matrices, the same dequantized, and biases."""
+    made = [draw(TOKENS, size), draw(TOKENS, K, seed=1).abs()]
+    for rank, out, inner, seed in ((ranks[0], 2 * width, size, 4), (ranks[1], size, width, 6)):
+        made += [draw(EXPERTS, rank, inner, seed=seed) / 8, draw(EXPERTS, out, rank, seed=seed + 1) / 8]
+    trained = [one.float().requires_grad_() for one in made]
+    whole = [draw(EXPERTS, 2 * width, size, seed=2).float() / 8, draw(EXPERTS, size, width, seed=3).float() / 8]
+    packs = [packed_matrices(one, kind, library, True, torch.float32, one.device) for one in whole]
+    plain = tuple(
+        dequantize(stored, one, of.shape, torch.float32) for (stored, one), of in zip(packs, whole, strict=True)
+    )
+    biases = draw(EXPERTS, 2 * width, seed=8).float(), draw(EXPERTS, size, seed=9).float()
+    return trained, packs[0][0], tuple(one for _, one in packs), plain, biases
+
+
+def computed(trained, matrices, biases, stored):
+    routing, (hidden, weights, a1, b1, a2, b2) = Routing(INDEX, EXPERTS), trained
+    rows, adapters = (routing.order, routing.back, routing.ends), (Adapter(a1, b1), Adapter(a2, b2))
+    out = gated_experts(hidden, weights, *rows, matrices, adapters, GPT_OSS, biases=biases, stored=stored)
+    return [out, *torch.autograd.grad(out, trained, draw(*out.shape, seed=8).float())]
+
+
+PACKED = [("mxfp4", ""), ("nf4", "bitsandbytes"), ("nf4", "torchao"), ("int8", "torchao")]
+
+
+@pytest.mark.parametrize("ranks", [RANKS, (0, 0)], ids=["adapters", "none"])
+@pytest.mark.parametrize(("kind", "library"), PACKED)
+def test_packed_experts_are_the_dequantized_ones(kind, library, ranks):
+    if library:
+        pytest.importorskip(library)
+    trained, stored, matrices, dequantized, biases = packed_case(kind, library, ranks)
+    found, wanted = computed(trained, matrices, biases, stored), computed(trained, dequantized, biases, "")
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():
+    trained, stored, matrices, _, biases = packed_case("mxfp4")
+    described([list(one) for one in matrices], trained, biases, GPT_OSS, stored)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        computed(trained, matrices, biases, stored)
+    of_weights = [one for one in kept if one.dtype is torch.uint8]
+    assert {one.data_ptr() for one in of_weights} == {one.data_ptr() for two in matrices for one in two}
+    largest = max(one.numel() for one in kept if one.is_floating_point())
+    assert largest < 2 * matrices[0][0].numel() / EXPERTS, "no tensor of all experts"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fxtune.kernels import lora_triton, swiglu_lora_triton, swiglu_reduce_triton  # noqa: E402
+from fxtune.kernels import lora_triton, mxfp4_triton, swiglu_lora_triton, swiglu_reduce_triton  # noqa: E402
 
 SUMS = {**swiglu_reduce_triton.WALK, "SILU": True, "ADD": False}
 TILE = dict(zip(("ROWS", "COLUMNS", "num_warps"), swiglu_lora_triton.TILE, strict=True), SILU=True)
@@ -137,3 +137,18 @@ def test_a_product_that_would_be_overwritten_is_found(monkeypatch, tmp_path):
     """An earlier version of project(), which failed on a GPU: x is multiplied, and also stored from registers."""
     monkeypatch.setitem(KERNELS, "copying", (_copying, dict(ROWS=64, STEP=128, WIDTH=64, num_warps=4, num_stages=3)))
     assert overwritten(compiled("copying", "bf16", monkeypatch, tmp_path)["ttgir"])
+
+
+def test_mxfp4_is_unpacked_with_wide_loads_and_stores(monkeypatch, tmp_path):
+    """16 bytes a thread are written at a time, and 8 read."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = {"codes_ptr": "*u8", "scales_ptr": "*u8", "into_ptr": "*bf16", "count": "i32", "BYTES": "constexpr"}
+    source = ASTSource(
+        fn=mxfp4_triton._unpack,
+        signature=kinds,
+        constexprs={(4,): mxfp4_triton.BYTES},
+        attrs={(at,): [["tt.divisibility", 16]] for at in range(4)},
+    )
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    assert re.search(r"st\.global\.v4\.b32", code)
+    assert re.search(r"ld\.global\.v2\.b32", code)

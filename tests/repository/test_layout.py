@@ -13,6 +13,7 @@ ELSEWHERE = {
     "kernels/fp8_triton.py": "test_fp8.py, in Triton's interpreter",
     "kernels/gated_experts_triton.py": "test_gated_experts.py, in Triton's interpreter",
     "kernels/lora_triton.py": "test_fused_lora.py, in Triton's interpreter",
+    "kernels/mxfp4_triton.py": "test_quantized.py, in Triton's interpreter",
     "kernels/rotary_triton.py": "test_rotary.py, in Triton's interpreter",
     "kernels/swiglu_lora_triton.py": "test_fused_lora.py, in Triton's interpreter",
     "kernels/swiglu_reduce_triton.py": "test_fused_lora.py, in Triton's interpreter",

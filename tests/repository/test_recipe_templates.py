@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[Any, str]] = {  # recipe -> tokenizer, what ends an answ
     "mistral_lora": (families.tokenizer("mistral"), "</s>"),
     "qwen3_moe_lora": (families.tokenizer("qwen3"), "<|im_end|>"),
     "gpt_oss_lora": (families.tokenizer("gptoss"), ""),
+    "gpt_oss_mxfp4_lora": (families.tokenizer("gptoss"), ""),
 }
 for _name, _template, _special in (
     ("phi4_lora", PHI4, ("bytelevel", None, "<|im_end|>", ("<|im_start|>", "<|im_sep|>"))),

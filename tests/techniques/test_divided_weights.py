@@ -22,7 +22,7 @@ def sharded(techniques, model=None):
     [
         (
             {**LORA, "quantize": {}},
-            "weights in nf4 are packed by a library, and not cut by rows. Set techniques.quantize",
+            "weights in nf4 are packed, and not cut by rows. Set techniques.quantize",
         ),
         ({**LORA, "quantize": {"type": "int8"}}, "Set techniques.quantize.type=fp8 (GPUs from Ada and Hopper on), "),
         ({"lora": {"dora": True}}, "Set techniques.lora.dora=false"),

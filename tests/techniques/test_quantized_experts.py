@@ -1,6 +1,6 @@
-"""Experts of a mixture in fp8 without their speed: what is stored, computed, saved and refused, on a CPU.
+"""Experts of a mixture in fp8 without their speed, and in 4 bits: what is stored, computed, saved and refused, on a CPU.
 
-check() refuses a CPU, so these tests call Pipeline.build(), and products run by the plain reference.
+check() refuses fp8 on a CPU, so its tests call Pipeline.build(), and products run by the plain reference.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import pytest
 import torch
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, trained
 from support.mixtures import mixture, uneven
+from support.mxfp4 import in_mxfp4
 
 from fxtune.cli.merge import merge
-from fxtune.kernels.fp8_experts import dequantize_experts
-from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.kernels.fp8_experts import Weights, dequantize_experts
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.save import save_model
 from fxtune.techniques import quantize
 from fxtune.techniques.base import Switch
@@ -25,8 +26,8 @@ from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.lora.experts import grouped, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
-from fxtune.techniques.quantized_experts import experts_of, in_fp8
+from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.techniques.quantized_experts import dequantize, experts_of, stored_as, stored_bytes
 from fxtune.techniques.quantized_modules import is_quantized
 
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
@@ -59,9 +60,10 @@ def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(k
     mine, plain = made(pipeline, model), built(lora(), model, packing=False)
     experts = list(experts_of(mine))
     assert len(experts) == len(grouped(mine)) == 2
-    assert all(map(in_fp8, experts))
+    assert {stored_as(one) for one in experts} == {"fp8"}
     for one, other in zip(experts, experts_of(plain), strict=True):
-        for weights, exact in zip(one.fp8_weights(), (other.gate_up_proj, other.down_proj), strict=True):
+        for codes, exact in zip(one.stored_weights(), (other.gate_up_proj, other.down_proj), strict=True):
+            weights = Weights(*codes)
             found = dequantize_experts(weights.codes, weights.scales, torch.float32)
             assert 0 < (found - exact).norm() / exact.norm() < 0.04
             assert (weights.back is None) is (transpose is Switch.off)
@@ -216,15 +218,219 @@ def test_skip_keeps_experts_with_a_tensor_of_that_name_in_16_bits():
     assert "skip=down_proj names a part of them" in said
 
 
-def test_a_model_without_experts_and_other_types_have_none_in_fp8():
+def test_a_model_without_experts_has_none_in_fp8():
     from support.architectures import random_model
 
     decided, said = resolved(random_model("llama"), fp8(Switch.auto, Switch.auto))
     assert decided.experts is Switch.off
     assert "experts" not in said
-    pipeline = fp8(Switch.auto)
-    pipeline.quantize.type = Type.nf4
-    assert resolved(mixture("qwen3_moe"), pipeline)[0].experts is Switch.off
-    pipeline.quantize.experts = Switch.on
-    facts = dataclasses.replace(facts_of(mixture("qwen3_moe"), **H200), techniques=pipeline)
-    assert any("type is nf4, and experts can be in fp8 only" in one for one in pipeline.quantize.check(facts))
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def packing(kind: str, **options: Any) -> Pipeline:
+    pipeline = lora(**options)
+    library = Library.auto if kind == "mxfp4" else Library.bitsandbytes
+    pipeline.quantize = Quantize(True, Type(kind), library)
+    return pipeline
+
+
+def decided(pipeline: Pipeline, model: ModelConfig, **known: Any) -> tuple[Pipeline, list[str]]:
+    shipped = ships_mxfp4(model, load_config(model))
+    return pipeline.resolved(facts_of(model, packing=False, ships_mxfp4=shipped, **known))
+
+
+def packed(kind: str, model: ModelConfig, **options: Any) -> tuple[Pipeline, Any]:
+    pipeline, _ = decided(packing(kind, **options), model)
+    return pipeline, made(pipeline, model)
+
+
+def shipped(folder) -> ModelConfig:
+    """gpt-oss whose experts are stored in MXFP4."""
+    in_mxfp4(on_disk(folder, model=mixture("gpt_oss", **SIZES)))
+    return ModelConfig(path=str(folder))
+
+
+def proven(pipeline: Pipeline, model: Any) -> dict[str, Any]:
+    every = pipeline.verify(model, make_probe(model, packing=False))
+    assert all(one.acted for one in every), [one for one in every if not one.acted]
+    seen = observe_experts(model, make_probe(model, packing=False))
+    assert (seen.layers, seen.grouped, seen.experts) == (2, 2, 8)
+    return {one.asked: one for one in every if one.technique == "quantize"}
+
+
+def unpacked_copy(mine: Any, model: ModelConfig) -> Any:
+    """The adapted model over the dequantized experts of `mine`, in the layout of transformers."""
+    plain = built(lora(), model, packing=False)
+    for one, other in zip(experts_of(mine), experts_of(plain), strict=True):
+        for name, codes, shape in zip(
+            ("gate_up_proj", "down_proj"), one.stored_weights(), one.matrix_shapes(), strict=True
+        ):
+            weight = dequantize(one.stored_as, codes, shape, torch.float32)
+            getattr(other, name).data.copy_(weight.mT if one.is_transposed else weight)
+    weights = dict(mine.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(weights[name])
+    return plain
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    (model(**make_probe(model, packing=False)).logits.float().logsumexp(-1).sum()).backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_a_mixture_over_packed_experts_equals_the_one_over_what_they_dequantize_to(family, kind):
+    sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    model = mixture(family, **SIZES, **sizes)
+    pipeline, mine = packed(kind, model)
+    proven(pipeline, mine)
+    if kind == "nf4":  # whose linears are quantized, too
+        assert {stored_as(one) for one in experts_of(mine)} == {"nf4/bitsandbytes"}
+        return
+    for name, one in mine.named_parameters():
+        if "lora_B" in name:
+            one.data.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    plain = unpacked_copy(mine, model)
+    torch.testing.assert_close(logits(mine), logits(plain), rtol=1e-5, atol=1e-5)
+    found, wanted = gradients(mine), gradients(plain)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+def test_experts_that_a_checkpoint_ships_in_mxfp4_are_read_as_they_are(kind, tmp_path, monkeypatch):
+    model = shipped(tmp_path)
+    pipeline, notes = decided(packing(kind), model)
+    assert any("as the checkpoint stores them" in note for note in notes)
+    monkeypatch.setattr("fxtune.models.weights.read", None)  # which would unpack them
+    mine = made(pipeline, model)
+    monkeypatch.undo()
+    evidence = proven(pipeline, mine)
+    assert "4 tensors read as they are" in evidence["the experts that the checkpoint has in MXFP4, unchanged"].observed
+    held = sum(stored_bytes(one) for one in experts_of(mine))
+    count = 2 * 4 * (64 * 256 + 128 * 64)
+    assert held == count * 17 / 32, "4.25 bits a weight"
+    biggest = max(one.nbytes for one in (*mine.parameters(), *mine.buffers()))
+    assert biggest < 2 * count / 4
+    assert not any(one.is_meta for one in mine.parameters())
+    if kind == "mxfp4":
+        plain = built(lora(), model, packing=False)
+        torch.testing.assert_close(logits(mine), logits(plain), rtol=0, atol=1e-6)
+
+
+def test_options_that_need_whole_weights_unpack_the_shipped_experts_and_pack_them_again(tmp_path):
+    model = shipped(tmp_path)
+    pipeline, mine = packed("mxfp4", model, modules_to_save=["lm_head"])
+    evidence = proven(pipeline, mine)
+    seen = evidence["the experts that the checkpoint has in MXFP4, unchanged"].observed
+    assert "unpacked and packed again, relative error 0" in seen
+    _, direct = packed("mxfp4", model)
+    for one, other in zip(experts_of(mine), experts_of(direct), strict=True):
+        for here, there, shape in zip(one.stored_weights(), other.stored_weights(), one.matrix_shapes(), strict=True):
+            numbers = [dequantize("mxfp4", codes, shape, torch.float32) for codes in (here, there)]
+            assert torch.equal(*numbers)
+
+
+def test_a_damaged_exponent_is_found_as_the_experts_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from fxtune.errors import StorageError
+
+    model = shipped(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name][0, 0, 0] = 255
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StorageError, match="NaN or infinite"):
+        packed("mxfp4", model)
+
+
+def test_two_steps_over_packed_experts_learn_and_the_adapter_is_for_the_plain_base(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = shipped(tmp_path / "base")
+    _, mine = packed("mxfp4", model)
+    before = mine(**make_probe(mine, packing=False)).logits.float().logsumexp(-1).sum().item()
+    assert trained(mine)(**make_probe(mine, packing=False)).logits.float().logsumexp(-1).sum().item() < before
+    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    base = made(Pipeline(), model)  # unpacked
+    theirs = PeftModel.from_pretrained(base, adapter)
+    ours = dict(mine.named_parameters())
+    weights = {name: one for name, one in theirs.named_parameters() if "lora_" in name}
+    assert any(".experts." in name for name in weights)
+    assert all(torch.equal(one, ours[name]) for name, one in weights.items())
+    torch.testing.assert_close(logits(theirs), logits(mine), rtol=1e-4, atol=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(merge(adapter, tmp_path / "merged"), dtype="auto")
+    row = make_probe(merged, packing=False)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**row).logits, theirs(**row).logits.float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_recomputed_layers_over_quantized_experts_have_the_same_gradients(kind):
+    model = mixture("qwen3_moe", moe_intermediate_size=64)
+    pipeline = fp8() if kind == "fp8" else decided(packing(kind), model)[0]
+    wanted = gradients(made(pipeline, model))
+    pipeline.checkpointing.enabled, pipeline.checkpointing.every = True, 1
+    found = gradients(made(pipeline, model).train())
+    assert wanted.keys() == {name.replace("_checkpoint_wrapped_module.", "") for name in found}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name.replace("_checkpoint_wrapped_module.", "")])
+
+
+def test_layers_over_packed_experts_are_one_graph(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    pipeline, _ = decided(packing("mxfp4"), model := mixture("gpt_oss", **SIZES))
+    pipeline.compile = Compile(enabled=True)
+    mine = made(pipeline, model)
+    evidence = list(pipeline.compile.verify(mine, make_probe(mine, packing=False)))
+    assert all(one.acted for one in evidence), evidence
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+def test_the_forecast_of_packed_experts_is_right(kind):
+    model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    pipeline, mine = packed(kind, model)
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for module in mine.modules()
+        for _, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+    facts = dataclasses.replace(facts_of(model, micro_batch_size=1), techniques=pipeline)
+    need = forecast(facts, RecomputePlan())
+    assert need.weights == pytest.approx(sum(held.values()), rel=0.05)
+    pipeline.quantize.experts = Switch.off
+    assert forecast(facts, RecomputePlan()).weights > 1.5 * need.weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "options", "why"),
+    [
+        ("mxfp4", {}, {}, "mxfp4 has blocks of 32 numbers, and rows of experts have 40"),
+        ("nf4", {}, {"grouped_experts": Switch.off}, "grouped_experts=off adds adapters to whole weights"),
+        ("nf4", {}, {"modules_to_save": ["experts"]}, "modules_to_save=experts trains whole experts"),
+    ],
+)
+def test_auto_packs_experts_where_it_can_and_says_why_not(kind, model, options, why):
+    model, pipeline = mixture("qwen3_moe", moe_intermediate_size=40), packing(kind, **options)
+    facts = dataclasses.replace(facts_of(model, packing=False), techniques=pipeline)
+    if kind == "mxfp4":
+        assert any(why in reason for reason in pipeline.quantize.check(facts))
+        return
+    assert why in (pipeline.quantize.resolve(facts) or "")
+    assert pipeline.quantize.experts is Switch.off
+
+
+def test_mxfp4_of_a_model_without_experts_is_refused():
+    from support.architectures import random_model
+
+    pipeline = packing("mxfp4")
+    facts = dataclasses.replace(facts_of(random_model("llama")), techniques=pipeline)
+    (reason,) = pipeline.quantize.check(facts)
+    assert reason.startswith("type: mxfp4 is for the experts of a mixture, and this model has no experts")

@@ -185,6 +185,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         most = max(most, held + trained.end + undone)
     if layer.fused and quantized_type(facts) in ("nf4", "int8"):
         most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
+    most += unpacked_bytes(facts, shape)
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
     update = max(undone, trained.end if shape.tied and not freed else 0)  # the tied weight has two, which are added up
     return Need(
@@ -324,16 +325,26 @@ def quantized_type(facts: Facts) -> str:
     return quantize.type.value if quantize.enabled else ""
 
 
-def experts_in_fp8(facts: Facts) -> bool:
-    """Whether the experts of a mixture are stored like the quantized linears; otherwise they are in model.dtype."""
-    return quantized_type(facts) == "fp8" and facts.techniques.quantize.experts is Switch.on
+def quantizes_experts(facts: Facts) -> bool:
+    """Whether the experts of a mixture are quantized; otherwise they are in model.dtype."""
+    return facts.techniques.quantize.enabled and facts.techniques.quantize.experts is Switch.on
+
+
+def unpacked_bytes(facts: Facts, shape: Shape) -> int:
+    """Bytes in 16 bits of one layer's experts, gate and up, which are dequantized for each use."""
+    packed = quantizes_experts(facts) and shape.expert_count > 1 and quantized_type(facts) != "fp8"
+    return number_bytes(facts) * shape.expert_count * 2 * shape.hidden * shape.expert_inner if packed else 0
+
+
+def leaves_linears(facts: Facts) -> bool:
+    """Whether linears stay in 16 bits beside quantized experts: those of attention, and of a dense MLP."""
+    others = (inward * out for name, (inward, out) in Shape.of(facts.text).linears.items() if name not in MLP)
+    return facts.techniques.quantize.leaves_linears(quantizes_experts(facts), max(others))
 
 
 def linears_in_fp8(facts: Facts) -> bool:
     """Whether attention's linears, and those of a dense MLP, are stored in fp8."""
-    others = (inward * out for name, (inward, out) in Shape.of(facts.text).linears.items() if name not in MLP)
-    left = facts.techniques.quantize.leaves_linears(experts_in_fp8(facts), max(others))
-    return quantized_type(facts) == "fp8" and not left
+    return quantized_type(facts) == "fp8" and not leaves_linears(facts)
 
 
 def _liger_runs(facts: Facts, kernel: str) -> bool:
@@ -372,9 +383,9 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
         linear = quantize.bytes_per_weight()
-        if experts_in_fp8(facts):
+        if quantizes_experts(facts):
             others = shape.linear_parameters - shape.expert_parameters
-            around += 0 if linears_in_fp8(facts) else int(others * (number - linear))
+            around += int(others * (number - linear)) if leaves_linears(facts) else 0
         else:
             around += int(shape.expert_parameters * (number - linear))
         if not shape.tied:

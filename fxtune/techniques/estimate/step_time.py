@@ -21,12 +21,14 @@ from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,
     Need,
-    experts_in_fp8,
     forecast,
     is_fused,
     linears_in_fp8,
     number_bytes,
+    quantized_type,
+    quantizes_experts,
     trained_parameters,
+    unpacked_bytes,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ ROUTER_PASSES = 40.0
 EIGHT_BIT_BYTES = 150.0
 """torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
 (full fine-tuning of 8B: 0.3 s)."""
+UNPACKING = 3.8
+"""Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of those of
+gate and up in 16 bits: twice, 1.5 with down, and a quarter more for the codes (by calculation)."""
 LAUNCH = 0.4e-3
 """Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
 WORTH = 0.005
@@ -105,7 +110,8 @@ def layer_time(facts: Facts) -> LayerTime:
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
     product = of_mlp = tokens * 2 / (card.fp8 if linears_in_fp8(facts) else card.matmul)
     if shape.expert_count > 1:
-        of_mlp = tokens * 2 / (card.fp8 if experts_in_fp8(facts) else card.matmul)
+        experts_in_fp8 = quantized_type(facts) == "fp8" and quantizes_experts(facts)
+        of_mlp = tokens * 2 / (card.fp8 if experts_in_fp8 else card.matmul)
     elif facts.techniques.float8.enabled and shape.expert_count == 1:
         slow = 1 / 3 if facts.techniques.float8.weight_gradient == "bfloat16" else 0.0
         product = of_mlp = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
@@ -146,7 +152,7 @@ def update_seconds(facts: Facts) -> float:
 def _elementwise(facts: Facts) -> float:
     """Seconds of one layer that reading and writing take beside its matmuls, attention and `LayerTime.rest`, forward
     and backward: gated activations, adapters' own products, which read each linear's input and add to its output, and
-    for a mixture the router and the rows of tokens."""
+    for a mixture the router, the rows of tokens, and packed experts."""
     shape, lora = Shape.of(facts.text), facts.techniques.lora.enabled
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
@@ -156,7 +162,8 @@ def _elementwise(facts: Facts) -> float:
         passes += ROW_PASSES * rows + ROUTER_PASSES * shape.expert_count
     else:
         passes += GATED_PASSES * i + ADAPTER_PASSES * lora * ((h + i) + (h + 2 * i))
-    return number_bytes(facts) * facts.tokens * passes / rates(facts).memory
+    moved = number_bytes(facts) * facts.tokens * passes
+    return (moved + UNPACKING * unpacked_bytes(facts, shape)) / rates(facts).memory
 
 
 def _spans(facts: Facts, length: float) -> list[float]:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.kernels.fp8_experts import fp8_experts
+from fxtune.kernels.fp8_experts import Weights, fp8_experts
 from fxtune.kernels.gated_experts import Activation, Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
@@ -166,7 +166,7 @@ def _fits(outermost: Any) -> bool:
         weight = getattr(experts, wrapper.parameter_name)
         inward, outward = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
         in_16_bits = weight.is_floating_point() and weight.element_size() > 1
-        known = wrapper.parameter_name in (first, LAST) and (in_16_bits or hasattr(experts, "fp8_weights"))
+        known = wrapper.parameter_name in (first, LAST) and (in_16_bits or hasattr(experts, "stored_as"))
         if (
             not known
             or ADAPTER not in wrapper.lora_A
@@ -215,33 +215,30 @@ def run_experts(
     """
     routing = Routing(index, experts.num_experts)
     first = FIRST[0] if experts.has_gate else FIRST[1]
-    if hasattr(experts, "fp8_weights"):
-        dtype = torch.bfloat16 if hidden.is_cuda else experts.compute_dtype
-        codes, nothing = experts.fp8_weights(), hidden.new_empty(0, dtype=dtype)
+    rows = routing.order, routing.back, routing.ends
+    if stored := getattr(experts, "stored_as", ""):  # quantized_experts.py
+        in_fp8 = stored == "fp8"
+        dtype = torch.bfloat16 if in_fp8 and hidden.is_cuda else experts.compute_dtype
+        nothing = hidden.new_empty(0, dtype=dtype)
         halves = [
-            _halves(adapters[name], dtype) if name in adapters else _no_adapter(one.codes, nothing)
-            for name, one in zip((first, LAST), codes, strict=True)
+            _halves(adapters[name], dtype) if name in adapters else _no_adapter(shape, nothing)
+            for name, shape in zip((first, LAST), experts.matrix_shapes(), strict=True)
         ]
-        result = fp8_experts(
-            hidden.to(dtype),
-            weights,
-            routing.order,
-            routing.back,
-            routing.ends,
-            codes,
-            (halves[0], halves[1]),
-            experts.expert_act,
-        )
+        codes, pair, act = experts.stored_weights(), (halves[0], halves[1]), experts.expert_act
+        if in_fp8:
+            in_both = Weights(*codes[0]), Weights(*codes[1])
+            result = fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act)
+        else:
+            biases = _biases(experts, dtype)
+            result = gated_experts(hidden.to(dtype), weights, *rows, codes, pair, act, by, biases, stored)
         return result.to(hidden.dtype)
     dtype = getattr(experts, first).dtype
     if act is not None and len(adapters) == 2:
-        matrices, biases = _frozen(experts)
+        matrices, biases = _frozen(experts), _biases(experts, dtype)
         result = gated_experts(
             hidden.to(dtype),
             weights,
-            routing.order,
-            routing.back,
-            routing.ends,
+            *rows,
             matrices,
             (_halves(adapters[first], dtype), _halves(adapters[LAST], dtype)),
             act,
@@ -249,13 +246,13 @@ def run_experts(
             biases,
         )
         return result.to(hidden.dtype)
-    rows = routing.gather(hidden.to(dtype))
-    rows = _product(experts, first, adapters, rows, routing)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _product(experts, LAST, adapters, rows, routing)
+    states = routing.gather(hidden.to(dtype))
+    states = _product(experts, first, adapters, states, routing)
+    states = experts._apply_gate(states) if experts.has_gate else experts.act_fn(states)
+    states = _product(experts, LAST, adapters, states, routing)
     if getattr(experts, "has_post_expert_norm", False):
-        rows = experts.post_expert_norm(rows)
-    return routing.combine(rows, weights).to(hidden.dtype)
+        states = experts.post_expert_norm(states)
+    return routing.combine(states, weights).to(hidden.dtype)
 
 
 def one_operator(experts: Any) -> Activation | None:
@@ -278,11 +275,16 @@ def _number(experts: Any, *names: str) -> float:
     )
 
 
-def _frozen(experts: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """The tensors gate_up and down as [experts, out, in], and their biases."""
+def _frozen(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensors gate_up and down as [experts, out, in]."""
     first, last = experts.gate_up_proj, experts.down_proj
-    matrices = (first.mT, last.mT) if experts.is_transposed else (first, last)
-    return matrices, (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+    return (first.mT, last.mT) if experts.is_transposed else (first, last)
+
+
+def _biases(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not experts.has_bias:
+        return None, None
+    return experts.gate_up_proj_bias.to(dtype), experts.down_proj_bias.to(dtype)
 
 
 def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -304,9 +306,9 @@ def _halves(wrapper: Any, dtype: torch.dtype) -> Adapter:
     return Adapter(_padded(a.to(dtype), 1), _padded(b.to(dtype), 2))
 
 
-def _no_adapter(matrix: torch.Tensor, like: torch.Tensor) -> Adapter:
-    """Halves of rank 0 for `matrix` [experts, out, in]."""
-    experts, outward, inward = matrix.shape
+def _no_adapter(shape: tuple[int, int, int], like: torch.Tensor) -> Adapter:
+    """Halves of rank 0 for matrices of `shape` [experts, out, in]."""
+    experts, outward, inward = shape
     return Adapter(like.new_empty(experts, 0, inward), like.new_empty(experts, outward, 0))
 
 

@@ -1,0 +1,43 @@
+"""Triton kernel of quantized.py: MXFP4 to numbers in 16 or 32 bits, in one pass over memory.
+
+Import this module only on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BYTES = 1024
+"""Bytes of codes that a program reads."""
+
+
+def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write the numbers of `codes` (uint8, two in each) to `out`, which has twice as many. `scales`: uint8, one for
+    each 16 bytes of codes. All are contiguous."""
+    assert all(one.is_contiguous() for one in (codes, scales, out))
+    assert out.numel() == 2 * codes.numel() == 32 * scales.numel()
+    if count := codes.numel():
+        _unpack[(triton.cdiv(count, BYTES),)](codes, scales, out, count, BYTES=BYTES, num_warps=4)
+
+
+@triton.jit
+def _unpack(codes_ptr, scales_ptr, into_ptr, count, BYTES: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BYTES
+    at = start + tl.arange(0, BYTES)
+    codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.int32)
+    power = tl.load(scales_ptr + at // 16, mask=at < count, other=127).to(tl.int32)
+    # 2^(power - 127) has `power` as its exponent's bits; the smallest one is subnormal.
+    scale = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
+    numbers = tl.interleave(_number(codes & 15) * scale, _number(codes >> 4) * scale)
+    into = 2 * start + tl.arange(0, 2 * BYTES)
+    tl.store(into_ptr + into, numbers.to(into_ptr.dtype.element_ty), mask=into < 2 * count)
+
+
+@triton.jit
+def _number(code):
+    """The number of a code of e2m1: sign, two bits of exponent, one of mantissa."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    quarters = tl.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent).to(tl.float32)
+    return tl.where(code >= 8, -quarters, quarters) * 0.25

@@ -53,10 +53,11 @@ from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
-from fxtune.training import in_backward, noise_scale, oom_advice
+from fxtune.training import in_backward, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.ranks import facts_on_ranks, share
+from fxtune.training.refusals import refusals
 from fxtune.training.resume_check import ResumeCheck
 from fxtune.training.rows import decide_rows, documents_padding
 from fxtune.training.step import TrainStep
@@ -98,11 +99,7 @@ class RunBuilder:
             self.world = self.world.divided(degrees)
             self.facts = replace(self.facts, degrees=degrees)
             notes += [f"parallel: {why}"] * (self.world.size > 1)
-        refused = [
-            *update_rule.check(config.optimizer, self.facts),
-            *noise_scale.refusals(config, self.world.degrees),
-            *in_backward.refusals(config, self.facts),
-        ]
+        refused = list(refusals(config, self.facts))
         self.facts, in_backward_note = in_backward.decide(config, self.facts)
         notes += [in_backward_note] if in_backward_note else []
         # Rank 0 decides: some kernels are chosen by timing them, and two ranks may measure differently.

@@ -30,6 +30,7 @@ from fxtune.techniques.facts import Facts
 from fxtune.training import in_backward, oom_advice
 from fxtune.training.oom_advice import Change, MemoryPhase
 from fxtune.training.ranks import share
+from fxtune.training.refusals import refusals
 from fxtune.training.rows import decide_rows
 
 WHOLE_BYTES = 16 << 20
@@ -136,7 +137,7 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     if degrees.ranks > 1:
         notes.append(f"parallel: {why}")
     shared = replace(facts, degrees=degrees)
-    config.techniques.check(shared, list(in_backward.refusals(config, shared)))
+    config.techniques.check(shared, list(refusals(config, shared)))
     shared, note = in_backward.decide(config, shared)
     notes += [note] if note else []
     facts = decided_with(replace(facts, in_backward=shared.in_backward), degrees)

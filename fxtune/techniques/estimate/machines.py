@@ -48,7 +48,13 @@ MODELS = {
     "L4": Model("NVIDIA L4", 22.0, (8, 9)),
 }
 """By the name that a user gives, the largest first."""
-PACKAGES = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "liger-kernel": "0.8.5", "bitsandbytes": "0.50.0"}
+PACKAGES = {
+    "flash-attn-4": "4.0.0b36",
+    "quack-kernels": "0.6.5",
+    "liger-kernel": "0.8.5",
+    "bitsandbytes": "0.50.0",
+    "torchao": "0.18.0",
+}
 """What `pip install 'fxtune[flash,quant]'` brings on a machine with a GPU, at least in these versions."""
 
 

@@ -19,9 +19,7 @@ from support.mxfp4 import in_mxfp4
 from fxtune.config.compose import load as compose
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import DType, ModelConfig, build, load_config
-from fxtune.techniques.estimate.machines import machine
 from fxtune.training.builder import RunBuilder
-from fxtune.training.run_forecast import forecast_run
 
 
 def load(path, **options):
@@ -161,11 +159,3 @@ def test_other_models_in_mxfp4_are_refused(copy):
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
     with pytest.raises(ConfigError, match="quantized already"):
         load(copy)
-
-
-def test_ranks_that_divide_weights_do_not_start_over_experts_in_mxfp4(tmp_path):
-    folder = on_disk(tmp_path / "base", model=tiny_model("gpt_oss"))
-    in_mxfp4(folder)
-    config = compose([f"model.path={folder}", "data.sequence_length=64", "run.device=cpu", "parallel.shard=2"])
-    with pytest.raises(ConfigError, match=r"parallel\.shard: 2 ranks would read the weights row by row, .* in MXFP4"):
-        forecast_run(config, machine("H200", 128), 2, None)

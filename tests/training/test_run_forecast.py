@@ -149,17 +149,3 @@ def test_data_that_is_not_here_is_not_known(rows, monkeypatch):
 def test_memory_of_the_host_counts():
     run = forecast("techniques=[lora,fast,memory]", "train.micro_batch_size=16")
     assert run.need.host > 1 * GIB
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["optimizer.moments=bfloat16"], "optimizer.moments: bfloat16 is read by adamw with stochastic_rounding=true"),
-        (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas: [0.9, 0.95] is not read by sgd"),
-        (["optimizer.name=lion", "optimizer.lr=auto"], "optimizer.lr: auto has a rule for AdamW and none for lion"),
-    ],
-)
-def test_a_plan_refuses_what_training_refuses(words, message):
-    with pytest.raises(ConfigError) as error:
-        forecast(*words)
-    assert message in str(error.value)

@@ -137,7 +137,9 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
 
 def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
     """Whether the checkpoint stores its experts in MXFP4 (gpt-oss). build() unpacks them, fill() does not."""
-    return model.init is not Init.random and weights.unpacks(_locate(model), hf_config)
+    if hf_config.model_type != "gpt_oss" or model.init is Init.random:  # others need not ask the hub again
+        return False
+    return weights.unpacks(_locate(model), hf_config)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -211,7 +213,7 @@ def build(
     else:
         built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
     built.name_or_path, built.base_revision = (origin.name, origin.revision) if origin else ("", None)
-    built.ships_mxfp4 = ships_mxfp4(model, hf_config)
+    built.ships_mxfp4 = origin is not None and weights.unpacks(origin, hf_config)
     built.config_edited = origin is None or hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built
 

@@ -375,7 +375,7 @@ class Quantize(Technique):
             return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
         paths = [path for path, one in model.named_modules() if follows_interface(one)]
         for saved in facts.techniques.lora.modules_to_save:
-            if any(f".{path}.".find(f".{saved}.") >= 0 for path in paths):
+            if any(f".{saved}." in f".{path}." for path in paths):
                 return f"techniques.lora.modules_to_save={saved} trains whole experts, and quantized ones are frozen"
         if skipped := [
             skip for skip in self.skip for name in TENSORS for path in paths if is_named(f"{path}.{name}", skip)

@@ -5,7 +5,8 @@
 
 Each package is checked in a process of its own, so that one that crashes or hangs is only a line of the page. On a
 machine with several GPUs, processes on all of them add up numbers together for a few seconds, which shows how fast
-their links are; with a recipe, on as many as it trains on. Secrets are not printed, only whether there is one. Exit
+their links are; with a recipe, on as many as it trains on. On a GPU, runs take these results of packages and check
+nothing again until a package, the driver or the card changes. Secrets are not printed, only whether there is one. Exit
 code 1: an installed package or the links do not work, or the recipe cannot run here.
 """
 
@@ -126,7 +127,10 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
         yield "Network", [server.result() for server in servers]
         packages = [_package(package, checks[package.check].result()) for package in PACKAGES]
         yield "Packages", [_compiler(checks["torch.compile"].result()), *packages]
-    if ranks := _ranks(config, checks["torch"].result().get("facts") or {}):
+    facts = checks["torch"].result().get("facts") or {}
+    if facts.get("device") == "cuda":  # for the runs that follow
+        package_checks.record({name: check.result() for name, check in checks.items()}, facts["device_name"])
+    if ranks := _ranks(config, facts):
         yield "Links", links.check(*ranks)
     if config is not None:
         yield "Recipe", [_recipe(config)]

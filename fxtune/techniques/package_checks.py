@@ -3,7 +3,8 @@
     python -P fxtune/techniques/package_checks.py NAME [gpu]
 
 `fxtune doctor` checks all packages. A run checks those that it would use (`unusable`), before it decides an `auto`: a
-package may be installed in part, such as flash-attn-4 without its CUDA part.
+package may be installed in part, such as flash-attn-4 without its CUDA part. Results on a GPU are recorded, failures
+too, so that a run checks a package once; `doctor` checks and records again.
 
 A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for
 the first time can hang. The last line of output is one JSON object: `state` (works; imports: its kernels need a GPU;
@@ -12,6 +13,7 @@ missing; broken), `seen`, and for torch the `facts` of this machine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -21,10 +23,12 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +44,12 @@ SHARED = ("flash_attn", "apex")
 """Folders of modules that several distributions share: flash-attn and flash-attn-4, NVIDIA's apex and PyPI's."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
 """Errors that say nothing about the package: another process has the GPU."""
+PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM", re.IGNORECASE)
+"""Results that may be others a minute later."""
+RESULTS = "package_checks.json"
+"""The file of recorded results in fxtune's cache."""
+METADATA = ".dist-info"
+"""How the folder ends that an installer writes beside a package, NAME-VERSION before it."""
 TOLERANCE = 2e-2
 """Relative distance from float32 that bfloat16 operators may have: five times what rounding costs."""
 
@@ -295,29 +305,74 @@ def _check_here(name: str) -> dict[str, Any]:
 
 
 def _check_on_gpu(names: list[str], facts: MachineFacts) -> dict[str, dict[str, Any]]:
-    """The results of checks, each in a process of its own: a fault of a kernel would end all work on the GPU. What
-    works is not checked again until the GPU or any installed package changes.
+    """The results of checks, each in a process of its own: a fault of a kernel would end all work on the GPU. A
+    recorded result is taken instead of a check.
     """
-    from hashlib import blake2b
-    from importlib import metadata
+    from fxtune.system.progress import phase
 
-    from fxtune.system.host import cache_home
-    from fxtune.system.json_cache import add_cached, read_cached
-
-    installed = sorted({(one.name, one.version) for one in metadata.distributions()}, key=str)
-    environment = blake2b(repr([sys.prefix, facts.device_name, installed]).encode(), digest_size=8).hexdigest()
-    file = cache_home() / "package_checks.json"
-    known = read_cached(file)
-    keys = {name: f"{name} {environment}" for name in names}
-    answers = {name: {"state": "works", "seen": known[key]} for name, key in keys.items() if key in known}
+    answers = _recorded(names, facts.device_name)
     if missing := [name for name in names if name not in answers]:
-        print(f"Checking once that {', '.join(missing)} works on this GPU ...", flush=True)
-        with ThreadPoolExecutor(len(missing)) as pool:
-            answers.update(
-                zip(missing, pool.map(lambda name: run_check(name, True, TIMEOUT_GPU), missing), strict=True)
-            )
-        add_cached(file, {keys[name]: answers[name]["seen"] for name in missing if answers[name]["state"] == "works"})
+        with (
+            phase(f"Checking once that {', '.join(missing)} works on this GPU"),
+            ThreadPoolExecutor(len(missing)) as pool,
+        ):
+            found = list(pool.map(lambda name: run_check(name, True, TIMEOUT_GPU), missing))
+        answers |= record(dict(zip(missing, found, strict=True)), facts.device_name)
     return answers
+
+
+def record(answers: dict[str, dict[str, Any]], device_name: str) -> dict[str, dict[str, Any]]:
+    """Record results on this machine's GPU for later runs, and return them. What says nothing about the package is
+    not recorded: another process had the GPU, or the machine was too busy to answer.
+    """
+    from fxtune.system.host import cache_home
+    from fxtune.system.json_cache import add_cached
+
+    lasting = {name: answer for name, answer in answers.items() if not PASSING.search(answer["seen"])}
+    stamped = {name: {"state": one["state"], "seen": one["seen"], "at": time.time()} for name, one in lasting.items()}
+    keys = _keys(stamped, device_name)
+    add_cached(cache_home() / RESULTS, {keys[name]: answer for name, answer in stamped.items()})
+    return answers
+
+
+def _recorded(names: list[str], device_name: str) -> dict[str, dict[str, Any]]:
+    """The recorded results that still hold. A package that did not work is checked again as soon as any package was
+    installed, repaired or removed, even if no version has changed.
+    """
+    from fxtune.system.host import cache_home
+    from fxtune.system.json_cache import read_cached
+
+    known = read_cached(cache_home() / RESULTS)
+    found = {name: known[key] for name, key in _keys(names, device_name).items() if key in known}
+    if all(answer["state"] == "works" for answer in found.values()):
+        return found
+    changed = _last_installed()
+    return {name: answer for name, answer in found.items() if answer["state"] == "works" or answer["at"] >= changed}
+
+
+def _keys(names: Iterable[str], device_name: str) -> dict[str, str]:
+    """The name in the file of results for each check: it changes with the GPU, its driver, Python, and the version of
+    any installed package, because a package may fail through another one.
+    """
+    driver = Path("/proc/driver/nvidia/version")
+    installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))
+    machine = [device_name, driver.read_text() if driver.exists() else "", sys.version, installed]
+    environment = blake2b(repr(machine).encode(), digest_size=8).hexdigest()
+    return {name: f"{name} {environment}" for name in names}
+
+
+def _last_installed() -> float:
+    """When a file or folder at the top of a folder with installed packages was last changed, in seconds since 1970."""
+    return max((entry.stat().st_ctime for folder in _site_folders() for entry in folder), default=0.0)
+
+
+def _site_folders() -> Iterator[list[os.DirEntry[str]]]:
+    """The content of each folder of sys.path that holds installed packages: no checkout, no working directory."""
+    for folder in dict.fromkeys(sys.path):
+        with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
+            found = list(entries)
+            if any(entry.name.endswith(METADATA) for entry in found):
+                yield found
 
 
 def _installed(module: str) -> bool:

@@ -21,6 +21,7 @@ from fxtune.cli.main import main
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.distributed.world import World
 from fxtune.kernels import matmul
+from fxtune.system.facts import MachineFacts
 from fxtune.techniques import package_checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +211,23 @@ def test_a_gpu_that_torch_does_not_use_is_broken_and_other_processes_are_listed(
     assert "4242 python (42.0 GiB)" in found["other processes"]["seen"]
     assert found["torch"]["state"] == "broken"
     assert "built for the CPU" in found["torch"]["seen"]
+
+
+def test_a_run_takes_what_doctor_found_on_the_gpu(cwd, checked, torch_answer, monkeypatch):
+    card = {"device": "cuda", "device_name": "H100", "capability": (9, 0), "gpus": 1}
+    answers = {
+        "torch": {**torch_answer, "facts": {**torch_answer["facts"], **card}},
+        "flash-attn-4": {"state": "broken", "seen": "ImportError: No CTK flavor"},
+    }
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cwd / "cache"))
+    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    works = {"state": "works", "seen": "ran"}
+    monkeypatch.setattr(doctor, "run_check", lambda name, *_: answers.get(name, works))
+    monkeypatch.setattr(package_checks, "run_check", lambda name, *_: pytest.fail(f"{name} was checked again"))
+    findings(code=1)
+    facts = MachineFacts(device="cuda", device_name="H100", packages={"flash-attn-4": "4", "torchao": "0.18"})
+    assert package_checks.unusable(facts, facts.packages) == {"flash-attn-4": "ImportError: No CTK flavor"}
 
 
 def test_little_shared_memory_is_a_warning(cwd, monkeypatch, small):

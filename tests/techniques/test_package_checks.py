@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from support.harness import wait_for
 from torch.nn.functional import scaled_dot_product_attention
 
 from fxtune.kernels import matmul
@@ -189,22 +191,72 @@ def test_a_broken_package_is_passed_over_by_auto_and_refused_if_named():
         assert "No CTK flavor installed" in reason
 
 
-def test_a_gpu_in_use_says_nothing_about_the_package(monkeypatch, tmp_path):
-    """A package that works is checked once for an environment; one that fails, each time."""
-    answers = {"torchao": "broken", "bitsandbytes": "works", "quack-kernels": "broken"}
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Checks on a GPU that is not there: the names that were checked since the last call, and the folder of installed
+    packages, in which a test can install something.
+    """
+    asked: list[str] = []
     seen = {"torchao": "RuntimeError: no kernel image", "quack-kernels": "OutOfMemoryError: CUDA out of memory"}
-    asked = []
 
     def check(name, gpu, timeout):
         asked.append(name)
-        return {"state": answers[name], "seen": seen.get(name, "ran")}
+        return {"state": "broken" if name in seen else "works", "seen": seen.get(name, "ran")}
 
+    site = tmp_path / "site"
+    (site / "torchao-0.18.0.dist-info").mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(package_checks, "run_check", check)
+    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    # Not the real folders: other test processes may write into them.
+    monkeypatch.setattr(sys, "path", [str(site), *(folder for folder in sys.path if "site-packages" not in folder)])
     for module in ("torchao", "torchao.quantization"):
         monkeypatch.setitem(sys.modules, module, sys.modules.get(module))
-    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
-    facts = Facts(device="cuda", device_name="H100", packages=dict.fromkeys(answers, "1"))
-    for _ in range(2):
-        assert package_checks.unusable(facts, answers) == {"torchao": "RuntimeError: no kernel image"}
-    assert sorted(asked) == ["bitsandbytes", *["quack-kernels"] * 2, *["torchao"] * 2]
+
+    def checked(device_name="H100") -> set[str]:
+        names = ("torchao", "bitsandbytes", "quack-kernels")
+        facts = Facts(device="cuda", device_name=device_name, packages=dict.fromkeys(names, "1"))
+        assert package_checks.unusable(facts, names) == {"torchao": "RuntimeError: no kernel image"}
+        found = set(asked)
+        asked.clear()
+        return found
+
+    return checked, site
+
+
+def test_a_package_is_checked_once_whether_it_works_or_not(recorded):
+    """A GPU that another process uses says nothing about a package, so that check is made again."""
+    checked, _ = recorded
+    assert checked() == {"torchao", "bitsandbytes", "quack-kernels"}
+    assert checked() == {"quack-kernels"}
+
+
+def test_a_package_is_checked_again_with_another_gpu_or_another_version(recorded):
+    checked, site = recorded
+    checked()
+    assert checked("H200") == {"torchao", "bitsandbytes", "quack-kernels"}
+    assert checked() == {"quack-kernels"}
+    (site / "torchao-0.18.0.dist-info").rename(site / "torchao-0.19.0.dist-info")
+    assert checked() == {"torchao", "bitsandbytes", "quack-kernels"}
+
+
+def test_a_package_that_failed_is_checked_again_when_something_was_repaired_without_a_new_version(recorded):
+    """As `pip install --force-reinstall` does, or a library that is unpacked into the folder."""
+    checked, site = recorded
+    checked()
+    before = time.time()
+
+    def repaired() -> bool:
+        (site / "lib.so").touch()
+        return (site / "lib.so").stat().st_ctime > before  # the file system's clock is coarser
+
+    wait_for(repaired)
+    assert checked() == {"torchao", "quack-kernels"}
+
+
+def test_doctor_replaces_what_is_recorded(recorded):
+    checked, _ = recorded
+    checked()
+    package_checks.record({"bitsandbytes": {"state": "works", "seen": "again"}}, "H100")
+    package_checks.record({"quack-kernels": {"state": "works", "seen": "the GPU is free"}}, "H100")
+    assert checked() == set()

@@ -9,7 +9,7 @@ SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 # CUDA libraries. PyTorch's own index has a small one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: help setup quickstart test test-all check lint audit format clean
+.PHONY: help setup quickstart test test-vital test-all check lint audit format clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, half 
 
 test: setup  ## Run the tests that need no GPU and at most a few seconds each
 	$(BIN)/python -m pytest -n auto $(PYTEST) -m 'not slow'
+
+test-vital: setup  ## Run the slow tests of what must always hold; CI runs them after `make test`
+	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m vital
 
 test-all: test  ## Run all tests that need no GPU: those of `make test`, then the slow ones
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m slow

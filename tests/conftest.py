@@ -50,7 +50,13 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """Run files with slow tests first, so that no worker is still busy with one when the others have finished."""
+    """Mark vital tests as slow, too.
+
+    Run files with slow tests first, so that no worker is still busy with one when the others have finished.
+    """
+    for item in items:
+        if item.get_closest_marker("vital"):
+            item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

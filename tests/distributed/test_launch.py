@@ -123,7 +123,7 @@ def the_message(folder):
     return said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_command_starts_two_ranks_and_stops_them_together(training, tmp_path):
     training.send_signal(signal.SIGTERM)
     assert training.wait(600) == 75, tail(tmp_path)

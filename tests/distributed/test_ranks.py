@@ -35,7 +35,11 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     ("words", "tolerance"),
     [
         ((), 0.0),
-        (("data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2"), 0.0),
+        pytest.param(
+            ("data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2"),
+            0.0,
+            marks=pytest.mark.vital,
+        ),
         (("techniques.lora.dropout=0.1", QUESTIONS), 0.0),
         (("data.buckets=[32,64,128]", "optimizer.name=muon"), 0.0),
         (("train.micro_batch_size=1", "train.global_batch_size=6"), 1e-5),
@@ -111,6 +115,7 @@ def test_last_step_that_ranks_do_not_divide_counts_each_row_once(ranks, forks, t
     assert one == pytest.approx(two, abs=1e-5)
 
 
+@pytest.mark.vital
 def test_killed_rank_ends_the_other_and_the_same_command_resumes_bit_for_bit(ranks, tmp_path):
     words = made(tmp_path / "whole")
     assert ranks.run(words, tmp_path / "whole") == [0, 0]

@@ -132,7 +132,7 @@ def test_planted_secret_is_found_by_the_search(planted):
         found.unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch):
     argv = [
         *RUN,

@@ -832,7 +832,7 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
 # --- the working directory, and fxtune's own code
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_working_directory_modules_are_not_imported(cwd):
     """An untrusted data folder may contain a wandb.py, which `python -m` would import in place of the library."""
     for name in (

@@ -188,7 +188,7 @@ def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_pa
     assert float(asked[1]) * MIB == pytest.approx(size, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "40m") as disk:
         words = command(tmp_path, "train.epochs=15", "checkpoint.every=10")
@@ -557,7 +557,7 @@ def test_checkpoint_of_another_recipe_is_skipped_with_the_reason(tmp_path):
     assert "another recipe" in notes[0]
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_run_killed_while_saving_resumes_from_a_complete_checkpoint(tmp_path, forks, said):
     """The newest complete checkpoint of a killed run is damaged by hand."""
     words, folder = killed_with_three(tmp_path, forks, epochs=8)

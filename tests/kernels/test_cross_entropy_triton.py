@@ -6,7 +6,7 @@ import pytest
 from support.runs import interpreted
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_triton_kernel_equals_torch(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)

@@ -219,7 +219,7 @@ def test_an_mlp_with_adapters_is_near_the_dequantized_one(act, keep, tiles, tran
         assert apart(mine, theirs) < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_triton_kernels_match_the_plain_reference(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)

@@ -151,7 +151,7 @@ def test_the_operators_are_described_to_the_compiler(transpose):
     torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, *SILU, "torch"))
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_the_triton_kernels_against_the_references():
     pytest.importorskip("triton")
     assert interpreted(SUPPORT / "interpreted_fp8_experts.py") == ["18", "compared"]

@@ -113,7 +113,7 @@ def test_one_graph_also_with_recomputation(in_fp8):
     torch.compiler.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_triton_kernel_matches_the_plain_reference(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)

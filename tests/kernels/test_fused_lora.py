@@ -403,7 +403,7 @@ class Calls(TorchDispatchMode):
         return sum(each.startswith("fxtune.") and each.endswith(name) for each in self.names)
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_triton_kernels_match_the_plain_reference():
     assert interpreted(SUPPORT / "interpreted_lora.py") == ["36", "compared"]
 

@@ -136,7 +136,7 @@ def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():
     assert largest < 2 * matrices[0][0].numel() / EXPERTS, "no tensor of all experts"
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_the_triton_kernels_against_the_references():
     pytest.importorskip("triton")
     assert interpreted(SUPPORT / "interpreted_experts.py") == ["18", "compared"]

@@ -342,6 +342,6 @@ def test_generation_with_a_cache():
     assert torch.equal(*found)
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_triton_kernel_equals_the_plain_reference():
     assert interpreted(SUPPORT / "interpreted_rotary.py") == ["72", "compared"]

@@ -69,7 +69,7 @@ def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, ki
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 @pytest.mark.parametrize("kind", sharded.MODELS)
 def test_ranks_export_what_one_process_exports(tmp_path, kind):
     assert sharded.run_ranks(2, sharded.export, tmp_path / "out", kind, 10**9, -1) == ["", ""]

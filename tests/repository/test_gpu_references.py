@@ -19,7 +19,7 @@ def given(shape: str, **options):
     return reference.batch(reference.small(shape), LENGTHS, device="cpu", **options)
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 @pytest.mark.parametrize("shape", reference.SHAPES)
 def test_fxtune_equals_plain_transformers_document_by_document(shape):
     tokens = given(shape, padding=5)
@@ -31,7 +31,7 @@ def test_fxtune_equals_plain_transformers_document_by_document(shape):
     assert result.evidence
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_fxtune_with_adapters_equals_plain_peft_including_gradients():
     tokens = given("llama", rows=2)
     result = reference.ours(Pipeline(), reference.small("llama"), tokens, dtype="float32", lora=True)
@@ -41,7 +41,7 @@ def test_fxtune_with_adapters_equals_plain_peft_including_gradients():
     assert max(reference.relative_errors(result, expected).values()) < reference.LIMITS["float32"]
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_comparison_detects_other_dtype_and_attention_across_documents():
     """A model in another dtype, and tokens that attend to other documents, both exceed the limit for float32."""
     tokens = given("llama")

@@ -70,7 +70,7 @@ def test_wheel_holds_all_recipes_configs_and_assets(wheel):
     assert not any("tests" in name or name.endswith(".pyc") for name in names)
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_installed_wheel_finds_its_recipes_from_any_folder(installed, tmp_path):
     done = run(installed, tmp_path, "recipes")
     assert done.returncode == 0

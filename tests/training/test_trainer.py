@@ -25,7 +25,7 @@ VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
 ASSETS = Path(train.__file__).parents[1] / "assets"
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_first_twenty_losses_equal_plain_transformers_and_peft(small, build, chats):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -144,7 +144,7 @@ def document_losses(trainer) -> dict[bytes, float]:
     return {key: values[0] for key, values in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_packing_does_not_change_document_losses(small, build):
     small.train.max_steps, small.train.epochs = None, 1
     apart = document_losses(build(small))
@@ -221,7 +221,7 @@ def test_resume_must_is_refused_without_an_unfinished_run(small, cwd):
         train.run(small)
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 def test_adapter_loaded_by_plain_peft_gives_the_trained_logits(small, build):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -34,7 +34,7 @@ FAMILIES = ["llama", "qwen3", "gemma"]  # mistral is llama, here
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 @pytest.mark.parametrize(("scope", "layers", "options"), [(Scope.layers, 2, NARROW), (Scope.model, 1, {})])
 def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, layers, options):
     """All stages of the compiler, with few layers and rows as long as the probe, because each graph takes a C++
@@ -59,7 +59,7 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
     assert pipeline.compile.report().graphs == graphs[-1], "generation runs uncompiled"
 
 
-@pytest.mark.slow
+@pytest.mark.vital
 @pytest.mark.parametrize("scope", list(Scope))
 def test_number_of_graphs_does_not_depend_on_the_number_of_layers(scope, quick):
     graphs = []

@@ -5,23 +5,31 @@ BIN    := $(VENV)/bin
 PYTEST := --dist loadfile --no-loadscope-reorder
 # Slow tests wait for the processes that they start, so two of them share a core.
 SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
-# torch is installed first. Without an NVIDIA driver this is the CPU build if pip's index has one; PyPI's build brings gigabytes of
-# CUDA libraries. PyTorch's own index has a small one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
-TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+# Constrains also the pip that installs and the packages that build, so a machine gets today what it gets in a year. PyPI's build of
+# torch brings gigabytes of CUDA libraries; pip prefers a CPU build of the same version where it finds one, as in PyTorch's own index:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
+LOCK   := requirements.lock
 
-.PHONY: help setup quickstart test test-vital test-all check lint audit format clean
+.PHONY: help setup lock quickstart test test-vital test-all check lint audit format clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.ready  ## Make .venv with fxtune and the tools for developing it
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --build-constraint $(LOCK) --editable '.[dev]'
 	touch $@
+
+# Each package has the same version on every Python; the marker that says so is cut from each line.
+lock:  ## Write requirements.lock: the newest versions that pyproject.toml allows, from the metadata of PyPI
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet uv
+	.venv-lock/bin/uv pip compile --quiet --upgrade --universal --fork-strategy fewest --python-version 3.11 --all-extras \
+	  --annotation-style line --custom-compile-command 'make lock' --output-file $(LOCK) pyproject.toml >/dev/null
+	sed -i "s/ ; python_full_version < '3.14' and sys_platform == 'linux' / /" $(LOCK)
 
 quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, half a minute on two CPU cores
 	$(BIN)/python -m fxtune +recipe=quickstart
@@ -50,4 +58,4 @@ format: setup  ## Format the code and fix what the linter can
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environment and caches (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-lock .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

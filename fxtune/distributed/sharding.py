@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fxtune.distributed.world import World
 
@@ -102,7 +103,8 @@ def shard(
         codes = any(not one.is_floating_point() for one in part.parameters())  # fp8: older torch would cast them, too
         dtype = cast if _only_linears(part, ignored) and not codes else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        divided = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+        with _CodesWithoutGradients():
+            divided = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         ignored.update(part.parameters())
         return divided
 
@@ -122,6 +124,16 @@ def shard(
     # torch keeps the root's weights gathered after a forward pass: for a backward pass, if there is one.
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
     model.sharding = Sharding(model, world)
+
+
+class _CodesWithoutGradients(TorchFunctionMode):
+    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 asks for their gradients and withdraws
+    that in the next line, which raises RuntimeError in between; 2.12 does not ask (pytorch#177948)."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.requires_grad_ and not args[0].dtype.is_floating_point:
+            return args[0]
+        return function(*args, **(kwargs or {}))
 
 
 def _only_linears(part: nn.Module, ignored: Collection[nn.Parameter]) -> bool:

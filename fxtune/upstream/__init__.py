@@ -1,0 +1,4 @@
+"""Private parts of other libraries that fxtune uses, a module for each library; no other code of fxtune uses any.
+
+Each entry says what it is, why no public way serves, and what happens in a version of the library without it.
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 from collections.abc import Iterator
@@ -94,6 +95,11 @@ def backbone(model: nn.Module) -> nn.Module:
         layers = _layer_lists(base, model.config)[0]
         decoder = next(module for module in base.modules() if layers in module.children())
     return decoder
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """The name of the KV cache among a model's arguments and results: `past_key_values` up to transformers 5.23."""
+    return "cache" if "cache" in inspect.signature(_base(model).forward).parameters else "past_key_values"
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:

@@ -7,6 +7,7 @@ every model of the process. So the model's attention gets a copy of its forward,
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -30,6 +31,8 @@ def with_rope_function(forward: Any, function: Callable[..., Any], owner: str) -
 
     Raises ConfigError if `forward` does not call it. `owner`: the attention's name for the message.
     """
+    # transformers 5.24 wraps forwards to rename keywords (`deprecate_kwarg`); layers pass the new names.
+    forward = inspect.unwrap(forward)
     if ROPE_FUNCTION not in forward.__code__.co_names:
         raise ConfigError(
             f"techniques.liger.rope: {owner} of this transformers does not call {ROPE_FUNCTION}. Set it to off."

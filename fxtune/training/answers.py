@@ -27,7 +27,7 @@ from fxtune.data.read.sources import open_source
 from fxtune.distributed.sharding import with_head
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, StorageError
-from fxtune.models.structure import observed
+from fxtune.models.structure import cache_keyword, observed
 from fxtune.plugins import METRICS
 from fxtune.system.oom import BatchSizes
 from fxtune.system.progress import phase
@@ -280,6 +280,7 @@ def _greedy(
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     stops = torch.tensor(sorted(ends), device=device)
+    keyword = cache_keyword(model)
     cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
     for _ in range(max_new_tokens):
         # The head runs for the last position only: a prompt's logits can be gigabytes.
@@ -287,11 +288,11 @@ def _greedy(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{keyword: cache},
         )
-        cache, chosen = output.past_key_values, agree(output.logits[:, -1].argmax(-1))
+        cache, chosen = output[keyword], agree(output.logits[:, -1].argmax(-1))
         written.append(chosen)
         done |= torch.isin(chosen, stops)
         if done.all():

@@ -225,6 +225,8 @@ class Compile(OptionalTechnique):
         return self.enabled and self.cuda_graphs is Switch.on
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
+        from transformers import Cache
+
         use_cache_folder()
         residual_pass.install()
         # torch would reuse the code of an earlier model of this process (in a sweep): it would not be counted, and as
@@ -243,7 +245,7 @@ class Compile(OptionalTechnique):
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
-            part.forward = partial(_unless_caching, part.forward, compiled, self.scope is Scope.model)
+            part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
         return model
 
     def withdraw(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
@@ -371,10 +373,17 @@ def _missing_compiler(facts: Facts) -> Iterator[str]:
 
 
 def _unless_caching(
-    uncompiled: Callable[..., Any], compiled: Callable[..., Any], is_decoder: bool, *args: Any, **kwargs: Any
+    uncompiled: Callable[..., Any],
+    compiled: Callable[..., Any],
+    cache: type,
+    is_decoder: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    # A decoder makes a cache unless use_cache is false; a layer gets one as an argument.
-    caching = kwargs.get("past_key_values") is not None or (is_decoder and kwargs.get("use_cache") is not False)
+    # A decoder makes a cache unless use_cache is false; a layer gets one as an argument, whose name differs by version.
+    caching = any(isinstance(value, cache) for value in (*args, *kwargs.values()))
+    caching = caching or (is_decoder and kwargs.get("use_cache") is not False)
     return (uncompiled if caching else compiled)(*args, **kwargs)
 
 

@@ -381,7 +381,7 @@ def _unless_caching(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # A decoder makes a cache unless use_cache is false; a layer gets one as an argument, whose name differs by version.
+    # A decoder makes a cache unless use_cache is false; a layer gets one as an argument (its name varies).
     caching = any(isinstance(value, cache) for value in (*args, *kwargs.values()))
     caching = caching or (is_decoder and kwargs.get("use_cache") is not False)
     return (uncompiled if caching else compiled)(*args, **kwargs)

@@ -37,13 +37,12 @@ from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.config.validate import OUTPUT_KEYS
-from fxtune.distributed.world import THREADS
 from fxtune.errors import ConfigError
 from fxtune.system import console, progress
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say
-from fxtune.system.host import cores
 from fxtune.system.redact import redact_arguments
+from fxtune.system.threads import PROCESSES
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training.run_energy import Used, sentence
 from fxtune.tuning import recipe_writer, sampling, sweep_space
@@ -143,17 +142,14 @@ def plan_of(
 
 
 def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
-    """The variables of each process that trains: its card or, on the CPU, its share of the threads."""
+    """The variables of each process that trains: its card or, on the CPU, how many share the cores."""
     if torch.cuda.is_available() and config.run.device.value != "cpu":
         cards = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         cards = cards or [str(index) for index in range(torch.cuda.device_count())]
         if workers is not None and workers > len(cards):
             raise ConfigError(f"--workers {workers}, but there are {len(cards)} GPUs: each run has one")
         return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:workers]]
-    workers = workers or 1
-    if workers == 1 or os.environ.keys() & THREADS:
-        return [{} for _ in range(workers)]
-    return [{"OMP_NUM_THREADS": str(max(1, cores() // workers))} for _ in range(workers)]
+    return [{PROCESSES: str(workers or 1)} for _ in range(workers or 1)]
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER
 from fxtune.distributed.watch import AGAIN, Watch
 from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, UserError
+from fxtune.system.threads import PROCESSES
 
 
 def ranks_here(gpus: str, cpu: bool) -> list[int]:
@@ -83,11 +84,9 @@ def launch(ranks: int, argv: list[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its lines are for its developers
     with tempfile.TemporaryDirectory(prefix="fxtune-ranks-") as name:
         folder = Path(name)
-        os.environ.update({HEARTBEATS: name, LAUNCHER: str(os.getpid())})
+        os.environ.update({HEARTBEATS: name, LAUNCHER: str(os.getpid()), PROCESSES: str(ranks)})
         # torch 2.11 ignores this and waits 30 seconds.
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
-        # Each rank would otherwise take every core.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -109,7 +108,7 @@ def launch(ranks: int, argv: list[str]) -> int:
         except SignalException as stop:  # the agent has passed it on
             raise _first_cause(failure.read(folder), Stopped(signal.Signals(stop.sigval))) from None
         finally:
-            del os.environ[HEARTBEATS], os.environ[LAUNCHER]
+            del os.environ[HEARTBEATS], os.environ[LAUNCHER], os.environ[PROCESSES]
     return 0
 
 

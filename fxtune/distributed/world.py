@@ -35,6 +35,7 @@ from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
 from fxtune.system.gpu_processes import gpu_processes
 from fxtune.system.host import cores, memory
 from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.threads import set_threads
 from fxtune.system.units import GIB
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ Result = TypeVar("Result")
 
 CONTEXT = GIB
 """Bytes of GPU memory that the driver and the context of a process take, at most."""
-THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-"""Variables by which a user sets the number of CPU threads."""
 _LIMITED: set[torch.device] = set()
 """GPUs whose memory a run of this process has limited: the next run of a sweep may have another limit, or none."""
 _WATCH: list[StoreWatch] = []
@@ -90,8 +89,9 @@ class World:
     """How the ranks are divided; None: all replicate."""
 
     @staticmethod
-    def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
-        """Select the device, join the other ranks, and limit torch to `memory_gib` GiB of the device (None: no limit).
+    def create(device: Device = Device.auto, memory_gib: float | None = None, threads: int | None = None) -> World:
+        """Select the device, join the other ranks, limit torch to `memory_gib` GiB of the device (None: no limit), and
+        set the number of CPU threads. `threads`: the number that a resumed run was started with.
 
         Raises HardwareError if the device is missing or taken by another rank, ConfigError if the limit is not
         possible, RankError if the other ranks cannot be reached.
@@ -103,8 +103,7 @@ class World:
                 f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
                 "Use run.device=auto, or install a CUDA build of torch and a driver that serves it."
             )
-        if not os.environ.keys() & THREADS and torch.get_num_threads() > cores():
-            torch.set_num_threads(cores())  # torch does not see the quota of a container
+        set_threads(threads)
         cuda = torch.cuda.is_available() and device is not Device.cpu
         if cuda and torch.cuda.device_count() == 1 and gives_own_cards():
             local_rank = 0

@@ -71,12 +71,12 @@ class RunBuilder:
     """
 
     @phase("Checking the recipe")
-    def __init__(self, config: Config, ahead: bool = False) -> None:
+    def __init__(self, config: Config, ahead: bool = False, threads: int | None = None) -> None:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
-        ranks, and nothing can be built."""
+        ranks, and nothing can be built. `threads`: the number of CPU threads that a resumed run was started with."""
         self.config = config
         _reset_process()
-        self.world = World.create(config.run.device, config.run.memory_gib)
+        self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
@@ -306,17 +306,17 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         config = replace(config, data=check.earlier_rows(config.data))
     if resumes and config.optimizer.lr == update_rule.AUTO:
         config = replace(config, optimizer=check.earlier_rate(config.optimizer))
-    builder = RunBuilder(config)
+    threads = check.earlier_threads()
+    builder = RunBuilder(config, threads=threads)
     if reasons := list(config.parallel.check(builder.world.degrees)):  # here, because other commands use one rank
         raise ConfigError("\n".join(reasons))
     require_equal_parts(builder.world.degrees, config.train.micro_batches)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
-        builder = RunBuilder(replace(config, techniques=techniques))
+        builder = RunBuilder(replace(config, techniques=techniques), threads=threads)
     if undecided:
         check.compare("rows", {"packing": builder.config.data.packing, "buckets": list(builder.config.data.buckets)})
     if plugins := config.plugins():
         check.compare("plugins", plugins)
-    check.keep_threads()
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check
 

@@ -29,12 +29,10 @@ from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW, SETTING, differences
 from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.distributed.world import THREADS
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json
-from fxtune.system.host import cores
 from fxtune.techniques.base import AUTO
 from fxtune.techniques.facts import Facts
 
@@ -124,11 +122,10 @@ class ResumeCheck:
         self.note(f"optimizer.lr: {rate:g}, as auto chose it when the run was started")
         return dataclasses.replace(optimizer, lr=rate)
 
-    def keep_threads(self) -> None:
-        """Use as many CPU threads as when the run started, if this machine has the cores: sums depend on them."""
+    def earlier_threads(self) -> int | None:
+        """How many CPU threads the run was started with: sums depend on it. None for a new run, or on a GPU."""
         threads = str(self._section("machine").get("threads", ""))
-        if threads.isdecimal() and not os.environ.keys() & THREADS and 0 < int(threads) <= cores():
-            torch.set_num_threads(int(threads))
+        return int(threads) if threads.isdecimal() else None
 
     def _parse_recorded(self, name: str, technique: Any, key: str, value: Any) -> Any:
         """A recorded value with the type of the technique's field: JSON has no enums."""

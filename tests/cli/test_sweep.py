@@ -18,6 +18,7 @@ from fxtune.cli.main import main
 from fxtune.cli.sweep import environments, plan_of
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError
+from fxtune.system.threads import PROCESSES
 from fxtune.tuning.race import Bracket
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep import Method
@@ -78,10 +79,8 @@ def test_no_more_configurations_than_there_are():
 
 def test_each_worker_has_a_card_or_its_share_of_the_cores(monkeypatch):
     config = load(["run.device=cpu"])
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("fxtune.cli.sweep.cores", lambda: 8)
-    assert environments(config, None) == [{}]
-    assert environments(config, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert environments(config, None) == [{PROCESSES: "1"}]
+    assert environments(config, 2) == [{PROCESSES: "2"}] * 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

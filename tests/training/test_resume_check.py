@@ -17,6 +17,7 @@ from fxtune.optim.config import OptimizerConfig
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import trainer
+from fxtune.training.builder import RunBuilder
 from fxtune.training.resume_check import ResumeCheck
 
 
@@ -218,20 +219,27 @@ def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said
     assert not [text for text in said if text.startswith("packing: ")]
 
 
-def test_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch):
-    """Sums depend on it. A number beyond the cores of this machine is not taken, and the user's variable wins."""
-    before = torch.get_num_threads()
-    try:
-        for recorded, variable, expected in ((1, None, 1), (10**6, None, 2), (1, "2", 2)):
-            (tmp_path / "setting.json").write_text(json.dumps({"machine": {"threads": str(recorded)}}))
-            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            if variable:
-                monkeypatch.setenv("OMP_NUM_THREADS", variable)
-            torch.set_num_threads(2)
-            ResumeCheck(tmp_path, True, False, print).keep_threads()
-            assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
+def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkeypatch):
+    """Setting the number, even to the number that torch has, changes the order of MKL's sums."""
+    small.run.dir, small.train.max_steps, small.checkpoint.every = "run", 4, 2
+    events: list[int | str] = []
+    inner, build = torch.set_num_threads, RunBuilder.build
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: (events.append(number), inner(number)))
+    monkeypatch.setattr(RunBuilder, "build", lambda self: (events.append("build"), build(self))[1])
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("fxtune.system.threads.cores", lambda: 4)
+    inner(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
+        trainer.run(small)
+    assert set(events[: events.index("build")]) == {2}
+    assert events[-1] == "build"
+    events.clear()
+    inner(3)  # as on a machine with another number of cores
+    trainer.run(small)
+    before = events[: events.index("build")]
+    assert before[-1] == 2
+    assert events[-1] == "build"
 
 
 def test_learning_rate_that_auto_chose_stays_when_the_rule_changes(small, cwd, monkeypatch, said):

@@ -13,6 +13,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from fxtune.system import remote_code
+
 if TYPE_CHECKING:
     from fxtune.api import Run, load_recipe, plan, preview, train, verify
     from fxtune.plugins import load_plugin, metric, objective, row_format, technique
@@ -24,6 +26,9 @@ __version__ = "0.1.0"
 # is up to six times slower. OpenMP reads this when torch loads it, and child processes inherit it.
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+# Here, because each child process imports fxtune before it reads a model's folder.
+remote_code.install_guard()
 
 _MODULES = {
     "fxtune.api": ("Run", "load_recipe", "plan", "preview", "train", "verify"),

@@ -244,7 +244,9 @@ class _Plain:
         config._attn_implementation = "eager"  # another kernel may need the bounds of documents, or a GPU
         weight = next(held.parameters())
         dtype = next((one.dtype for one in held.parameters() if one.is_floating_point() and one.itemsize > 1), None)
-        code = bool(getattr(config, "auto_map", None))  # it has run already, to build the model
+        # Code of a trusted model: the file that was read for training, not the copy that saving made of it.
+        config.name_or_path = held.config.name_or_path
+        code = getattr(held, "trust_remote_code", False)
         plain = shards.empty(config, dtype or torch.float32, World(weight.device), code)
         for path, module in list(plain.named_modules()):
             self._fill(plain, path, module)

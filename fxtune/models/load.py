@@ -24,7 +24,8 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
-from fxtune.models.untrusted import inspect_config, inspect_folder
+from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
+from fxtune.system import remote_code
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -165,6 +166,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=code)
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
+        _explain_code(error, origin, "tokenizer_config.json")
         raise StorageError(
             f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a complete "
             "copy of it, or name another in model.tokenizer."
@@ -196,8 +198,9 @@ def build(
     `shrinks`: the caller quantizes the weights and moves them one by one, so they may start in host memory, which has
     room for a model larger than the GPU.
 
-    The result's `name_or_path` and `base_revision` say where it came from, `config_edited` whether its config
-    differs from the one found there, `ships_mxfp4` whether its experts are stored in MXFP4.
+    The result's `name_or_path` and `base_revision` say where it came from, `trust_remote_code` whether its author's
+    code may run, `config_edited` whether its config differs from the one found there, `ships_mxfp4` whether its
+    experts are stored in MXFP4.
     """
     silence_libraries()
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
@@ -213,6 +216,7 @@ def build(
     else:
         built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
     built.name_or_path, built.base_revision = (origin.name, origin.revision) if origin else ("", None)
+    built.trust_remote_code = code
     built.ships_mxfp4 = origin is not None and weights.unpacks(origin, hf_config)
     built.config_edited = origin is None or hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built
@@ -314,6 +318,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
     except unusable as error:
+        _explain_code(error, origin, file.name)
         raise ConfigError(
             f"{name}: {file} cannot be used: {first_line(error)}. A model newer than this transformers needs a newer "
             "one; one with code of its own needs model.trust_remote_code."
@@ -326,6 +331,12 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
             raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
         del config.quantization_config  # what is built has weights in 16 or 32 bits
     return config
+
+
+def _explain_code(error: Exception, origin: Origin, config: str) -> None:
+    """Raise the error that names the Python file, if transformers refused the folder because it needs that file."""
+    if "trust_remote_code" in str(error) and (code := named_code(origin.folder / config)):
+        raise remote_code.refusal(origin.folder, code) from error
 
 
 def _why_not_causal(kind: str) -> str:

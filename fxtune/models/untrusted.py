@@ -83,6 +83,17 @@ def inspect_config(values: Any, source: str) -> None:
                 raise ConfigError(f"{source}: {name}={str(value)[:24]} is beyond what any model has ({limit:,}).")
 
 
+def named_code(config: Path) -> str | None:
+    """The Python file that `auto_map` in a config.json or tokenizer_config.json names first; None: it names none."""
+    try:
+        references = json.loads(config.read_bytes())["auto_map"].values()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    # A tokenizer's entry has two classes: one in Python alone and a fast one; either may be null.
+    classes = [name for entry in references for name in (entry if isinstance(entry, list) else [entry]) if name]
+    return f"{str(classes[0]).rpartition('--')[2].partition('.')[0]}.py" if classes else None
+
+
 def _check_file(file: Path, folder: Path, source: str) -> None:
     """Refuse a link out of the folder, what is no regular file, and one that is too large."""
     root, target = folder.resolve(), file.resolve()

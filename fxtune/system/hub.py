@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError, HubError, StorageError
+from fxtune.system import remote_code
 from fxtune.system.console import say
 from fxtune.system.progress import Phase, phase
 from fxtune.system.redact import redact
@@ -56,7 +57,8 @@ def is_commit(revision: str | None) -> bool:
 
 
 def locate(name: str, revision: str | None = None, key: str = "model.path", code: bool = False) -> Origin:
-    """Find `name` and make its small files local. `key`: the recipe's key, for messages. `code`: also fetch *.py.
+    """Find `name` and make its small files local. `key`: the recipe's key, for messages. `code`: also fetch *.py, and
+    let them run if `revision` is a full commit hash.
 
     Raises ConfigError if the name is wrong, HubError if the hub cannot be reached.
     """
@@ -81,6 +83,8 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
             "or a hub id such as Qwen/Qwen3-0.6B."
         )
     found = _snapshot(name, revision, [*SMALL_FILES, "*.py"] if code else [*SMALL_FILES], key)
+    if code and is_commit(revision):
+        remote_code.trust(found)
     return Origin(found, name, found.name if is_commit(found.name) else revision)
 
 

@@ -292,10 +292,10 @@ def test_model_code_does_not_run(stranger):
         auto_map={"AutoTokenizer": ["tokenization_mine.Mine", "tokenization_mine.Mine"]},
         tokenizer_class="Mine",
     )
-    with pytest.raises(StorageError, match="tokenizer"):
+    with pytest.raises(ConfigError, match=r"stranger/tokenization_mine\.py is .*model\.trust_remote_code=true"):
         opened(stranger)
     change(stranger / "config.json", model_type="mine")
-    with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
+    with pytest.raises(ConfigError, match=r"stranger/mine\.py is Python code .*model\.trust_remote_code=true"):
         opened(stranger)
     assert not Path("ran").exists()
 

@@ -24,6 +24,7 @@ from fxtune.diagnostics.benchmark import STEPS, WARM_UP, measure, measure_in_pro
 from fxtune.errors import CheckError, ConfigError
 from fxtune.system.console import say, table
 from fxtune.system.profiler import short_name
+from fxtune.system.startup import SHOWN
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -106,8 +107,10 @@ def figures_table(figures: Figures) -> Any:
         cost, hour = figures["price_per_million_tokens"], figures["price_per_hour"]
         rows.append(("cost", f"{cost:.4f} per million tokens, at {hour:g} per hour"))
     first, second = figures["first_step_seconds"], figures["second_step_seconds"]
+    parts = [f"{part} {seconds:.1f}" for part, seconds in figures["startup_seconds"].items() if seconds >= SHOWN]
     rows += [
-        ("start-up", f"first step done after {first:.1f} s, second after {second:.1f} s"),
+        ("seconds to the first step", f"{first:.1f}, to the second {second:.1f}"),
+        *([("", ", ".join(parts))] if parts else []),
         ("compiling", "off" if figures["compile_seconds"] is None else f"{figures['compile_seconds']:.1f} s"),
         ("loss", known(figures["loss"], "{:.4f}") + not_finite),
     ]

@@ -30,10 +30,12 @@ from fxtune.cli.commands import COMMANDS, HELP, Command
 from fxtune.config import discovery
 from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude, keeps_connections
-from fxtune.distributed.ranks import act_alone, end_with_launcher, place
+from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, place
 from fxtune.errors import ConfigError, Ended, RankError, Stopped, StorageError, UserError, did_you_mean
+from fxtune.system.host import process_age
 from fxtune.system.redact import redact_text, redacted_output
 from fxtune.system.signals import SIGNALS
+from fxtune.system.startup import STARTUP
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,6 +68,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     end_with_launcher()
+    if argv is None:  # the process was started for this command
+        before, launcher = {"imports": process_age()}, os.environ.get(LAUNCHER)
+        if launcher:
+            before = {"starting the ranks": max(process_age(launcher) - before["imports"], 0.0), **before}
+        STARTUP.begin(before)
     try:
         with SIGNALS, redacted_output(), _leaving():
             _run(list(sys.argv[1:] if argv is None else argv))
@@ -296,7 +303,7 @@ def _run_command(command: Command, options: argparse.Namespace, own: dict[str, A
     typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]
     with progress.shown("none" if options.cfg or options.info or place()[0] else (typed or ["auto"])[-1]):
         # Not announced: a mistake in the command is answered first, with one message.
-        with progress.phase("Loading the libraries", announce=False):
+        with progress.phase("Loading the libraries", announce=False, part="imports"):
             from fxtune.config import compose
         _compose_and_call(command, options, own, compose)
 
@@ -311,7 +318,9 @@ def _compose_and_call(command: Command, options: argparse.Namespace, own: dict[s
             raise ConfigError("--json names one file, and -m makes several runs: leave one of them out")
         _sweep(command, own, compose.prepare(options.overrides, multirun=True))
     else:
-        _call(command, compose.load(options.overrides), own, options.overrides)
+        with STARTUP.part("recipe"):
+            config = compose.load(options.overrides)
+        _call(command, config, own, options.overrides)
 
 
 def _call(command: Command, config: Config, own: dict[str, Any], overrides: list[str]) -> Any:
@@ -323,7 +332,8 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
     from fxtune.system import progress
 
     progress.show("none" if place()[0] else config.tracking.display.value)
-    from fxtune.training.ranks import ranks_of
+    with progress.phase("Loading the libraries", announce=False, part="imports"):
+        from fxtune.training.ranks import ranks_of
 
     if command.ranks and own.keys().isdisjoint(command.alone_with) and (ranks := ranks_of(config)) > 1:
         from fxtune.distributed.launch import launch
@@ -332,7 +342,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         if code := launch(ranks, [name, *overrides, *_words(own)]):
             raise Ended(code)
         return None
-    with progress.phase("Loading the libraries", announce=command.module not in sys.modules):
+    with progress.phase("Loading the libraries", announce=command.module not in sys.modules, part="imports"):
         module = importlib.import_module(command.module)
     with progress.phase("Working", announce=False):  # the parts that have no phase of their own
         result = module.run(config, **own)

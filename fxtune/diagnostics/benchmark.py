@@ -28,7 +28,8 @@ from fxtune.diagnostics.energy import Energy
 from fxtune.plugins import OBJECTIVES
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
-from fxtune.tracking.throughput import StartupTimer, memory_gib
+from fxtune.system.startup import STARTUP
+from fxtune.tracking.throughput import memory_gib
 from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.step import Metrics, TrainStep
@@ -78,6 +79,8 @@ class Measured:
     first_step_seconds: float
     """From the start of the process, or of this measurement if it is not the first one of the process."""
     second_step_seconds: float
+    startup_seconds: dict[str, float]
+    """second_step_seconds by part of the work (fxtune/system/startup.py)."""
     compile_seconds: Optional[float]
     """Time in torch.compile, forward and backward; None: it is off."""
     loss: Optional[float]
@@ -110,7 +113,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     """
     assert warm_up >= LEAST_WARM_UP
     assert steps >= 1
-    startup = StartupTimer()
+    STARTUP.begin_run()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
     plan = builder.read()[1].training
     model = builder.language_model(builder.build())
@@ -120,11 +123,11 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     with (
         contextlib.closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader,
         builder.oom_context("Measuring", MemoryPhase.training),
-        phase("Measuring", plan.steps, "steps") as work,
+        phase("Measuring", plan.steps, "steps", part="first steps") as work,
     ):
         rates = [builder.learning_rate(index, plan.steps) for index in range(plan.steps)]
         taken = work.over((step, train_step(plan, step, rates[step.index])) for step in loader.steps())
-        return _measure(builder, train_step, plan, taken, startup, steps, warm_up, profile)
+        return _measure(builder, train_step, plan, taken, steps, warm_up, profile)
 
 
 def _measure(
@@ -132,19 +135,17 @@ def _measure(
     train_step: TrainStep,
     plan: Plan,
     taken: Iterator[tuple[StepBatches, Metrics]],
-    startup: StartupTimer,
     steps: int,
     warm_up: int,
     profile: bool,
 ) -> Measured:
     world, device, log_every = builder.world, builder.world.device, builder.config.train.log_every
     statistics, times_of_steps = StepStatistics(scaled=train_step.loss_scale.active), StepTimes(device)
-    meter, since_start = builder.meter(train_step.model.model, plan), []
+    meter, starts = builder.meter(train_step.model.model, plan), list[dict[str, float]]()
     for _, metrics in islice(taken, warm_up):
         statistics.add(metrics)
         _synchronize(device)
-        startup.done("steps")
-        since_start.append(sum(startup.seconds.values()))
+        starts.append(STARTUP.read())
     statistics.settle()
     peak = memory_gib(device)
     if device.type == "cuda":
@@ -210,8 +211,9 @@ def _measure(
         joules_per_token=energy.joules / tokens if energy.joules else None,
         watts=energy.joules / seconds if energy.joules else None,
         energy=energy.how,
-        first_step_seconds=since_start[0],
-        second_step_seconds=since_start[1],
+        first_step_seconds=sum(starts[0].values()),
+        second_step_seconds=sum(starts[1].values()),
+        startup_seconds=starts[1],
         compile_seconds=compiled.report().seconds if compiled.enabled else None,
         loss=sum(finite) / len(finite) if finite else None,
         losses=losses,

@@ -82,10 +82,12 @@ def cores() -> int:
     return allowed
 
 
-def process_age() -> float:
-    """Seconds since this process was started, imports included; 0 if the system does not report it."""
+def process_age(process: int | str = "self") -> float:
+    """Seconds since this process, or another one by its id, was started; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        began = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
+            "SC_CLK_TCK"
+        )
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
     return 0.0
 

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fxtune.system import console
+from fxtune.system.startup import STARTUP
 
 Item = TypeVar("Item")
 
@@ -94,14 +95,19 @@ def line() -> Text:
 
 
 @contextmanager
-def phase(name: str, total: float = 0, unit: str = "", announce: bool = True) -> Iterator[Phase]:
-    """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts."""
+def phase(
+    name: str, total: float = 0, unit: str = "", announce: bool = True, part: str | None = None
+) -> Iterator[Phase]:
+    """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: of the
+    start of a run, to which its seconds belong (system/startup.py); None: that of the phase around it.
+    """
     work = Phase(name, total, unit)
     _progress.phases.append(work)
     try:
         if announce:
             _announce(work)
-        yield work
+        with STARTUP.part(part) if part else contextlib.nullcontext():
+            yield work
     finally:
         _progress.phases.remove(work)
 

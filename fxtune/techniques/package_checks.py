@@ -313,7 +313,7 @@ def _check_on_gpu(names: list[str], facts: MachineFacts) -> dict[str, dict[str, 
     answers = _recorded(names, facts.device_name)
     if missing := [name for name in names if name not in answers]:
         with (
-            phase(f"Checking once that {', '.join(missing)} works on this GPU"),
+            phase(f"Checking once that {', '.join(missing)} works on this GPU", part="package checks"),
             ThreadPoolExecutor(len(missing)) as pool,
         ):
             found = list(pool.map(lambda name: run_check(name, True, TIMEOUT_GPU), missing))

@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from fxtune.system.host import process_age
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cards import peak_flops
 from fxtune.techniques.lora.experts import follows_interface, used_experts
@@ -147,31 +146,6 @@ def memory_gib(device: torch.device) -> float:
         return int(high[1]) * 1024 / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
-
-
-class StartupTimer:
-    """The time from the command to the first line of figures, by stage; compilation in the first steps is included."""
-
-    begun: ClassVar[bool] = False
-    """Whether this process has begun a run: only the first run of a sweep counts from the start of the process."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        before = 0.0 if StartupTimer.begun else process_age()
-        StartupTimer.begun = True
-        self._last = clock()
-        self.seconds: dict[str, float] = {"imports": before} if before else {}
-
-    def done(self, stage: str) -> None:
-        """End `stage`, which began at the last call."""
-        now = self._clock()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
-
-    def summary(self) -> str:
-        """One line: the total time, and each stage that took half a second or more."""
-        parts = ", ".join(f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5)
-        return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (f" ({parts})" if parts else "")
 
 
 class PlannedWork(Protocol):

@@ -102,7 +102,7 @@ def answer(
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     answers = [""] * len(questions)
     # Compiled layers would be recompiled for each length of the cache.
-    asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions")
+    asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
     with asking as work, observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index].prompt for index in order]

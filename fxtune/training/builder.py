@@ -70,7 +70,7 @@ class RunBuilder:
     ConfigError with all reasons at once, and the HardwareError and StorageError of World.create() and load_config().
     """
 
-    @phase("Checking the recipe")
+    @phase("Checking the recipe", part="checks")
     def __init__(self, config: Config, ahead: bool = False, threads: int | None = None) -> None:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
         ranks, and nothing can be built. `threads`: the number of CPU threads that a resumed run was started with."""
@@ -79,7 +79,8 @@ class RunBuilder:
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
-        torch.use_deterministic_algorithms(config.run.deterministic)
+        if torch.are_deterministic_algorithms_enabled() != config.run.deterministic:  # the call imports the compiler
+            torch.use_deterministic_algorithms(config.run.deterministic)
         # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _all_missing_at_once(config):
@@ -121,7 +122,7 @@ class RunBuilder:
         self.decided = [*notes, *self.decided]
         self.facts = replace(self.facts, techniques=self.techniques)
 
-    @phase("Reading the data")
+    @phase("Reading the data", part="data")
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
         """The tokenizer and the data, read before the weights: a bad row is found in seconds, an 8B model takes a
         minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize().
@@ -153,7 +154,7 @@ class RunBuilder:
             self.decided.append(documents_padding(data.training))
         return tokenizer, data
 
-    @phase("Building the model")
+    @phase("Building the model", part="model")
     def build(self) -> nn.Module:
         """The model with every technique applied."""
         with self.oom_context("Building the model"):
@@ -164,7 +165,7 @@ class RunBuilder:
                     say(f"compile: off, because {why}")
             return model
 
-    @phase("Trying the loss on a small row")
+    @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: nn.Module) -> LanguageModel:
         """`model` with its loss head, as the techniques configure it."""
         # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
@@ -197,7 +198,7 @@ class RunBuilder:
         seen = f"{loss.item():.4g} for a micro-batch; metrics: {', '.join(metrics) or 'none'}"
         return [Evidence("objective", f"{name}: {CONTRACT}", seen, acted=True)]
 
-    @phase("Trying the techniques on a small row")
+    @phase("Trying the techniques on a small row", part="proofs")
     def observe(self, model: LanguageModel) -> list[Evidence]:
         """prove() without the error."""
         with self.oom_context("Trying the techniques on a small row"):
@@ -215,7 +216,7 @@ class RunBuilder:
                 observed.append(divided_weights.observe(model.model, self.world))
             return observed
 
-    @phase("Making the optimizer")
+    @phase("Making the optimizer", part="optimizer")
     def train_step(
         self,
         model: LanguageModel,

@@ -11,9 +11,9 @@ from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.errors import StorageError
+from fxtune.system.startup import StartupTimer
 from fxtune.techniques.compile.technique import Compile
 from fxtune.tracking.display import Display
-from fxtune.tracking.throughput import StartupTimer
 from fxtune.tracking.tracker import Tracker
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
@@ -42,10 +42,9 @@ class RunLog:
         if "start-up" in self.done:
             return {}
         self.done.add("start-up")
-        self.startup.done("first steps")
         self.screen.note(self.startup.summary())
-        stages = self.startup.seconds.items()
-        return {f"startup/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in stages}
+        parts = self.startup.read().items()
+        return {f"startup/{part.replace(' ', '_')}_seconds": seconds for part, seconds in parts}
 
     def compiled(self, after: str) -> None:
         """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`, rows of another

@@ -33,10 +33,10 @@ from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, 
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
+from fxtune.system.startup import STARTUP
 from fxtune.techniques.router import broken_router
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
-from fxtune.tracking.throughput import StartupTimer
 from fxtune.tracking.wandb_worker import GOES_ON
 from fxtune.training import in_backward
 from fxtune.training.about import describe_run
@@ -159,8 +159,8 @@ class Trainer:
     ) -> None:
         self.config, self.folder, self.screen, self.recipe = config, folder, screen, recipe
         self.objective: Objective = objective or OBJECTIVES[config.train.objective]()
-        self.startup = StartupTimer()
-        self.clock = RunClock(self.startup.seconds.get("imports", 0.0))
+        STARTUP.begin_run()
+        self.clock = RunClock(sum(STARTUP.read().values()))
         # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.
         builder, resume_check = build_for_run(config, folder, screen.note)
         self.builder = builder
@@ -168,7 +168,6 @@ class Trainer:
         self.energy = RunEnergy(folder, self.world, config.tracking.cost)
         if reasons := list(tracker.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
-        self.startup.done("checks")
         self.tokenizer, self.data = builder.read(quarantine=folder.path / "quarantine.jsonl")
         self.world.heartbeat.doing("building the model")
         self.plan = self.data.training
@@ -182,16 +181,13 @@ class Trainer:
             folder.write(ABOUT, describe_run(self.data))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
-        self.startup.done("data")
         self.model = builder.build()
-        self.startup.done("model")
         self.language_model = builder.language_model(self.model)
         evidence = builder.prove(self.language_model)
         evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
         resume_check.check_model(self.model, builder.techniques.options())
         folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
-        self.startup.done("proofs")
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
         # weight.
         self.train_step = builder.train_step(self.language_model, self.objective)
@@ -210,7 +206,10 @@ class Trainer:
         self.run_state = RunState(
             folder, config.checkpoint, self.model, self.train_step, self.monitor, self.clock, screen.note
         )
-        with phase("Loading the checkpoint", announce=False), builder.oom_context("Loading the checkpoint"):
+        with (
+            phase("Loading the checkpoint", announce=False, part="checkpoint"),
+            builder.oom_context("Loading the checkpoint"),
+        ):
             self.state = self.run_state.load(self.plan.fingerprint)
         self.run_state.compare_ranks()
         self.clock.load(self.state.clock)
@@ -249,7 +248,7 @@ class Trainer:
             )
         # The id is kept even if W&B is off now: when the run is resumed with W&B on, it continues the same W&B run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
-        self.log = RunLog(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
+        self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, self.techniques.compile)
         self.logs_late = self.world.device.type == "cuda"
         """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
         self.unlogged_lr: float | None = None
@@ -300,9 +299,8 @@ class Trainer:
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
-                self.startup.done("optimizer and questions")
                 self.end.require_time()
-                with phase("Training", self.plan.steps, STEPS, announce=False) as self.training:
+                with phase("Training", self.plan.steps, STEPS, False, "first steps") as self.training:
                     self._loop()
                 self.clock.stop()
                 return self._pause() if self._pauses() else self._finish()

@@ -21,7 +21,9 @@ still multiplies in bfloat16 and keeps its moments in bfloat16. In `fp8` fxtune 
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
-the process.
+the process. The table also shows the seconds from the command, as this script starts the process, to the end of the
+second step, for which each tool waits for the device. What a tool has cached on this machine makes them fewer, so
+compare rows whose caches were all empty or all filled.
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
@@ -281,6 +283,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         "device",
         "joules_per_token",
         "second_step_seconds",
+        "startup_seconds",
         "slowest_behind",
         "decided",
     )
@@ -359,6 +362,7 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
             continue
         out.unlink(missing_ok=True)
         variant_request = json.dumps({**request, **dict(word.split("=") for word in variant)})
+        started = time.time()
         done = subprocess.run(
             [
                 sys.executable,
@@ -374,8 +378,11 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         )
         log.write_text(done.stdout + done.stderr)
         if done.returncode == 0:
+            measured = json.loads(out.read_text())
+            second_step = measured.pop("second_step_at") - started
             return {
-                **json.loads(out.read_text()),
+                **measured,
+                "second_step_seconds": second_step,
                 "how": ", ".join(variant),
                 "tried": tried,
                 "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
@@ -493,8 +500,9 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
     """
     lines = [
-        "| case | cards | tool | settings | tokens/s | ms/step | peak GiB | first loss | loss | fxtune / peer |",
-        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
+        "| case | cards | tool | settings | tokens/s | ms/step | peak GiB | s to step 2 | first loss | loss "
+        "| fxtune / peer |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     cards = sorted({row.get("gpus", 1) for row in rows.values()})
     for name, gpus in itertools.product(CASES, cards):
@@ -513,10 +521,11 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 def table_row(row: dict[str, Any], ratio: str) -> str:
     where = f"| {row['case']} | {row.get('gpus', 1)} | {row['tool']} |"
     if "error" in row:
-        return f"{where} {row['error']} | | | | | | |"
+        return f"{where} {row['error']} | | | | | | | |"
+    start = row.get("second_step_seconds")  # files of earlier versions have none of peers
     return (
         f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:,.0f} | "
-        f"{gib(row)} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
+        f"{gib(row)} | {'' if start is None else f'{start:.0f}'} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
     )
 
 

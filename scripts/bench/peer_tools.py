@@ -1,7 +1,7 @@
 """Trains with one peer, for bench_peers.py: `python scripts/bench/peer_tools.py '{"tool": "trl", ...}'`.
 
 It imports nothing of fxtune. The peer's own trainer runs its own loop. A callback records the end of each step with a
-CUDA event and synchronizes the device before the first and after the last measured step.
+CUDA event and synchronizes the device after the second step, and before the first and after the last measured step.
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ def make_clock(request: dict[str, Any]) -> Any:
             self.marks: list[Any] = []
             self.tokens: list[torch.Tensor] = []
             self.seconds = 0.0
+            self.second_step_at = 0.0
+            """Seconds since 1970 at the end of the second step."""
 
         def mark(self) -> None:
             if cuda:
@@ -208,6 +210,9 @@ def make_clock(request: dict[str, Any]) -> Any:
                 self.mark()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            if state.global_step == 2:
+                self.wait()
+                self.second_step_at = time.time()
             if state.global_step > first_step:
                 self.mark()
             if state.global_step == last_step:
@@ -261,6 +266,7 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
         "step_seconds_p5": min(seconds),
         "step_seconds_p95": max(seconds),
         "tokens_a_step": tokens / request["steps"],
+        "second_step_at": clock.second_step_at,
         "first_loss": losses[0],
         "loss": losses[-1],
         "memory_gib": peak if cuda else None,

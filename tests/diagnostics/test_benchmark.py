@@ -11,7 +11,7 @@ from support.tuning import TINY
 
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.diagnostics import benchmark
-from fxtune.tracking import throughput
+from fxtune.system.startup import STARTUP
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.step import TrainStep
@@ -69,10 +69,13 @@ def test_times_fit_together(small, monkeypatch):
     assert next(pauses, None) is None
 
 
-def test_start_up_time_of_a_second_measurement_counts_from_its_own_start(small, monkeypatch):
-    monkeypatch.setattr(throughput, "process_age", lambda: 1e6)
-    monkeypatch.setattr(throughput.StartupTimer, "begun", False)
-    assert benchmark.measure(small, steps=1, warm_up=2).first_step_seconds > 1e6
+def test_start_up_time_of_a_second_measurement_counts_from_its_own_start(small):
+    STARTUP.begin({"imports": 1e6})
+    found = benchmark.measure(small, steps=1, warm_up=2)
+    assert found.first_step_seconds > 1e6
+    assert sum(found.startup_seconds.values()) == found.second_step_seconds
+    assert found.startup_seconds["imports"] == 1e6
+    assert {"checks", "data", "model", "proofs", "optimizer", "first steps"} <= set(found.startup_seconds)
     assert benchmark.measure(small, steps=1, warm_up=2).first_step_seconds < 1e6
 
 

@@ -173,7 +173,8 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
         requests.append(given)
         code, stderr = next(results)
         if code == 0:
-            Path(given["out"]).write_text(json.dumps({"tokens_per_second": 7.0}))
+            measured = {"tokens_per_second": 7.0, "second_step_at": bench_peers.time.time() + 90}
+            Path(given["out"]).write_text(json.dumps(measured))
         return SimpleNamespace(returncode=code, stdout="", stderr=stderr)
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
@@ -184,6 +185,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert found["how"] == "checkpointing=full, liger=on"
     assert found["tried"] == ["checkpointing=none, liger=on: does not fit"]
     assert found["tokens_per_second"] == 7.0
+    assert 90 <= found["second_step_seconds"] < 1e6, "from the start of the process that fitted"
     assert [
         (request["checkpointing"], request["length"], request["rows"], request["steps"], request["warm_up"])
         for request in requests
@@ -237,7 +239,7 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
         }
 
     rows = {
-        "8b_4x4096 fxtune": row("8b_4x4096", "fxtune", 300.0),
+        "8b_4x4096 fxtune": {**row("8b_4x4096", "fxtune", 300.0), "second_step_seconds": 41.2},
         "8b_4x4096 trl": row("8b_4x4096", "trl", 100.0),
         "8b_4x4096 unsloth": row("8b_4x4096", "unsloth", 200.0),
         "8b_4x4096_fp8 fxtune": row("8b_4x4096_fp8", "fxtune", 500.0),
@@ -260,6 +262,7 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
         ("1b_8x4096", "1", "trl", ""),
     ]
     assert lines[0][6] == "?", "memory that was not measured is not shown as zero"
+    assert [lines[0][7], lines[1][7]] == ["41", ""], "the start-up time that was measured"
     assert lines[-1][3] == "does not fit"
 
 

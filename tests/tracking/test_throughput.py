@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.tracking.throughput import Meter, StartupTimer, TrainingCost, memory_gib, training_cost
+from fxtune.tracking.throughput import Meter, TrainingCost, memory_gib, training_cost
 
 SHAPE = dict(
     vocab_size=96,
@@ -166,21 +166,6 @@ def test_cpu_memory_is_the_peak_of_this_process():
     before, grown = map(float, done.stdout.split())
     assert 0.2 < grown < 0.5
     assert before < memory_gib(torch.device("cpu")), "a small child of a big process must not report its parent's peak"
-
-
-def test_startup_time_is_listed_by_stage():
-    now = iter([10.0, 12.0, 12.1, 29.0])
-    startup = StartupTimer(clock=lambda: next(now))
-    startup.seconds.clear()
-    for stage in ("data", "checks", "first steps"):
-        startup.done(stage)
-    assert startup.summary() == "from the start to here: 19 s (data 2, first steps 17)"
-
-
-def test_only_the_first_run_of_a_process_counts_its_imports(monkeypatch):
-    monkeypatch.setattr(StartupTimer, "begun", False)
-    assert 0 < StartupTimer().seconds["imports"] < 3600
-    assert StartupTimer().seconds == {}
 
 
 def test_of_a_mixture_the_experts_that_a_token_uses_count():

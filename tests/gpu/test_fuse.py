@@ -96,14 +96,12 @@ def test_fused_products_add_the_residual_stream(monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_only_rounding(options, compiled):
-    """A compiled model may round the residual sums elsewhere, so it must be as accurate as without checkpointing."""
+    """Compiled code may round the residual sums elsewhere, and tiles of an MLP add up a gradient of a weight in parts, so
+    the gradients must be as accurate as without checkpointing."""
     treated = reference.ours(pipeline(Switch.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
-    if compiled:
-        exact = reference.plain("llama", reference.batch("llama"), lora=True)
-        off, usual = (reference.relative_errors(one, exact)["grads"] for one in (treated, whole(compiled)))
-        assert off <= 1.1 * usual + 1e-3, (off, usual)
-    else:
-        assert reference.relative_errors(treated, whole(compiled))["grads"] <= 5e-3
+    exact = reference.plain("llama", reference.batch("llama"), lora=True)
+    off, usual = (reference.relative_errors(result, exact)["grads"] for result in (treated, whole(compiled)))
+    assert off <= 1.1 * usual + 1e-3, (off, usual)
 
 
 @functools.cache

@@ -92,7 +92,6 @@ class OptionalTechnique(Technique):
     @property
     def may_stay_off(self) -> bool:
         """Whether `enabled` is `auto` and no other option is set, so that it is no error if this cannot act."""
-        defaults = {entry.name: getattr(type(self)(), entry.name) for entry in fields(self)}
-        return self.enabled == AUTO and all(
-            value in (defaults[name], AUTO) for name, value in vars(self).items() if name in defaults
-        )
+        default = type(self)()
+        names = [entry.name for entry in fields(self)]
+        return self.enabled == AUTO and all(getattr(self, name) in (getattr(default, name), AUTO) for name in names)

@@ -81,9 +81,10 @@ class ResumeCheck:
         """
         changes = {}
         recorded = self._section("techniques")
-        for name, technique in vars(configured).items() if recorded else ():
-            if technique.enabled == AUTO and name not in recorded:  # it could not act
-                changes[name] = dataclasses.replace(technique, enabled=False)
+        for entry in dataclasses.fields(configured) if recorded else ():  # type: ignore[arg-type]
+            technique = getattr(configured, entry.name)
+            if technique.enabled == AUTO and entry.name not in recorded:  # it could not act
+                changes[entry.name] = dataclasses.replace(technique, enabled=False)
         for name, was in recorded.items():
             technique, decided = getattr(configured, name, None), getattr(today, name, None)
             if not dataclasses.is_dataclass(technique) or isinstance(technique, type) or not isinstance(was, dict):

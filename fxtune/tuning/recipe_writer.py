@@ -93,7 +93,9 @@ def _difference(value: Any, base: Any) -> Any:
         # An entry of a list is built from the defaults of its class wherever the list is given.
         return [_difference(one, type(one)()) for one in value]
     if dataclasses.is_dataclass(value):
-        pairs = ((name, inner, getattr(base, name)) for name, inner in vars(value).items())
+        # Not vars(): a technique has private state beside its options.
+        names = [entry.name for entry in dataclasses.fields(value)]
+        pairs = ((name, getattr(value, name), getattr(base, name)) for name in names)
         return {name: _difference(mine, other) for name, mine, other in pairs if mine != other}
     return value.value if isinstance(value, Enum) else value
 

@@ -16,6 +16,7 @@ from fxtune.tuning.search_space import apply_deltas
 
 DELTAS = {
     "train.micro_batch_size": 2,
+    "techniques.compile.enabled": True,
     "techniques.liger.enabled": True,
     "techniques.liger.fused_linear_cross_entropy": "on",
     "techniques.checkpointing.save": ["attention"],

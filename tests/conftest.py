@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.harness import FOR_TESTS
 
 import fxtune  # noqa: F401  before torch: it chooses how OpenMP's threads wait
 
@@ -22,12 +23,8 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.models.load import Init, ModelConfig
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use the network
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Without this each compiling process builds C++ programs to find the supported vector instructions: 8 s of CPU time.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# For child processes: with two threads each they would wait for each other on two busy cores.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may use the network
+os.environ.update(FOR_TESTS)
 for name in (
     "WANDB_API_KEY",
     "HF_TOKEN",

@@ -42,14 +42,14 @@ from fxtune.system import console, progress
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say
 from fxtune.system.redact import redact_arguments
-from fxtune.system.threads import PROCESSES
+from fxtune.system.threads import VARIABLES, share
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training.run_energy import Used, sentence
 from fxtune.tuning import recipe_writer, sampling, sweep_space
 from fxtune.tuning.curves import Curve, svg
 from fxtune.tuning.race import State, hyperband
 from fxtune.tuning.sampling import Sampler
-from fxtune.tuning.sweep import Method, Sweep, SweepPlan, Trial, refuse, shown
+from fxtune.tuning.sweep import THREADS, Method, Sweep, SweepPlan, Trial, refuse, shown
 from fxtune.tuning.sweep_space import Dimension
 
 TRIALS, ETA, MOST_RUNGS = 8, 2, 5
@@ -142,14 +142,17 @@ def plan_of(
 
 
 def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
-    """The variables of each process that trains: its card or, on the CPU, how many share the cores."""
+    """The variables of each process that trains: its card or, on the CPU, its share of the threads."""
     if torch.cuda.is_available() and config.run.device.value != "cpu":
         cards = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         cards = cards or [str(index) for index in range(torch.cuda.device_count())]
         if workers is not None and workers > len(cards):
             raise ConfigError(f"--workers {workers}, but there are {len(cards)} GPUs: each run has one")
         return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:workers]]
-    return [{PROCESSES: str(workers or 1)} for _ in range(workers or 1)]
+    workers = workers or 1
+    if os.environ.keys() & VARIABLES:
+        return [{} for _ in range(workers)]
+    return [{THREADS: str(share(torch.get_num_threads(), workers))} for _ in range(workers)]
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from fxtune.system.host import cores
 VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 """Environment variables by which a user sets the number of CPU threads."""
 PROCESSES = "FXTUNE_PROCESSES"
-"""The environment variable by which fxtune tells the ranks of a host, or the processes of a sweep, how many of them
-share its cores."""
+"""The environment variable by which fxtune tells the ranks of a host how many of them share its cores."""
 
 
 @dataclass
@@ -42,10 +41,16 @@ def set_threads(recorded: int | None = None) -> int:
     current = torch.get_num_threads()
     if current != _threads.set:  # otherwise it is the number of an earlier run in this process
         _threads.found = current
-    chosen, share = _threads.found, max(1, cores() // int(os.environ.get(PROCESSES, 1)))
+    chosen, processes = _threads.found, int(os.environ.get(PROCESSES, 1))
     if not os.environ.keys() & VARIABLES:
-        # torch does not see the quota of a container.
-        chosen = recorded if recorded and 0 < recorded <= share else min(chosen, share)
+        most = max(1, cores() // processes)
+        chosen = recorded if recorded and 0 < recorded <= most else share(chosen, processes)
     torch.set_num_threads(chosen)
     _threads.set = chosen
     return chosen
+
+
+def share(threads: int, processes: int) -> int:
+    """How many of torch's `threads` each of so many processes on this host has: torch does not see the quota of a
+    container."""
+    return min(threads, max(1, cores() // processes))

@@ -36,6 +36,7 @@ from fxtune.config.root import Config, Export, Resume
 from fxtune.distributed.parallel import AUTO, DEGREES
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError
 from fxtune.system.atomic_files import replace_text
+from fxtune.system.host import cores
 from fxtune.system.redact import redact, redact_text
 from fxtune.system.signals import SIGNALS
 from fxtune.training.run_energy import Used
@@ -46,6 +47,8 @@ from fxtune.tuning.sweep_space import Dimension
 from fxtune.tuning.sweep_worker import PLAN, TRAIN, SweepWorker
 
 SETTINGS, STUDY = "sweep.yaml", "optuna.db"
+THREADS = "OMP_NUM_THREADS"
+"""The environment variable that gives a process of a sweep its number of CPU threads."""
 TAIL = 8192
 """Bytes that hold the last line of a metrics.jsonl."""
 REFRESH = 1.0
@@ -291,7 +294,7 @@ class Sweep:
         if self.race.over:
             return
         with SIGNALS.deferred():
-            self.workers = [SweepWorker(environment) for environment in self.environments]
+            self.workers = [SweepWorker(environment) for environment in self._with_the_same_threads()]
             try:
                 while not self.race.over:
                     self._fill()
@@ -305,6 +308,17 @@ class Sweep:
         failed = [trial for trial in self.trials if trial.entrant.state is State.failed]
         if len(failed) == len(self.trials):
             raise ConfigError(f"No configuration ran. The first one: {failed[0].entrant.reason}")
+
+    def _with_the_same_threads(self) -> list[Mapping[str, str]]:
+        """The environments, with as many CPU threads as when the sweep was begun, if this machine has the cores: sums
+        depend on their number, and the same command may go on with another number of processes."""
+        threads = self.environments[0].get(THREADS)
+        if threads is None:  # a card, or the user has set it
+            return list(self.environments)
+        begun = str(self.study.user_attrs.get("threads", threads))
+        self.study.set_user_attr("threads", begun)
+        kept = begun if int(begun) <= cores() else threads
+        return [{**environment, THREADS: kept} for environment in self.environments]
 
     def _fill(self) -> None:
         """Give each idle worker a job, as long as there are any."""

@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from support.harness import user_environment
 
 from fxtune.cli.main import main
 from fxtune.cli.sweep import environments, plan_of
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError
-from fxtune.system.threads import PROCESSES
 from fxtune.tuning.race import Bracket
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep import Method
@@ -79,8 +80,13 @@ def test_no_more_configurations_than_there_are():
 
 def test_each_worker_has_a_card_or_its_share_of_the_cores(monkeypatch):
     config = load(["run.device=cpu"])
-    assert environments(config, None) == [{PROCESSES: "1"}]
-    assert environments(config, 2) == [{PROCESSES: "2"}] * 2
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("fxtune.system.threads.cores", lambda: 8)
+    torch.set_num_threads(6)
+    assert environments(config, None) == [{"OMP_NUM_THREADS": "6"}]
+    assert environments(config, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    assert environments(config, 2) == [{}] * 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -104,7 +110,11 @@ SWEEP = [
 
 def start(*words: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "fxtune", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "fxtune", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=user_environment(),
     )
 
 
@@ -129,7 +139,6 @@ def whole(tmp_path_factory) -> Path:
     """The folder of a command line in which a sweep has run to its end."""
     place = tmp_path_factory.mktemp("sweep")
     before = os.getcwd()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, os.environ.get("PYTHONPATH", "")]))
     os.chdir(place)
     try:
         (place / "said.txt").write_text(finish("sweep", *SWEEP))
@@ -158,9 +167,8 @@ def test_sweep_ends_with_a_table_curves_and_a_recipe_that_gives_the_same_bits(wh
 
 
 @pytest.mark.slow
-def test_sweep_that_is_killed_again_and_again_ends_the_same(whole, cwd, monkeypatch):
+def test_sweep_that_is_killed_again_and_again_ends_the_same(whole, cwd):
     """Also if the next call trains another number of runs at a time."""
-    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"])
     words = ["sweep", *SWEEP, "--workers=2"]
     for kills, after in enumerate(("trial-0/metrics.jsonl", "trial-2/checkpoints", "trial-3.log")):
         process = start(*words, f"--workers={1 + kills % 2}")

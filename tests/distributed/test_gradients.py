@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.harness import ENVIRON, command
+from support.harness import command, user_environment
 from support.killing import Reference, tail
 from support.ranks import free_port
 from support.runs import losses
@@ -25,6 +25,7 @@ from fxtune.distributed.parallel import Degrees, ParallelConfig, ReduceDtype
 from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
+from fxtune.system.threads import PROCESSES
 
 
 class Twins(World):
@@ -347,7 +348,7 @@ TrainStep._pass = passing
 
 def run_twice(folder: Path, words: list[str], patch: str = REPORT) -> list[int]:
     """The exit codes of two ranks that execute the Python code `patch` before the run."""
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {"WORLD_SIZE": "2", PROCESSES: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = f"{patch}\nimport sys\nfrom fxtune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     with (folder / "log.txt").open("a") as log:
         both = [
@@ -356,7 +357,7 @@ def run_twice(folder: Path, words: list[str], patch: str = REPORT) -> list[int]:
                 cwd=folder,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **ENVIRON, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=user_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
             )
             for rank in range(2)
         ]

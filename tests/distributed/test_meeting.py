@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.harness import ENVIRON, command, kill
+from support.harness import command, kill, user_environment
 from support.killing import tail
 from support.ranks import free_port, messages
 
@@ -80,7 +80,7 @@ def torchrun(node: int, port: int, words: list[str], folder: Path) -> subprocess
     nodes = [f"--nnodes=2 --nproc-per-node=1 --node-rank={node} --master-addr=127.0.0.1 --master-port={port}"]
     line = [sys.executable, "-m", "torch.distributed.run", *nodes[0].split(), "-m", "fxtune", *words]
     with (folder / "log.txt").open("ab") as log:
-        environ = {**os.environ, **ENVIRON}
+        environ = user_environment()
         return subprocess.Popen(
             line, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True
         )

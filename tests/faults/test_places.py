@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.harness import ENVIRON, wait_for
+from support.harness import user_environment, wait_for
 
 from fxtune.checkpoint.run_folder import claim, sweep_folder
 from fxtune.cli import main as command
@@ -173,7 +173,7 @@ sys.exit(main(["+recipe=quickstart"]))
         text=True,
         timeout=600,
         check=False,
-        env={**os.environ, **ENVIRON},
+        env=user_environment(),
     )
     assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
     assert "SIGTERM: ended before there was anything to save" in done.stderr
@@ -189,7 +189,7 @@ def test_signal_during_startup_exits_with_a_message(number, code, cwd):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **ENVIRON},
+            env=user_environment(),
         )
     finally:
         signal.signal(signal.SIGINT, usual)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.endings import Ending, Traced
-from support.harness import ENVIRON, ROOT, command, wait_for
+from support.harness import ROOT, command, user_environment, wait_for
 from support.killing import LEARNS, Forked, Reference, prepare, tail
 
 from fxtune.config import compose
@@ -220,7 +220,7 @@ with SIGNALS, SIGNALS.deferred():
         text=True,
         timeout=600,
         check=False,
-        env={**os.environ, **ENVIRON, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        env=user_environment(TRITON_CACHE_DIR=str(tmp_path / "cache")),
     )
     assert done.stdout == "75\n", done.stderr[-3000:]
 
@@ -280,7 +280,7 @@ def test_job_script_requeues_a_preempted_job(tmp_path):
     words = command(tmp_path, "train.epochs=8", "optimizer.lr=1e-3")
     words.remove("run.dir=run")
     script = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), *words]
-    environ = {**os.environ, **ENVIRON, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    environ = user_environment(PATH=f"{bin_}:{os.environ['PATH']}", SLURM_JOB_ID="17")
     run = tmp_path / "runs" / "slurm-17"
     with (tmp_path / "log.txt").open("w") as log:
 

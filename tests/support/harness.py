@@ -30,14 +30,34 @@ SMALLER = (
     "{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
     "head_dim: 16}"
 )
-ENVIRON = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+FOR_TESTS = {
+    # Most tests train in the process of a test worker, and the workers share few cores.
     "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "COLUMNS": "200",
+    # Without this each compiling process builds C++ programs to find the supported vector instructions: 8 s of CPU
+    # time.
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
 }
-"""Environment of every child process: one thread, no network, the code of this checkout before installed code."""
+"""Variables that conftest.py sets and users do not. A run whose bits are compared must not see them."""
+KEPT = {
+    # No test may use the network.
+    "HF_HUB_OFFLINE": "1",
+    # A terminal wide enough for every message.
+    "COLUMNS": "200",
+    # The code of this checkout comes before installed code.
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
+"""Variables that users do not set either, and that a run of a test has nevertheless."""
+CHOSEN_BY_FXTUNE = {"OMP_WAIT_POLICY"}
+"""Variables that `import fxtune` sets where they are missing, in the process of the tests, too."""
+
+
+def user_environment(**own: str) -> dict[str, str]:
+    """The environment in which a user's command runs, but for KEPT: torch chooses the number of threads. `own`:
+    further variables of a test."""
+    ours = {*FOR_TESTS, *CHOSEN_BY_FXTUNE}
+    users = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTEST_")}
+    return {**users, **KEPT, **own}
 
 
 def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:
@@ -110,7 +130,7 @@ def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) 
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRON, **environ},
+            env=user_environment(**environ),
             start_new_session=True,
         )
 
@@ -126,7 +146,7 @@ def run(words: list[str], folder: Path, timeout: float = 600, **environ: str) ->
         text=True,
         timeout=timeout,
         check=False,
-        env={**os.environ, **ENVIRON, **environ},
+        env=user_environment(**environ),
     )
     return Done(done.returncode, done.stdout)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.endings import Ending, Traced, effective_steps
-from support.harness import ENVIRON, HERE, command, write_chats, write_texts
+from support.harness import HERE, command, user_environment, write_chats, write_texts
 
 START = 600
 """Seconds that a server may take to import all packages, on a machine with other work on it."""
@@ -52,7 +52,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             bufsize=0,  # so that select() sees a second line that has arrived with the first
             stderr=self.noise,
-            env={**os.environ, **ENVIRON},
+            env=user_environment(),
             start_new_session=True,
         )
         assert self._heard(START)["ready"]
@@ -138,7 +138,7 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **ENVIRON},
+                env=user_environment(),
             )
         return Forked(self, self.process.pid, folder / trace)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from support.injected import VARIABLE
 from support.killing import Forked, ForkServer, tail
 
+from fxtune.system.threads import PROCESSES
+
 
 def free_port() -> int:
     with socket.socket() as taken:
@@ -24,7 +26,7 @@ def messages(folder: Path) -> list[str]:
 
 @dataclass
 class Ranks:
-    """Starts runs of `count` ranks, as torchrun does."""
+    """Starts runs of `count` ranks, as fxtune's launcher does."""
 
     server: ForkServer
     count: int = 2
@@ -42,16 +44,16 @@ class Ranks:
         """Start a run in `folder`. The output of all ranks is appended to `folder`/log.txt.
 
         `faults`: the fault of a rank (injected.py). `own`: further words of a rank. `place`: the
-        environment variables that number a rank; None means those of torchrun.
+        environment variables that number a rank; None means those of the launcher.
         """
         port, started = str(free_port()), []
 
-        def of_torchrun(rank: int) -> dict[str, str]:
+        def of_launcher(rank: int) -> dict[str, str]:
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.count)}
-            return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            return {**ranks, PROCESSES: str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
         for rank in range(self.count):
-            one = {**(place or of_torchrun)(rank), VARIABLE: (faults or {}).get(rank, ""), **environ}
+            one = {**(place or of_launcher)(rank), VARIABLE: (faults or {}).get(rank, ""), **environ}
             started.append(
                 self.server.start([*words, *(own or {}).get(rank, ())], folder, f"{trace}-{rank}.jsonl", **one)
             )

@@ -10,10 +10,15 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
-from support.harness import command
+from support.endings import Ending
+from support.harness import command, kill, start, user_environment, wait_for
 from support.killing import Aim, Reference, disturb, prepare, tail
+
+from fxtune.system.host import cores
 
 PHASES = ("tokenising", "building", "proving", "asking", "training", "evaluating", "saving", "exporting")
 TWICE = {"full": (8, 2), "packed": (6, 2), "bucketed": (10, 2)}
@@ -52,6 +57,57 @@ def killed(forks, tmp_path):
         return outcome.kills
 
     return twin
+
+
+QUICKSTART = [
+    "+recipe=quickstart",
+    "run.dir=run",
+    "train.max_steps=8",
+    "checkpoint.every=2",
+    "data.questions.path=null",
+    "data.cache_dir=cache",
+]
+
+
+def test_quickstart_that_is_killed_as_a_user_starts_it_ends_with_the_same_adapter(tmp_path):
+    """Whole processes, and as many threads as torch chooses. The other tests of this file fork their runs."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    undisturbed = start(QUICKSTART, whole)
+    process = start(QUICKSTART, broken)
+    wait_for((broken / "run" / "checkpoints" / "step-00000002").exists, process)
+    assert kill(process) == -9
+    assert undisturbed.wait(600) == 0, tail(whole)
+    assert start(QUICKSTART, broken).wait(600) == 0, tail(broken)
+    assert "Resuming run after step" in (broken / "log.txt").read_text()
+    threads = json.loads((broken / "run" / "setting.json").read_text())["machine"]["threads"]
+    assert int(threads) == min(cores(), torch_threads()), "the test must not decide the number of threads"
+    assert Ending.of(whole / "run", []).differences(Ending.of(broken / "run", [])) == []
+
+
+def torch_threads() -> int:
+    """How many threads torch chooses in a process of a user."""
+    words = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    return int(subprocess.run(words, env=user_environment(), capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+def test_paused_extended_and_killed_run_equals_a_longer_one(forks, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    words = command(whole, "schedule.name=constant", "train.epochs=20", "data.eval_fraction=0.1", "run.export=last")
+    command(broken)
+    assert forks.start([*words, "train.max_steps=12"], whole).wait() == 0, tail(whole)
+    assert forks.start([*words, "train.max_steps=8", "train.pause_after=3"], broken).wait() == 0, tail(broken)
+    assert forks.start([*words, "train.max_steps=8"], broken).wait() == 0, tail(broken)
+    extended = forks.start([*words, "train.max_steps=12"], broken)
+    assert extended.until("training", 2), tail(broken)
+    extended.kill()
+    assert extended.wait() == -9
+    assert forks.start([*words, "train.max_steps=12"], broken).wait() == 0, tail(broken)
+    assert Ending.of(whole / "run", []).sums == Ending.of(broken / "run", []).sums
 
 
 @pytest.mark.slow

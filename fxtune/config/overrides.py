@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -289,12 +289,21 @@ def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
     """Each value that an override can take: one, or those of a sweep. A glob chooses from `names`."""
     value = parsed.value()
     if isinstance(value, ChoiceSweep):
-        return [Override._convert_value(item) for item in value.list]
+        return [unquoted(item) for item in value.list]
     if isinstance(value, RangeSweep):
         return list(value.range())
     if isinstance(value, Glob):
         return value.filter(list(names))
     return [] if parsed.is_sweep_override() else [value]  # a sweeper plugin draws from an interval
+
+
+def unquoted(value: Any) -> Any:
+    """A parsed value of an override as plain Python: texts in quotes, also inside of lists and dicts, become str."""
+    if isinstance(value, list):
+        return [unquoted(item) for item in value]
+    if isinstance(value, dict):
+        return {unquoted(key): unquoted(item) for key, item in value.items()}
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def _quoted(text: str) -> str:

@@ -147,7 +147,7 @@ class Validator:
                 return
         elif not wrong:
             try:
-                number = _NODES[slot.kind](value=value, is_optional=False)._value()
+                number = _NODES[slot.kind](value=value, is_optional=False).validate_and_convert(value)
             except OmegaConfBaseException:
                 wrong = True
             wrong = wrong or (slot.kind is bool and value not in (0, 1) and not isinstance(value, str))

@@ -96,7 +96,7 @@ class SourceConfig:
     """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
 
     def __post_init__(self) -> None:
-        if self.format in RowFormat._value2member_map_:
+        if self.format in [one.value for one in RowFormat]:
             self.format = RowFormat(self.format)
 
     @property
@@ -191,7 +191,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.packing != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
-            self.packing = BooleanNode(self.packing)._value()
+            self.packing = BooleanNode().validate_and_convert(self.packing)
 
     @property
     def packs(self) -> bool:

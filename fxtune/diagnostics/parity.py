@@ -47,6 +47,7 @@ from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
 from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
+from fxtune.upstream.torch import remove_forward_hooks
 
 BY_DESIGN = ("rope", "precision", "quantize", "float8", "lora", "plugins")
 """Techniques that change what is computed, and so stay on in the reference. The others must not change it."""
@@ -372,11 +373,11 @@ def _to_float32(model: nn.Module) -> None:
         if isinstance(module, ModulesToSaveWrapper):
             # The lora technique casts the output of a float32 module to the dtype of the base.
             for trained in module.modules_to_save.values():
-                trained._forward_hooks.clear()
+                remove_forward_hooks(trained)
 
 
 def _free_memory() -> None:
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from fxtune.distributed.world import World
+from fxtune.upstream import torch as upstream
 
 PIECE = 64 * 2**20
 """Bytes of float32 that are averaged at once: an average needs this much memory, not that of all weights."""
@@ -51,9 +52,9 @@ class WeightAverage:
         sizes = [weight.numel() for weight in weights]
         flat = torch.empty(sum(sizes), dtype=torch.float32, device=weights[0].device)
         parts = [part.view(weight.shape) for part, weight in zip(flat.split(sizes), weights, strict=True)]
-        torch._foreach_copy_(parts, weights)
+        upstream.foreach("copy_", parts, weights)
         self.world.sum(flat, "averaging weights").div_(self.world.size)
-        torch._foreach_copy_(weights, parts)
+        upstream.foreach("copy_", weights, parts)
 
 
 def _pieces(weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -41,6 +41,7 @@ from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.system.signals import SIGNALS
+from fxtune.upstream import torch as upstream
 
 Item = TypeVar("Item")
 
@@ -68,7 +69,7 @@ class Bucket:
         if len(found) < len(self.parts):
             self.buffer.zero_()
         if found:
-            torch._foreach_copy_([part for part, _ in found], [gradient for _, gradient in found])
+            upstream.foreach("copy_", [part for part, _ in found], [gradient for _, gradient in found])
 
 
 class GradientSum:

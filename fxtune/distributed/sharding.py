@@ -26,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxtune.distributed.world import World
+from fxtune.upstream import torch as upstream
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -64,8 +65,12 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 
 def free_gathered(model: Any) -> None:
     """Free the whole weights that a forward pass without a backward pass has left gathered."""
-    for module in model.modules() if sharding_of(model) is not None else ():
-        if hasattr(module, "reshard"):
+    if sharding_of(model) is None:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 
@@ -94,7 +99,12 @@ def shard(
     `layers`: its decoder layers; `embedding`: that of tokens, None if its weight is also the head's; `whole`:
     parameters that are not divided; `cast`: the dtype in which linears are multiplied, if not in their own.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     mesh, ignored = world.weights_mesh, set(whole)
 
@@ -115,9 +125,8 @@ def shard(
         divide(embedding).set_unshard_in_backward(False)  # its backward pass does not read it
     divide(model)
     for module in model.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        if isinstance(module, FSDPModule):
+            upstream.sum_gradients(module)
     materialize(model, world.device)
     model.run_with_head = MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "run_with_head")

@@ -37,6 +37,7 @@ from fxtune.system.host import cores, memory
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.threads import set_threads
 from fxtune.system.units import GIB
+from fxtune.upstream import torch as upstream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -378,10 +379,13 @@ def lost_connection(error: RuntimeError) -> bool:
 
 @functools.cache
 def _weights_mesh(device: str, degrees: Degrees) -> DeviceMesh:
-    mesh = _mesh(device, degrees)
+    parts, mesh = "shard", _mesh(device, degrees)
     if degrees.context > 1:
-        mesh["shard", "context"]._flatten("weights")
-    parts = "weights" if degrees.context > 1 else "shard"
+        from torch.distributed.device_mesh import init_device_mesh
+
+        parts = "weights"
+        sizes = (degrees.replicate, degrees.shard * degrees.context)
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", parts))
     return mesh["replicate", parts] if degrees.replicate > 1 else mesh[parts]
 
 
@@ -411,11 +415,11 @@ def _join(world: World) -> None:
                 device_id=world.device if cuda else None,
             )
             if cuda:
-                group = dist.distributed_c10d._get_default_group()
+                group: Any = dist.group.WORLD
                 # Else meshes split this group, and those of a second run of this process crash (pytorch#192109).
                 group.bound_device_id = None
                 # The hosts have more patience than the GPUs.
-                group._get_backend(torch.device("cpu"))._set_default_timeout(PATIENCE)
+                upstream.set_host_timeout(group, PATIENCE)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RankError):
             raise

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxtune.errors import LostRankError, first_line
+from fxtune.upstream import torch as upstream
 
 
 @torch.library.custom_op("fxtune::all_to_all", mutates_args=())
@@ -23,7 +24,7 @@ def all_to_all(parts: Tensor, group: str) -> Tensor:
     `parts`: [ranks, ...], the same shape and dtype on all of them. Raises LostRankError if a rank is gone.
     """
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
+    members = upstream.process_group(group)
     try:
         dist.all_to_all_single(received, parts.contiguous(), group=members)
     except RuntimeError as error:

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.errors import StorageError
 from fxtune.system.host import cache_home
+from fxtune.upstream import flash_attn
 
 VERSION = "4.0.0b36"
 """The release of flash-attn-4 whose internal functions are called here."""
@@ -69,7 +70,7 @@ def flash4(
     """
     out, lse = _results(q, k, v, cu_seqlens)
     options = _options(cu_seqlens, max_seqlen, scale, window)
-    package()._flash_attn_fwd(q, k, v, **options, softcap=softcap or None, learnable_sink=sinks, out=out, lse=lse)
+    flash_attn.forward(package())(q, k, v, **options, softcap=softcap or None, learnable_sink=sinks, out=out, lse=lse)
     return out, lse
 
 
@@ -90,7 +91,7 @@ def flash4_backward(
     """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms they are
     the same bits each time."""
     dq, dk, dv = _gradients(q, k, v)
-    package()._flash_attn_bwd(
+    flash_attn.backward(package())(
         q,
         k,
         v,

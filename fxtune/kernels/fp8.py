@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fxtune.upstream import torch as upstream
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 2.0**-100
@@ -130,7 +132,7 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tens
     if not left.is_cuda:
         return out.copy_((left.float() @ right.float().t()).mul_(left_scales).mul_(scales))
     if shape[0]:  # cuBLAS takes no matrix without rows
-        torch._scaled_mm(
+        upstream.scaled_mm(
             left,
             right.t(),
             scale_a=left_scales,

@@ -34,6 +34,7 @@ from fxtune.kernels import fp8, gated_experts
 from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
 from fxtune.kernels.gated_experts import SILU, Activation, Adapter
 from fxtune.kernels.grouped_matmul import outer, product, segments
+from fxtune.upstream import torch as upstream
 
 TORCH, TRITON = "torch", "triton"
 """Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the one of fp8_experts_triton.py."""
@@ -222,7 +223,7 @@ def scaled_product(
             from fxtune.kernels import fp8_experts_triton
 
             return fp8_experts_triton.product(left, left_scales, codes.view(E4M3), scales, ends, low)
-        return torch._scaled_grouped_mm(
+        return upstream.scaled_grouped_mm(
             left,
             codes.view(E4M3).mT,
             left_scales.view(-1),

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fp8 import E4M3, LARGEST, SMALLEST
+from fxtune.upstream import torch as upstream
 
 MULTIPLE = 16
 """Sizes of a matrix in an fp8 product are multiples of this."""
@@ -115,11 +116,11 @@ def scaled_mm(
     if scales.dim():
         assert scale is not None
         columns = scale.expand(1, right.shape[1]).contiguous()
-        return torch._scaled_mm(
+        return upstream.scaled_mm(
             left, right, scale_a=scales.unsqueeze(1), scale_b=columns, out_dtype=dtype, use_fast_accum=True
         )
     one = torch.ones_like(scales) if scale is None else scale
-    return torch._scaled_mm(left, right, scale_a=scales, scale_b=one, out_dtype=dtype)
+    return upstream.scaled_mm(left, right, scale_a=scales, scale_b=one, out_dtype=dtype)
 
 
 @torch.library.custom_op("fxtune::fp8_both", mutates_args=())

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from fxtune.errors import ConfigError
 from fxtune.models.shards import Piece, fill, fill_piece
+from fxtune.upstream.torch import TorchDispatchMode, changes_arguments, storage_id
 
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_"}
 """Names of operators after which nothing is left of what a tensor held."""
@@ -45,7 +44,7 @@ def each(
 ) -> None:
     """Hand each parameter of `wanted`, by name and shape, to `take`, one at a time. Raises as draw()."""
     with _Writes() as counted:
-        names = {_storage(one): name for name, one in build().named_parameters()}
+        names = {storage_id(one): name for name, one in build().named_parameters()}
     # A constructor's values are replaced by those of the model's own init function.
     last = {name: turn for turn, storage in enumerate(counted.turns) if (name := names.get(storage)) is not None}
     turns = {turn: name for name, turn in last.items() if name in wanted}
@@ -100,16 +99,16 @@ class _Writes(TorchDispatchMode):
             device = torch.device(kwargs.get("device") or "cpu")
             made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
             self.kept.append(made)
-            self.devices[_storage(made)] = device
+            self.devices[storage_id(made)] = device
             return made
         target = args[0] if args else None
-        if not (isinstance(target, torch.Tensor) and _storage(target) in self.devices and func._schema.is_mutable):
+        if not (isinstance(target, torch.Tensor) and storage_id(target) in self.devices and changes_arguments(func)):
             return func(*args, **kwargs)
         self._write(func, name, target, args, kwargs)
         return target
 
     def _write(self, func: Any, name: str, target: torch.Tensor, args: Any, kwargs: Any) -> None:
-        storage = _storage(target)
+        storage = storage_id(target)
         if not self.turns or self.turns[-1] != storage:
             self._end_turn()
             self.turns.append(storage)
@@ -122,20 +121,16 @@ class _Writes(TorchDispatchMode):
             if self.take is not None:
                 self.value = torch.empty(size, dtype=target.dtype, device=self.devices[storage])
         if self.take is not None:
-            own, others = tree_map_only(torch.Tensor, partial(self._real, storage), (args, kwargs))
-            func(*own, **others)
+            real = partial(self._real, storage)
+            func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
 
-    def _real(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The numbers of a tensor without memory."""
-        if not tensor.is_meta:
-            return tensor
-        assert _storage(tensor) == storage, "a matrix is written with another one"
-        return self.value.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    def _real(self, storage: int, value: Any) -> Any:
+        """An argument of an operator; for a tensor without memory, its numbers."""
+        if not (isinstance(value, torch.Tensor) and value.is_meta):
+            return value
+        assert storage_id(value) == storage, "a matrix is written with another one"
+        return self.value.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def _end_turn(self) -> None:
         if self.turns and self.take is not None:
             self.take(len(self.turns) - 1, self.value)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

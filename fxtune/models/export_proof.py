@@ -35,6 +35,7 @@ from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
 from fxtune.system.oom import out_of_memory_reason
+from fxtune.upstream.torch import without_class
 
 LIMIT = 1e-3
 """The largest mean KL divergence of the plain model's answers from the trained model's, in nats a token."""
@@ -275,7 +276,7 @@ class _Plain:
                 raise LookupError(f"{path}.{name} is not in the model that was trained")
             place = (tensor.data_ptr(), tensor.shape)  # tied weights stay one parameter
             if place not in self.shared:
-                self.shared[place] = nn.Parameter(_plain_tensor(tensor), requires_grad=False)
+                self.shared[place] = nn.Parameter(without_class(tensor), requires_grad=False)
             module._parameters[name] = self.shared[place]
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             module._buffers[name] = live._buffers[name] if live is not None else None
@@ -301,12 +302,6 @@ def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parts = path.split(".")
         if not any(part.startswith(("lora_", "modules_to_save", "token_adapter")) for part in parts):
             yield ".".join(part for part in parts if part not in ("base_layer", "original_module")), module
-
-
-def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its class: some are views of a fused group, which write to it when they are assigned."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach().as_subclass(torch.Tensor)
 
 
 def _require_same_modules(model: Any, plain: Any) -> None:

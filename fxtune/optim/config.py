@@ -72,7 +72,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.lr != AUTO:  # as OmegaConf reads a float: 1, "1e-4"
-            self.lr = FloatNode(self.lr)._value()
+            self.lr = FloatNode().validate_and_convert(self.lr)
 
 
 ZERO_INITS = ("default", "gaussian")

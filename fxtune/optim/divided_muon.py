@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from fxtune.distributed.sharding import Sharding
+from fxtune.upstream import torch as upstream
 
 
 class Matrix(NamedTuple):
@@ -33,6 +33,7 @@ class DividedMuon(torch.optim.Muon):
     """torch.optim.Muon over `matrices`, the same ones in the same order on all ranks of `sharding`."""
 
     def __init__(self, matrices: Sequence[Matrix], sharding: Sharding, **options: Any) -> None:
+        self.orthogonal, self.adjusted = upstream.muon_parts()
         super().__init__([one.own for one in matrices if one.own.numel()], **options)
         self.matrices, self.sharding = matrices, sharding
 
@@ -65,9 +66,7 @@ class DividedMuon(torch.optim.Muon):
             made = exchange([update.flatten() for update in updates], sizes)
             if me < len(turn):
                 whole = torch.cat(made).view(mine)
-                whole = _zeropower_via_newtonschulz(
-                    whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
-                )
+                whole = self.orthogonal(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
                 made = [whole[rows].flatten() for rows in _rows(mine[0], ranks)]
             for matrix, update in zip(turn, exchange(made, [update.numel() for update in updates]), strict=False):
                 self._apply_to(matrix, update, options)
@@ -88,7 +87,7 @@ class DividedMuon(torch.optim.Muon):
         own, lr = matrix.own, float(options["lr"])
         if own.grad is not None and own.numel():
             own.mul_(1 - lr * options["weight_decay"])
-            own.add_(update.view_as(own), alpha=-_adjust_lr(lr, options["adjust_lr_fn"], matrix.shape))
+            own.add_(update.view_as(own), alpha=-self.adjusted(lr, options["adjust_lr_fn"], matrix.shape))
 
 
 def _rows(count: int, ranks: int) -> list[slice]:

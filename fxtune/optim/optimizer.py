@@ -31,6 +31,7 @@ from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
 from fxtune.techniques.quantize import Library
+from fxtune.upstream import torch as upstream
 
 Scalar = int | float | bool
 STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
@@ -174,7 +175,7 @@ class Optimizer:
     def drop(self) -> None:
         """Drop the gradients, or zero kept ones."""
         if self.keep_gradients:
-            torch._foreach_zero_(list(self.kept.values()))
+            upstream.foreach("zero_", list(self.kept.values()))
             for parameter, gradient in self.kept.items():
                 parameter.grad = gradient
             self.reached.clear()

@@ -21,6 +21,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from fxtune.upstream import torch as upstream
+
 MAX_BYTES = 2 * 2**30
 """Largest size of the trained weights for which they are copied. Their gradients and moments come on top."""
 ALIGNMENT = 64
@@ -71,9 +73,9 @@ class Guard:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
         for dtype, tensors in current.items():
-            torch._foreach_mul_(tensors, finite.to(dtype))
-            torch._foreach_mul_(saved[dtype], (~finite).to(dtype))
-            torch._foreach_add_(tensors, saved[dtype])
+            upstream.foreach("mul_", tensors, finite.to(dtype))
+            upstream.foreach("mul_", saved[dtype], (~finite).to(dtype))
+            upstream.foreach("add_", tensors, saved[dtype])
         self.counters = [*(self.part.state[parameter] for parameter, _ in gradients), *self.part.param_groups]
         if finite.is_cuda:
             self.verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
@@ -134,7 +136,7 @@ def _copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tenso
         buffer[start : start + tensor.numel()].view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=False)
     ]
-    torch._foreach_copy_(pieces, tensors)
+    upstream.foreach("copy_", pieces, tensors)
     return buffer, pieces
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from fxtune.upstream import torch as upstream
+
 BFLOAT16_BITS = -(1 << 16)
 """Mask of the 16 bits of a float32 that bfloat16 keeps."""
 
@@ -116,11 +118,10 @@ class StochasticAdamW(torch.optim.Optimizer):
                         exp_avg=torch.zeros_like(parameter, dtype=dtype),
                         exp_avg_sq=torch.zeros_like(parameter, dtype=dtype),
                     )
-            torch._foreach_add_(
-                [self.state[parameter]["step"] for parameter in parameters], [finite.float()] * len(parameters)
-            )
+            steps = [self.state[parameter]["step"] for parameter in parameters]
+            upstream.foreach("add_", steps, [finite.float()] * len(parameters))
             run_update: Callable[..., None] = _compiled() if device.type == "cuda" else update
-            with torch._dynamo.config.patch(COMPILING) if device.type == "cuda" else nullcontext():
+            with upstream.compiling_with(**COMPILING) if device.type == "cuda" else nullcontext():
                 for parameter in parameters:
                     state = self.state[parameter]
                     run_update(

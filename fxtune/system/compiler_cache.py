@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from fxtune.system import code_digest
 from fxtune.system.host import cache_home
+from fxtune.upstream.torch import default_compiler_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile")
@@ -45,11 +46,10 @@ def use_cache_folder() -> Path | None:
 
     It lies in the folder that TORCHINDUCTOR_CACHE_DIR names, or in fxtune's cache.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
+    own = cache_home() / "inductor"
     # torch writes its default, below /tmp, into the variable when it first needs the folder.
-    default = Path(default_cache_dir())
-    given, own = Path(os.environ.get(VARIABLE) or default), cache_home() / "inductor"
+    default = default_compiler_cache() or own
+    given = Path(os.environ.get(VARIABLE) or default)
     root = given.parent if FOLDER_NAME.fullmatch(given.name) else given
     for parent in (own, default) if root == default else (root,):
         folder = parent / f"fxtune-{code_digest.digest(*SOURCES)}"

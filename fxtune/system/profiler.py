@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxtune.upstream.torch import TorchDispatchMode
 
 MAX_LENGTH = 60
 

@@ -87,7 +87,7 @@ class OptionalTechnique(Technique):
 
     def __post_init__(self) -> None:
         if self.enabled != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
-            self.enabled = BooleanNode(self.enabled)._value()
+            self.enabled = BooleanNode().validate_and_convert(self.enabled)
 
     @property
     def may_stay_off(self) -> bool:

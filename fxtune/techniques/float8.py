@@ -29,6 +29,7 @@ from fxtune.models.structure import decoder_layers, is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
+from fxtune.upstream.torch import without_scaled_mm
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -55,6 +56,7 @@ class Float8(Technique):
     """Linears whose products stay in 16 bits, such as `down_proj` or `layers.0.mlp.up_proj`."""
 
     def check(self, facts: Facts) -> Iterator[str]:
+        yield from (f"enabled: {missing}. Set it to false." for missing in without_scaled_mm("_scaled_mm"))
         if facts.techniques.lora.enabled:
             yield (
                 "enabled: this is for trained weights, and techniques.lora freezes them. Set it to false, and "

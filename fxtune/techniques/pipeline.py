@@ -44,6 +44,7 @@ from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize import Quantize, Type
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router, observe_routers
+from fxtune.upstream.torch import Unobservable
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -322,7 +323,13 @@ class Pipeline:
         device = next(model.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         with self.precision.context(device):
-            return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
+            found: list[Evidence] = []
+            for name, technique in self.enabled():
+                try:
+                    found += technique.verify(model, probe)
+                except Unobservable as why:
+                    found.append(Evidence(name, "an observation that it acts", f"none: {why}", True))
+            return found
 
     def withdraw_compile(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
         """Undo techniques.compile if the compiler of one rank cannot compile `model`. Returns why, None if all can."""

@@ -28,6 +28,7 @@ from fxtune.distributed.world import World
 from fxtune.models.structure import base_dtype, decoder_layers, observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.upstream import torch as upstream
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -37,6 +38,7 @@ LARGEST_SCALE = 2.0**100
 """The largest loss scale. Twice this is still a finite float32."""
 _LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
 """Names of operators that multiply activations by a weight: aten's mm and addmm, and fused ones of libraries."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Autocast(str, Enum):
@@ -147,7 +149,7 @@ class Precision(Technique):
             seen = f"a float32 matmul {'rounds' if rounded else 'keeps'} the 12th bit of its inputs"
             yield Evidence("precision", f"TF32 {'on' if self.tf32 else 'off'}", seen, rounded == bool(self.tf32))
         if self.cudnn_benchmark:
-            convolutions = sum(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+            convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
             active = torch.backends.cudnn.benchmark
             seen = f"cudnn.benchmark is {active}, for {convolutions} convolutions"
             yield Evidence("precision", "the cuDNN autotuner on", seen, active and convolutions > 0)
@@ -173,7 +175,7 @@ class LossScale:
         """Divide the gradients of `parameters` by the scale."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.active and gradients:
-            torch._foreach_mul_(gradients, self.scale.reciprocal())
+            upstream.foreach("mul_", gradients, self.scale.reciprocal())
 
     def update(self, finite: torch.Tensor) -> None:
         """Count a step. `finite`: a bool scalar on the device, whether its loss and gradient were finite."""

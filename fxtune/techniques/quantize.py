@@ -55,6 +55,7 @@ from fxtune.techniques.quantized_modules import (
     quantized,
     stored_bytes,
 )
+from fxtune.upstream.torch import without_scaled_mm
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -193,6 +194,7 @@ class Quantize(Technique):
             yield (
                 f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
             )
+        yield from (f"type: {missing}. Use nf4." for missing in without_scaled_mm("_scaled_mm", "_scaled_grouped_mm"))
         if self.library is not Library.auto:
             yield f"library: torch computes fp8 products, without {self.library.value}. Set it to auto."
         is_auto = self.compute_dtype is ComputeDtype.auto

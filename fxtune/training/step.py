@@ -34,6 +34,7 @@ from fxtune.training import noise_scale
 from fxtune.training.in_backward import InBackward
 from fxtune.training.rank_report import UPDATE, RankReport
 from fxtune.training.spikes import SpikeWindow
+from fxtune.upstream import torch as upstream
 
 Metrics = dict[str, torch.Tensor]
 """float32 scalars on the device by name (`finite`: a bool)."""
@@ -154,7 +155,7 @@ class TrainStep:
         gradient stays this rank's own, as the mean of its own rows, and clip() adds up the means."""
         if self.weight_average:
             gradients = [gradient for gradient in self.optimizer.gradients() if gradient is not None]
-            torch._foreach_mul_(gradients, float(self.world.size))
+            upstream.foreach("mul_", gradients, float(self.world.size))
         if self.gradient_sum is None:
             return metrics
         totals = torch.stack([value.float() for value in metrics.values()])

@@ -45,6 +45,7 @@ from fxtune.tuning.race import Entrant, Race, State
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep_space import Dimension
 from fxtune.tuning.sweep_worker import PLAN, TRAIN, SweepWorker
+from fxtune.upstream.optuna import trial_of
 
 SETTINGS, STUDY = "sweep.yaml", "optuna.db"
 THREADS = "OMP_NUM_THREADS"
@@ -258,7 +259,7 @@ class Sweep:
         for frozen in self.study.get_trials(deepcopy=False):
             values = frozen.params
             if frozen.state is TrialState.RUNNING:  # it may have been killed while it was drawn
-                values = self._values(frozen.number, partial(optuna.Trial, self.study, frozen._trial_id))
+                values = self._values(frozen.number, partial(trial_of, self.study, frozen))
             entrant = Entrant(frozen.number, self.race.bracket_of(frozen.number))
             entrant.losses = dict(frozen.intermediate_values)
             entrant.reason = frozen.user_attrs.get("reason", "")

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from fxtune.config.introspection import Slot, all_keys
-from fxtune.config.overrides import COMMAND_LINE, RecipeStore
+from fxtune.config.overrides import COMMAND_LINE, RecipeStore, unquoted
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, did_you_mean
 
@@ -177,7 +176,7 @@ def _choice(key: str, text: str, inside: str) -> Dimension:
     spelled: dict[Any, str] = {}
     for value, spelling in zip(parsed.value().list, parsed.sweep_string_iterator(), strict=True):  # type: ignore[union-attr]
         _check(key, spelling)
-        value = Override._convert_value(value)
+        value = unquoted(value)
         # Optuna stores numbers and text. A list is stored as it is spelled.
         spelled.setdefault(
             value if value is None or isinstance(value, (bool, int, float, str)) else spelling, spelling

@@ -32,6 +32,7 @@ from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.system.host import cores
 from fxtune.system.signals import leave_signals_to_main_process
+from fxtune.upstream.torch import end_workers, workers
 
 if TYPE_CHECKING:
     from fxtune.data.batches.plan import Plan
@@ -111,14 +112,14 @@ class Loader:
         """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of a
         signal may refer to it until the interpreter exits, which then waits 5 s for each worker (torch 2.11)."""
         batches, self._pass = self._pass, None
-        if (shutdown := getattr(batches, "_shutdown_workers", None)) is None:  # the main process builds the batches
+        if (shutdown := end_workers(batches)) is None:  # the main process builds the batches
             return
         # In a thread: torch waits without limit for the thread that pins memory, which waits for what a worker sends.
         thread = threading.Thread(target=shutdown, name="fxtune-loader-end", daemon=True)
         thread.start()
         thread.join(SHUTDOWN_SECONDS)
         if thread.is_alive():
-            _kill(getattr(batches, "_workers", ()))  # they hold nothing that would be lost
+            _kill(workers(batches))  # they hold nothing that would be lost
 
     def _begin_pass(self) -> Iterator[Batch]:
         assert self._loader is not None

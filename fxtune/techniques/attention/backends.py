@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fxtune.kernels.flash4 import VERSION as FLASH4_VERSION
 from fxtune.system.units import GIB
 from fxtune.techniques.attention.packed import CUDNN, FLASH4, SDPA
@@ -42,6 +44,7 @@ class Backend:
     dropout: bool = False
     sinks: bool = False
     deterministic: bool = True  # whether its backward pass can give the same bits each time
+    operator: str = ""  # the operator of aten that it calls by its private name
     flag: str = "_supports_flash_attn"  # the attribute of a model class of transformers that says it can call this
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
@@ -56,6 +59,8 @@ class Backend:
                 f"{_dotted(first)} to below {_dotted(end)})",
                 "Use sdpa, or auto",
             )
+        if self.operator and not hasattr(torch.ops.aten, self.operator):
+            yield f"needs torch.ops.aten.{self.operator}, which torch {torch.__version__} lacks", "Use auto"
         for package, version, install in self.packages:
             found = facts.packages.get(package)
             if package in facts.broken:
@@ -167,7 +172,12 @@ class Eager(Backend):
 
 
 FA3 = "build it from github.com/Dao-AILab/flash-attention, folder hopper, or use techniques.attention.backend=flash4"
-BY_DOCUMENTS = Backend(SDPA, "FlashAttention-2, built into torch", r"^aten::_flash_attention_forward$")
+BY_DOCUMENTS = Backend(
+    SDPA,
+    "FlashAttention-2, built into torch",
+    r"^aten::_flash_attention_forward$",
+    operator="_flash_attention_forward",
+)
 BACKENDS: dict[str, Backend] = {
     "flash4": Flash4(
         FLASH4,
@@ -190,6 +200,7 @@ BACKENDS: dict[str, Backend] = {
         CUDNN,
         "cuDNN's attention",
         r"^aten::_scaled_dot_product_cudnn_attention$",
+        operator="_scaled_dot_product_cudnn_attention",
         head_dim=128,
         window=False,
         deterministic=False,

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
+from fxtune.upstream.torch import attention_operator
 
 FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
 OURS = (FLASH4, SDPA, CUDNN)
@@ -141,7 +142,9 @@ def _by_torch(
     flat = [x.flatten(0, 1) for x in (q, k, padded)]
     bounds = (cu_seqlens, cu_seqlens, length, length)
     windows = {"window_size_left": left, "window_size_right": right}
-    out: Tensor = torch.ops.aten._flash_attention_forward(*flat, *bounds, 0.0, True, False, scale=scale, **windows)[0]
+    out: Tensor = attention_operator("_flash_attention_forward")(
+        *flat, *bounds, 0.0, True, False, scale=scale, **windows
+    )[0]
     return out[..., :width].unflatten(0, (rows, length))
 
 
@@ -154,7 +157,7 @@ def _by_cudnn(
 
 
 def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    out: Tensor = attention_operator("_scaled_dot_product_cudnn_attention")(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale
     )[0]
     return out.transpose(1, 2)

@@ -21,9 +21,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fxtune.upstream.torch import operator_names
 
 PRODUCTS = "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm convolution"
 EXPERTS = {"fxtune.gated_experts", "fxtune.fp8_experts"}
@@ -99,8 +100,8 @@ def _contexts(*fields: Any) -> Any:
 @functools.cache
 def name_of(operator: Any) -> str:
     """`aten.mm` for each overload of that operator; `higher_order.NAME` for operators that take functions."""
-    schema = getattr(operator, "_schema", None)
-    return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
+    namespace, _, own = operator.name().partition("::")
+    return f"{namespace}.{own.partition('.')[0]}" if own else f"higher_order.{namespace}"
 
 
 @functools.cache
@@ -150,5 +151,5 @@ def ranks(layer: nn.Module) -> tuple[int, ...]:
 
 def operators() -> Iterator[str]:
     """The names of all operators that torch knows in this process, and those in KNOWN."""
-    registered = {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    registered = {name.partition(".")[0].replace("::", ".") for name in operator_names()}
     yield from sorted(KNOWN | registered)

@@ -37,6 +37,7 @@ from fxtune.techniques.checkpointing.verify import Proof
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.lora import fuse
+from fxtune.upstream import torch as upstream
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -121,6 +122,8 @@ class Checkpointing(OptionalTechnique):
             yield from self._check_mix(layers)
         if self.policy is Policy.budget and not facts.techniques.compile.enabled:
             yield "policy: budget is the compiler's. Set techniques.compile.enabled=true, or use selective."
+        if self.policy is Policy.budget and not upstream.has_activation_budget():
+            yield f"policy: the compiler of torch {torch.__version__} takes no budget. Use selective."
         if self.offload:
             yield from self._check_offload(facts)
         elif self.offload_what is not What.inputs or self.offload_layers is not None:
@@ -325,7 +328,7 @@ class Checkpointing(OptionalTechnique):
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
-            patch = torch._functorch.config.patch(activation_memory_budget=self.budget)
+            patch = upstream.with_activation_budget(self.budget)
             backbone(model).register_forward_pre_hook(lambda *_: patch.__enter__())
             backbone(model).register_forward_hook(lambda *_: patch.__exit__(None, None, None), always_call=True)
         if self.offload:

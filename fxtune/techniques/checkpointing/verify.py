@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fxtune.distributed.chunks import is_divided
 from fxtune.models.structure import backbone, decoder_layers, observed
+from fxtune.system.nested import leaves
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
 from fxtune.techniques.lora import fuse, fused_modules
+from fxtune.upstream import torch as upstream
 
 _evidence = partial(Evidence, "checkpointing")
 
@@ -150,7 +150,7 @@ class Proof:
         everything, _, saved, one_graph = self._measure_bytes()
         found: list[float] = []
         hook = (backbone(self.model) if one_graph else self.layers[0]).register_forward_pre_hook(
-            lambda *_: found.append(torch._functorch.config.activation_memory_budget)
+            lambda *_: found.append(upstream.activation_budget())
         )
         self.forward()
         hook.remove()
@@ -207,7 +207,7 @@ class Proof:
         )
 
 
-class Counts(TorchDispatchMode):
+class Counts(upstream.TorchDispatchMode):
     """Counts what runs while it is entered. `rules`: of each layer."""
 
     supports_higher_order_operators = True
@@ -271,7 +271,7 @@ class Counts(TorchDispatchMode):
 
     def fused(self, weights: list[torch.Tensor], rows: torch.Tensor, tiles: int) -> None:
         """A fused MLP ran, forward or backward, on these rows."""
-        storage = weights[0].untyped_storage()._cdata
+        storage = upstream.storage_id(weights[0])
         index = self.owners.setdefault(storage, self.running[-1] if self.running else -1)
         self.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
 
@@ -316,7 +316,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
         nonlocal arguments
         weights.update(_addresses(layer))  # divided weights have been gathered for this call
         inside.append(layer)
-        arguments = _bytes_of(tree_leaves((args, kwargs)))
+        arguments = _bytes_of(leaves((args, kwargs)))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]

@@ -10,7 +10,6 @@ code may be wrong (kernels/liger_operators.py has the case). Here this is an err
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -23,11 +22,10 @@ from typing import Any
 import torch
 
 from fxtune.errors import ConfigError
+from fxtune.upstream import torch as upstream
 
 METRICS_LIMIT = 4096
 """Compilations whose metrics torch keeps; its default is 64."""
-LOGGER, WARNING = "torch._dynamo", "assuming every input is mutated"
-"""torch's warning about a kernel whose writes it cannot determine."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +101,18 @@ class CompileMonitor:
 
     def start(self) -> None:
         """Begin to count. Call it before the first call()."""
-        logger = logging.getLogger(LOGGER)
+        logger = logging.getLogger(upstream.COMPILER_LOG)
         logger.addFilter(_UNKNOWN_WRITES)
         if not logger.isEnabledFor(logging.WARNING):  # TORCH_LOGS=-dynamo would also hide the warning from the filter
             logger.disabled = False
             logger.setLevel(logging.WARNING)
-        torch._dynamo.utils.set_compilation_metrics_limit(METRICS_LIMIT)
+        upstream.keep_compilations(METRICS_LIMIT)
         self.skips_before = _cuda_graph_skips()
         self._skip_failures()
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """compiled(...). Raises ConfigError if it cannot be compiled as the recipe says, or if a limit is exceeded."""
-        from torch._dynamo import exc, utils  # importing it takes a second
-
-        stats, reasons = utils.counters["stats"], utils.graph_break_reasons
+        stats, reasons = upstream.counters()["stats"], upstream.graph_breaks()
         graphs, known, begun = stats["unique_graphs"], len(reasons), time.time()
         _UNKNOWN_WRITES.take()  # left by another function
         try:
@@ -124,7 +120,7 @@ class CompileMonitor:
         except Exception as error:
             if message := _UNKNOWN_WRITES.take():
                 raise ConfigError(message) from error
-            if isinstance(error, (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit)):
+            if isinstance(error, upstream.compiler_errors()):
                 raise ConfigError(self._explain(error)) from error
             raise
         # With dynamic shapes torch compiles the backward pass now, and only logs its errors.
@@ -155,7 +151,7 @@ class CompileMonitor:
             _sum(ours, "inductor_fx_local_cache_miss_count"),
             os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"),
             _cuda_graph_skips() - self.skips_before,
-            sorted({why for metric in ours if (why := getattr(metric, "cudagraph_skip_reason", None))}),
+            sorted({why for metric in ours if (why := metric.cudagraph_skip_reason)}),
         )
 
     def _count(self, shape: str, reasons: list[Any], begun: float) -> None:
@@ -164,7 +160,7 @@ class CompileMonitor:
             frame = reason.user_stack[-1] if reason.user_stack else None
             where = f"{_short(frame.filename)}:{frame.lineno}" if frame else "an unknown place"
             self.breaks[GraphBreak(where, reason.reason.strip().splitlines()[0])] += 1
-        for code, failures in torch._dynamo.utils.guard_failures.items():
+        for code, failures in upstream.guard_failures().items():
             # torch records a failed guard for each existing graph: together they show what was new in this call.
             uncounted = failures[self.counted_failures.get(code, 0) :]
             if new := dict.fromkeys(map(_failed_guard, uncounted)):
@@ -174,7 +170,7 @@ class CompileMonitor:
         self.ids |= {metric.compile_id for metric in _compilations(begun) if metric.compile_id}
 
     def _skip_failures(self) -> None:
-        self.counted_failures = {code: len(failures) for code, failures in torch._dynamo.utils.guard_failures.items()}
+        self.counted_failures = {code: len(failures) for code, failures in upstream.guard_failures().items()}
 
     def _check_limits(self) -> None:
         if len(self.breaks) > self.max_graph_breaks:
@@ -195,7 +191,7 @@ class CompileMonitor:
         return "\n".join(f"  {each}" for each in self.report().recompiles)
 
     def _explain(self, error: BaseException) -> str:
-        if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        if isinstance(error, upstream.recompile_limit_error()):
             return (
                 "techniques.compile.max_recompiles: torch gave up after this many compilations of one function:\n"
                 + self._reasons()
@@ -218,7 +214,7 @@ class _UnknownWrites(logging.Filter):
     message = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if WARNING not in record.getMessage():
+        if not upstream.is_unknown_writes(record):
             return True
         error = record.exc_info[1] if record.exc_info else None
         last = str(error).strip().splitlines()[-1:] if error else []
@@ -227,7 +223,7 @@ class _UnknownWrites(logging.Filter):
             f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}), and would compute "
             "wrong numbers. Turn off what runs that kernel, or set this to false."
         )
-        raise _refusal()(self.message)
+        raise upstream.unwrapped_error(ConfigError)(self.message)
 
     def take(self) -> str:
         """The message since the last call; empty if there was none."""
@@ -246,32 +242,18 @@ def _kernel(error: BaseException | None) -> str:
     return getattr(kernel, "__name__", "")
 
 
-@functools.cache
-def _refusal() -> type[ConfigError]:
-    from torch._dynamo.exc import ShortenTraceback
-
-    class Refusal(ConfigError, ShortenTraceback):
-        """torch's compilers wrap all errors but their own. As one of their own it leaves a backward pass unwrapped."""
-
-        def __init__(self, text: str) -> None:
-            ShortenTraceback.__init__(self, text, first_useful_frame=None)
-
-    return Refusal
-
-
 def _compilations(since: float) -> list[Any]:
     """torch's metrics of all compilations of this process from the time `since` on."""
-    metrics = torch._dynamo.utils.get_compilation_metrics()
-    return [metric for metric in metrics if (metric.start_time or 0) >= since - 0.001]
+    return [metric for metric in upstream.compilations() if (metric.start_time or 0) >= since - 0.001]
 
 
 def _sum(metrics: list[Any], name: str) -> int:
     """Not every compilation has each metric."""
-    return sum(getattr(metric, name, None) or 0 for metric in metrics)
+    return sum(getattr(metric, name) or 0 for metric in metrics)
 
 
 def _cuda_graph_skips() -> int:
-    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
+    return int(upstream.counters()["inductor"]["cudagraph_skips"])
 
 
 def _failed_guard(reason: str) -> str:

@@ -20,38 +20,18 @@ from torch import fx
 
 from fxtune.kernels import fused_lora  # noqa: F401  (registers the operators below)
 from fxtune.kernels.frozen_base import DENSE
+from fxtune.upstream.torch import install_graph_pass, unsafe_view
 
 _KIND_ARGUMENT: dict[Any, int] = {torch.ops.fxtune.lora_linear.default: 6, torch.ops.fxtune.lora_mlp.default: 7}
 """By operator: the argument that says how the weights of its last product are stored, and which kernel multiplies by
 them."""
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, unsafe_view())
 
 
 def install() -> None:
-    """Make torch.compile run the pass, after any pass that is already installed."""
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class Residuals(CustomGraphPass):
-        def __init__(self, before: Any) -> None:
-            self.before = before
-
-        def __call__(self, graph: fx.Graph) -> None:
-            if self.before is not None:
-                self.before(graph)
-            fold(graph)
-
-        def uuid(self) -> Optional[Any]:
-            # This need not identify fold()'s code: each state of it has its own cache folder
-            # (system/compiler_cache.py).
-            if self.before is None:
-                return ("fxtune.residual",)
-            before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-            return before and ("fxtune.residual", before)
-
-    installed = config.post_grad_custom_post_pass
-    if type(installed).__qualname__ != Residuals.__qualname__:
-        config.post_grad_custom_post_pass = Residuals(installed)
+    """Make torch.compile run the pass, after any pass that is already installed. A torch without a place for it adds
+    the stream in a kernel of its own."""
+    install_graph_pass("fxtune.residual", fold)
 
 
 def fold(graph: fx.Graph) -> int:

@@ -48,6 +48,7 @@ from fxtune.techniques.base import Evidence, OptionalTechnique, Switch
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
+from fxtune.upstream import torch as upstream
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -140,6 +141,8 @@ class Compile(OptionalTechnique):
                 f"cuda_graphs: {reason}, or set this to off." for reason in self._reasons_against_recording(facts)
             )
         yield from (f"enabled: {missing}, or set it to false." for missing in _missing_compiler(facts))
+        if silent := upstream.without_compile_report():
+            yield f"enabled: {silent}. Set it to false, or install torch {upstream.TESTED}."
 
     def resolve(self, facts: Facts) -> str | None:
         if self.cuda_graphs is not Switch.auto:
@@ -231,13 +234,12 @@ class Compile(OptionalTechnique):
         residual_pass.install()
         # torch would reuse the code of an earlier model of this process (in a sweep): it would not be counted, and as
         # CUDA graphs it would hold that model's memory.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         self._monitor = self._new_monitor()
         self._monitor.start()
         lengths = MAX_LENGTHS + 1  # the probe has a length of its own
         limit = lengths * (self.max_recompiles + 1) + 1  # higher than max_recompiles, which is to fail first
-        for name in ("recompile_limit", "accumulated_recompile_limit"):
-            setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
+        upstream.raise_recompile_limit(limit)
         for part in self._parts(model):
             compiled: Callable[..., Any] = torch.compile(
                 part.forward, mode=MODES[self.mode.value], fullgraph=self.fullgraph, dynamic=DYNAMIC[self.dynamic]
@@ -254,14 +256,12 @@ class Compile(OptionalTechnique):
 
         Raises ConfigError if ranks share weights and the compiler fails: others may wait for this one in the pass.
         """
-        from torch._dynamo.exc import TorchDynamoException
-
         try:
             why = next(
                 (f"asked for {one.asked}; seen: {one.observed}" for one in self.verify(model, probe) if not one.acted),
                 None,
             )
-        except (ConfigError, TorchDynamoException) as error:
+        except (ConfigError, upstream.compiler_error()) as error:
             why = str(error)
             if world.degrees.shard > 1:
                 raise ConfigError(
@@ -274,7 +274,7 @@ class Compile(OptionalTechnique):
         for part in self._parts(model):
             wrapped: Any = part.forward
             part.forward = wrapped.args[0]
-        torch._dynamo.reset()
+        torch.compiler.reset()
         self.enabled = False
         return why
 
@@ -284,7 +284,7 @@ class Compile(OptionalTechnique):
     def drop(self) -> None:
         """Free what mode=reduce_overhead has recorded. All code is then compiled again, from the disk cache."""
         if self.enabled and self.mode is CompileMode.reduce_overhead:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             self._monitor.allow_recompiling()
 
     def report(self) -> CompileReport:
@@ -296,7 +296,7 @@ class Compile(OptionalTechnique):
         evidence, by_layer = partial(Evidence, "compile"), self.scope is Scope.layers
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead
-        stats = torch._dynamo.utils.counters["stats"]
+        stats = upstream.counters()["stats"]
         with observed(model), torch.enable_grad():
             for _ in range(1 + records):  # the second one records CUDA graphs
                 model(**probe)

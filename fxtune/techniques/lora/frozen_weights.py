@@ -121,7 +121,7 @@ class WeightView(torch.Tensor):
     """
 
     # Results of operators are plain tensors, as with nn.Parameter.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
     @property
     def data(self) -> torch.Tensor:

@@ -26,6 +26,7 @@ from fxtune.kernels.rotary import qkv
 from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
 from fxtune.techniques.rope_function import keep_unrotated, with_rope_function
+from fxtune.upstream import torch as upstream
 
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
@@ -60,10 +61,7 @@ def _needs_own_forward(linears: Sequence[Any], called: bool = False) -> bool:
         if linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER]:
             return True
         parts += [linear.base_layer, linear.lora_A[ADAPTER], linear.lora_B[ADAPTER]]
-    return any(
-        part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-        for part in parts
-    )
+    return any(map(upstream.has_hooks, parts))
 
 
 def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, padded: bool = False) -> torch.Tensor:

@@ -14,8 +14,9 @@ from support.compiled import compiled, learn, row
 
 from fxtune.errors import ConfigError
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.compile.report import LOGGER, CompileMonitor
+from fxtune.techniques.compile.report import CompileMonitor
 from fxtune.techniques.pipeline import make_probe
+from fxtune.upstream.torch import COMPILER_LOG
 
 
 def test_report_has_lines_for_people_and_is_json(quick):
@@ -117,7 +118,7 @@ def warn():
 @pytest.fixture
 def printed():
     """What torch's compiler logs; the logger's level is restored afterwards."""
-    logger, handler, records = logging.getLogger(LOGGER), logging.Handler(), []
+    logger, handler, records = logging.getLogger(COMPILER_LOG), logging.Handler(), []
     before, handler.emit = logger.level, records.append
     logger.addHandler(handler)
     yield records
@@ -133,7 +134,7 @@ def test_kernel_whose_writes_torch_cannot_determine_is_an_error(fullgraph, silen
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=warns))
     if silent:  # as TORCH_LOGS=-dynamo does
-        logging.getLogger(LOGGER).setLevel(logging.ERROR)
+        logging.getLogger(COMPILER_LOG).setLevel(logging.ERROR)
     _, model = compiled(fullgraph=fullgraph)
     with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes") as told:
         learn(model, row(model))

@@ -1,0 +1,23 @@
+"""Private parts of flash-attn-4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def forward(interface: Any) -> Callable[..., Any]:
+    """The kernel of the forward pass.
+
+    What: _flash_attn_fwd of flash_attn.cute.interface.
+    Why: torch.compile cannot trace the public functions.
+    Gone: not in the release that fxtune asks for; attention/backends.py refuses every other one.
+    """
+    found: Callable[..., Any] = interface._flash_attn_fwd
+    return found
+
+
+def backward(interface: Any) -> Callable[..., Any]:
+    """The kernels of the backward pass: _flash_attn_bwd, for the reasons of forward()."""
+    found: Callable[..., Any] = interface._flash_attn_bwd
+    return found

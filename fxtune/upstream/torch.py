@@ -1,0 +1,491 @@
+"""Private parts of torch.
+
+They are looked up when they are used, so a version of torch without one of them still imports fxtune and trains
+whatever does not need it. What needs it runs slower, steps aside with a line, or is refused with gone().
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError
+
+TESTED = "2.11 to 2.13"
+"""Versions of torch that have all parts below."""
+
+
+def gone(part: str, change: str) -> ConfigError:
+    """The error where torch has no `part` any more. `change`: the key to set, such as `Set parallel.shard=1`."""
+    return ConfigError(f"torch {torch.__version__} has no {part}. {change}, or install torch {TESTED}.")
+
+
+class Unobservable(ConfigError):
+    """What runs cannot be seen with this version of a library. It is no sign that something did not act."""
+
+
+def _found(path: str) -> Any:
+    """The attribute of torch with this path, such as `_dynamo.utils.counters`; None in a version without it."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+# Operators and tensors
+
+
+try:
+    # What: the mode that sees each operator below autograd.
+    # Why: the public modes (torch.overrides) see calls of functions, not the operators of a backward pass.
+    # Gone: what counts operators cannot be built and says so; nothing else changes.
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+
+    class TorchDispatchMode:  # type: ignore[no-redef]
+        def __init__(self) -> None:
+            raise Unobservable(f"torch {torch.__version__} has no TorchDispatchMode, which sees operators as they run")
+
+
+def foreach(name: str, tensors: Sequence[torch.Tensor], *operands: Any) -> None:
+    """Call the in-place method `name` (`copy_`, `mul_`) on each tensor, with its operand of each list of `operands`.
+
+    What: torch._foreach_NAME, a few kernels for all tensors.
+    Why: torch has no public function for several tensors at once.
+    Gone: a kernel for each tensor, with the same bits.
+    """
+    if (together := getattr(torch, f"_foreach_{name}", None)) is not None:
+        together(tensors, *operands)
+        return
+    for index, tensor in enumerate(tensors):
+        own = (one[index] if isinstance(one, (list, tuple)) else one for one in operands)
+        getattr(tensor, name)(*own)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors with the same storage share, also on the meta device.
+
+    What: UntypedStorage._cdata.
+    Why: storages on the meta device, and storages whose memory was freed, have no address.
+    Gone: the identity of Python's object, which torch keeps while the storage lives.
+    """
+    storage = tensor.untyped_storage()
+    return int(getattr(storage, "_cdata", id(storage)))
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator of torch writes to an argument.
+
+    What: OpOverload._schema.
+    Why: an operator has no public schema.
+    Gone: torch's rule for names, an underscore at the end.
+    """
+    schema = getattr(operator, "_schema", None)
+    return bool(schema.is_mutable) if schema is not None else operator.overloadpacket.__name__.endswith("_")
+
+
+def operator_names() -> set[str]:
+    """The names of all operators of this process, such as `aten::mm.out`.
+
+    What: torch._C._dispatch_get_all_op_names.
+    Why: torch has no public list of its operators.
+    Gone: an empty set, so that only the operators that fxtune knows are suggested.
+    """
+    names = _found("_C._dispatch_get_all_op_names")
+    return set(names()) if names is not None else set()
+
+
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its class and its gradient.
+
+    What: torch._C.DisableTorchFunctionSubclass.
+    Why: a subclass may override detach().
+    Gone: a subclass's own detach() runs.
+    """
+    disabled = _found("_C.DisableTorchFunctionSubclass")
+    with nullcontext() if disabled is None else disabled():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
+def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
+    """A product of fp8 matrices on a GPU.
+
+    What: torch._scaled_mm.
+    Why: torch.nn.functional.scaled_mm takes no `out`.
+    Gone: refused; check() of quantize and float8 ask without_scaled_mm() first.
+    """
+    product: Callable[..., torch.Tensor] = torch._scaled_mm
+    return product(*operands, **options)
+
+
+def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
+    """Products of fp8 matrices of several experts on a GPU.
+
+    What: torch._scaled_grouped_mm.
+    Why: fxtune's products of linears and experts take scales in the same form.
+    Gone: refused; check() of quantize asks without_scaled_mm() first.
+    """
+    product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
+    return product(*operands, **options)
+
+
+def without_scaled_mm(*names: str) -> Iterator[str]:
+    """A reason for each of torch's products `names` in fp8 that is gone."""
+    for name in names:
+        if not hasattr(torch, name):
+            yield f"torch {torch.__version__} has no torch.{name}, which multiplies in fp8"
+
+
+# Modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after `module`, forward or backward.
+
+    What: nn.Module's dictionaries of hooks.
+    Why: hooks can be added in public, and not listed.
+    Gone: True, so that fused adapters run module by module: slower, with the same numbers.
+    """
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name, True) for name in names)
+
+
+def remove_forward_hooks(module: nn.Module) -> None:
+    """Remove what is called after `module`.
+
+    What: _forward_hooks of nn.Module.
+    Why: a hook can be removed in public only by who added it.
+    Gone: AttributeError in `fxtune verify --loss`, the only caller.
+    """
+    module._forward_hooks.clear()
+
+
+def end_workers(batches: Any) -> Callable[[], None] | None:
+    """The function that ends the worker processes of a pass over a DataLoader; None if it has none.
+
+    What: _shutdown_workers of torch's iterator.
+    Why: torch ends workers when nothing refers to the iterator, and a traceback may refer to it until the end.
+    Gone: None, so a stopped run may take 5 s longer to end, for each worker.
+    """
+    return getattr(batches, "_shutdown_workers", None)
+
+
+def workers(batches: Any) -> Sequence[Any]:
+    """The worker processes of a pass over a DataLoader; see end_workers()."""
+    return getattr(batches, "_workers", ())
+
+
+def muon_parts() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
+    """Muon's orthogonalization of a matrix, and its factor for the learning rate.
+
+    What: _zeropower_via_newtonschulz and _adjust_lr of torch.optim._muon.
+    Why: torch.optim.Muon updates whole matrices, and a rank has rows; with these the bits are the same.
+    Gone: refused where matrices are divided.
+    """
+    try:
+        from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+    except ImportError as error:
+        raise gone(
+            "torch.optim._muon with _zeropower_via_newtonschulz and _adjust_lr, which optimizer.name=muon with "
+            "parallel.shard needs",
+            "Set optimizer.name=adamw or parallel.shard=1",
+        ) from error
+    return _zeropower_via_newtonschulz, _adjust_lr
+
+
+# Ranks
+
+
+def sum_gradients(module: Any) -> None:
+    """Have a module that fully_shard() returned sum gradients over ranks; torch's default is their mean.
+
+    What: two public methods, which torch 2.8 brought; a version without them would learn from means.
+    Why: losses are divided by the tokens of all ranks already.
+    Gone: refused.
+    """
+    try:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    except AttributeError as error:
+        raise gone(
+            "FSDPModule.set_gradient_divide_factor and set_force_sum_reduction_for_comms, without which divided "
+            "weights would learn from means of gradients",
+            "Set parallel.shard=1",
+        ) from error
+
+
+def process_group(name: str) -> Any:
+    """The process group with this `group_name`.
+
+    What: _resolve_process_group of torch.distributed.
+    Why: an operator of torch takes a name, and no group.
+    Gone: refused; rows cannot be cut over ranks.
+    """
+    find = _found("distributed.distributed_c10d._resolve_process_group")
+    if find is None:
+        raise gone("_resolve_process_group, which parallel.context needs", "Set parallel.context=1")
+    return find(name)
+
+
+def set_host_timeout(group: Any, patience: timedelta) -> None:
+    """How long exchanges between hosts may take, in a group that also exchanges between GPUs.
+
+    What: _set_default_timeout of the group's backend for CPU tensors.
+    Why: init_process_group takes one time for both.
+    Gone: hosts wait as long as GPUs do, and then end with torch's error.
+    """
+    backend = getattr(group, "_get_backend", lambda device: None)(torch.device("cpu"))
+    if (change := getattr(backend, "_set_default_timeout", None)) is not None:
+        change(patience)
+
+
+# The compiler
+
+FIGURES = {
+    "compile_id": "which compilation it was",
+    "start_time": "when it began",
+    "duration_us": "how long it took",
+    "inductor_fx_local_cache_hit_count": "what the cache on disk had",
+    "inductor_fx_local_cache_miss_count": "what was compiled anew",
+    "cudagraph_skip_reason": "why CUDA graphs were not recorded",
+}
+"""Fields of torch's metrics of a compilation that the report reads."""
+
+
+def without_compile_report() -> str:
+    """Why torch does not say what its compiler did; empty if it does.
+
+    What: counters, graph breaks, failed guards, metrics and errors of torch._dynamo.
+    Why: a graph break changes no number, and torch has no public report of it (torch._dynamo.explain compiles anew).
+    Gone: techniques.compile steps aside if it is `auto`, and is refused if it is asked for.
+    """
+    from torch._dynamo import exc, utils  # importing it takes a second
+
+    names = ("counters", "graph_break_reasons", "guard_failures", "get_compilation_metrics", "CompilationMetrics")
+    missing = [f"torch._dynamo.utils.{name}" for name in names if not hasattr(utils, name)]
+    names = ("Unsupported", "UserError", "FailOnRecompileLimitHit", "ShortenTraceback", "TorchDynamoException")
+    missing += [f"torch._dynamo.exc.{name}" for name in names if not hasattr(exc, name)]
+    if not missing:
+        known = {field.name for field in dataclasses.fields(utils.CompilationMetrics)}
+        missing = [f"CompilationMetrics.{name} ({what})" for name, what in FIGURES.items() if name not in known]
+    if not missing:
+        return ""
+    return f"torch {torch.__version__} does not say what its compiler did: it has no {', '.join(missing)}"
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch raises where code cannot be compiled as asked; see without_compile_report()."""
+    from torch._dynamo import exc
+
+    return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
+
+
+def recompile_limit_error() -> type[Exception]:
+    """What torch raises after too many compilations of one function; see without_compile_report()."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
+
+
+def compiler_error() -> type[Exception]:
+    """The class of all of Dynamo's errors; see without_compile_report()."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+@functools.cache
+def unwrapped_error(kind: type[Exception]) -> type[Exception]:
+    """A subclass of `kind` that torch's compilers pass on as it is; they wrap all errors but their own. See
+    without_compile_report()."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    def begin(self: Any, text: str) -> None:
+        ShortenTraceback.__init__(self, text, first_useful_frame=None)
+
+    return type("Refusal", (kind, ShortenTraceback), {"__init__": begin})
+
+
+def counters() -> Any:
+    """Dynamo's counts by group and name, such as `["stats"]["unique_graphs"]`; see without_compile_report()."""
+    from torch._dynamo import utils
+
+    return utils.counters
+
+
+def graph_breaks() -> list[Any]:
+    """All graph breaks of this process: `.reason` and `.user_stack`; see without_compile_report()."""
+    from torch._dynamo import utils
+
+    return utils.graph_break_reasons
+
+
+def guard_failures() -> dict[Any, list[Any]]:
+    """By code object, why its compiled code was not reused; see without_compile_report()."""
+    from torch._dynamo import utils
+
+    return utils.guard_failures
+
+
+def compilations() -> list[Any]:
+    """torch's metrics of the compilations of this process, with FIGURES; see without_compile_report()."""
+    from torch._dynamo import utils
+
+    return utils.get_compilation_metrics()
+
+
+def keep_compilations(count: int) -> None:
+    """Have torch keep the metrics of this many compilations.
+
+    What: set_compilation_metrics_limit.
+    Why: its default is 64.
+    Gone: a report of more compilations counts the last ones only.
+    """
+    from torch._dynamo import utils
+
+    if (change := getattr(utils, "set_compilation_metrics_limit", None)) is not None:
+        change(count)
+
+
+COMPILER_LOG = "torch._dynamo"
+
+
+def is_unknown_writes(record: logging.LogRecord) -> bool:
+    """Whether torch says in its log that it cannot determine which arguments a Triton kernel writes.
+
+    What: a warning with an exception from the file that analyses Triton kernels, or with this text.
+    Why: torch then assumes that all are written, and may compile wrong code (kernels/liger_operators.py); only the log
+        says so.
+    Gone: a test that makes torch say it fails (tests/techniques/compile/test_report.py).
+    """
+    analysed = Path(record.pathname).stem == "triton_kernel_wrap" and record.levelno >= logging.WARNING
+    return (analysed and bool(record.exc_info)) or "assuming every input is mutated" in record.getMessage()
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch compile a function at least this many times.
+
+    What: recompile_limit and accumulated_recompile_limit of torch._dynamo.config.
+    Why: torch.compile has no option for them.
+    Gone: torch's own limits hold, and reaching one is reported as any recompilation.
+    """
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if (present := getattr(torch._dynamo.config, name, None)) is not None:
+            setattr(torch._dynamo.config, name, max(present, limit))
+
+
+def compiling_with(**options: Any) -> AbstractContextManager[Any]:
+    """Dynamo's options in a body.
+
+    What: torch._dynamo.config.patch.
+    Why: torch.compile's `options` are Inductor's.
+    Gone: an option that is gone keeps torch's default, which compiles more often.
+    """
+    known = {name: value for name, value in options.items() if hasattr(torch._dynamo.config, name)}
+    context: AbstractContextManager[Any] = torch._dynamo.config.patch(known)
+    return context
+
+
+def default_compiler_cache() -> Path | None:
+    """The folder in which Inductor keeps compiled code unless a variable names another one.
+
+    What: torch._inductor's default_cache_dir.
+    Why: torch writes its default into the variable that users set, and only this tells the two apart.
+    Gone: None, so fxtune's own folder is used.
+    """
+    try:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    except ImportError:
+        return None
+    return Path(default_cache_dir())
+
+
+def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
+    """Have Inductor call `change` with each graph just before it generates code, after any pass that is installed.
+    Returns whether torch has a place for it. `name`: part of the key under which compiled code is cached.
+
+    What: post_grad_custom_post_pass of Inductor, and the class of such a pass.
+    Why: torch.compile takes no `options` beside a `mode`.
+    Gone: False, and compiled layers add residuals in a kernel of their own.
+    """
+    try:
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+        installed: Any = config.post_grad_custom_post_pass
+    except (ImportError, AttributeError):
+        return False
+    if getattr(installed, "fxtune_name", None) == name:
+        return True
+    before = installed if isinstance(installed, (list, tuple)) else [installed] if installed is not None else []
+
+    class Pass(CustomGraphPass):
+        fxtune_name = name
+
+        def __call__(self, graph: Any) -> None:
+            for each in before:
+                each(graph)
+            change(graph)
+
+        def uuid(self) -> Any:
+            # This need not identify the code of `change`: each state of it has its own cache folder
+            # (system/compiler_cache.py).
+            names = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in before]
+            return (name, *names) if all(names) else None
+
+    config.post_grad_custom_post_pass = Pass()
+    return True
+
+
+def has_activation_budget() -> bool:
+    """Whether the compiler takes a budget of what it keeps for the backward pass; see activation_budget()."""
+    return hasattr(_found("_functorch.config"), "activation_memory_budget")
+
+
+def activation_budget() -> float:
+    """The compiler's budget: the share that it keeps for the backward pass of what it would keep.
+
+    What: torch._functorch.config.activation_memory_budget.
+    Why: it is torch's documented way, of which only the name is private.
+    Gone: techniques.checkpointing.policy=budget is refused.
+    """
+    return float(torch._functorch.config.activation_memory_budget)
+
+
+def with_activation_budget(share: float) -> AbstractContextManager[Any]:
+    """The compiler's budget in a body; see activation_budget()."""
+    context: AbstractContextManager[Any] = torch._functorch.config.patch(activation_memory_budget=share)
+    return context
+
+
+# Attention
+
+
+def unsafe_view() -> Any:
+    """The operator by which Inductor's graphs view the result of a product; None in a torch without it.
+
+    What: torch.ops.aten._unsafe_view.
+    Why: a graph has it where code says reshape().
+    Gone: None, and a graph without it needs no look at it.
+    """
+    return getattr(getattr(torch.ops.aten, "_unsafe_view", None), "default", None)
+
+
+def attention_operator(name: str) -> Callable[..., Any]:
+    """An attention operator of aten by its name.
+
+    What: torch.ops.aten._flash_attention_forward and _scaled_dot_product_cudnn_attention.
+    Why: scaled_dot_product_attention takes no packed documents, and chooses its kernel itself.
+    Gone: AttributeError of the first call, in the proof before the first step; backends.py does not choose it.
+    """
+    found: Callable[..., Any] = getattr(torch.ops.aten, name)
+    return found

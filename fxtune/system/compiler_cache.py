@@ -31,7 +31,7 @@ from fxtune.system.host import cache_home
 from fxtune.upstream.torch import default_compiler_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile")
+SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile", "upstream")
 """Folders whose code changes what a compiled graph computes without being part of its cache key."""
 FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")
 KEPT = 2

@@ -18,7 +18,7 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.compile.technique import Scope
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize import Type
+from fxtune.techniques.quantize import OLDEST, WITHOUT_FP8, Type
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -29,9 +29,11 @@ def refuses(facts: Facts) -> Iterator[str]:
     techniques, whole = facts.techniques, "or parallel.shard=1"
     lora, compile = techniques.lora, techniques.compile
     if techniques.quantize.enabled and techniques.quantize.type is not Type.fp8:
+        runs_fp8 = facts.device == "cuda" and (facts.capability or OLDEST["fp8"]) >= OLDEST["fp8"]
+        change = f"techniques.quantize.type=fp8, techniques.quantize.enabled=false, {whole}"
         yield (
             f"weights in {techniques.quantize.type.value} are packed, and not cut by rows. Set "
-            f"techniques.quantize.type=fp8 (GPUs from Ada and Hopper on), techniques.quantize.enabled=false, {whole}."
+            f"{change if runs_fp8 else WITHOUT_FP8}."
         )
     if lora.enabled and (lora.factored or lora.dora):
         kind = "DoRA" if lora.dora else lora.init.value

@@ -65,6 +65,8 @@ EachWeight = Callable[[Mapping[str, tuple[int, ...]], Callable[[str, torch.Tenso
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
 """The oldest compute capability that the kernels support."""
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8", MXFP4: "Use nf4"}
+WITHOUT_FP8 = "techniques.quantize.enabled=false, or parallel.shard=1 with techniques.quantize.type=nf4 or int8"
+"""What trains where weights are to be divided over ranks and fp8, the only type that can be divided, does not run."""
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
 """Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8, 0.115
 in MXFP4."""
@@ -192,7 +194,8 @@ class Quantize(Technique):
     def _check_fp8(self, facts: Facts) -> Iterator[str]:
         if facts.device != "cuda":
             yield (
-                f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
+                f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. "
+                f"{_instead(self.type, facts)}."
             )
         yield from (f"type: {missing}. Use nf4." for missing in without_scaled_mm("_scaled_mm", "_scaled_grouped_mm"))
         if self.library is not Library.auto:
@@ -237,7 +240,7 @@ class Quantize(Technique):
             number = ".".join(map(str, facts.capability or ()))
             yield (
                 f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} "
-                f"has {number}. {INSTEAD[self.type.value]}."
+                f"has {number}. {_instead(self.type, facts)}."
             )
         if (facts.capability or (8, 0)) < (8, 0) and self.compute_dtype is ComputeDtype.bfloat16:
             yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
@@ -652,3 +655,10 @@ def _move(model: nn.Module, device: torch.device) -> None:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
+
+
+def _instead(kind: Type, facts: Facts) -> str:
+    """What to set where `kind` cannot run on this device."""
+    if kind is not Type.nf4 and facts.degrees.shard > 1:
+        return f"Set {WITHOUT_FP8}"
+    return INSTEAD[kind.value]

@@ -122,7 +122,7 @@ def test_meshes_of_gpus_do_not_split_the_group(monkeypatch):
     monkeypatch.setenv("FXTUNE_HEARTBEATS", "")
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "PrefixStore", lambda _, store: store)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", group)
     monkeypatch.setattr(failure, "find_store", lambda _: None)
     monkeypatch.setattr(failure, "begin_run", lambda store: store)
     for name in ("_wait_for_all", "_require_idle_cards"):

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "objectives/base.py": "a protocol",
     "techniques/base.py": "a contract; its implementations are tested",
     "system/units.py": "a constant",
+    "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }
 """Modules without a test file of their name, and what tests them or why nothing does."""
 

@@ -9,6 +9,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
 from fxtune.techniques import divided_weights
 from fxtune.techniques.base import Switch
+from fxtune.techniques.quantize import WITHOUT_FP8
 
 LORA = {"lora": {}}
 
@@ -24,7 +25,7 @@ def sharded(techniques, model=None):
             {**LORA, "quantize": {}},
             "weights in nf4 are packed, and not cut by rows. Set techniques.quantize",
         ),
-        ({**LORA, "quantize": {"type": "int8"}}, "Set techniques.quantize.type=fp8 (GPUs from Ada and Hopper on), "),
+        ({**LORA, "quantize": {"type": "int8"}}, "Set techniques.quantize.type=fp8, "),
         ({"lora": {"dora": True}}, "Set techniques.lora.dora=false"),
         ({"lora": {"init": "pissa"}}, "pissa computes adapters from whole weights"),
         ({"lora": {"modules_to_save": ["lm_head"]}}, "modules_to_save copies whole weights"),
@@ -36,6 +37,23 @@ def test_techniques_that_need_whole_weights_are_refused_with_a_change(techniques
     assert any(reason in found for found in divided_weights.refuses(facts)), list(divided_weights.refuses(facts))
     with pytest.raises(ConfigError, match=r"parallel\.shard=2: "):
         facts.techniques.check(facts)
+
+
+@pytest.mark.parametrize(
+    "device", [{"device": "cpu", "capability": None}, {"capability": (8, 0)}], ids=["cpu", "A100"]
+)
+def test_where_fp8_does_not_run_each_type_gets_one_advice_that_is_not_refused(device):
+    advice = set()
+    for kind in ("fp8", "nf4", "int8"):
+        facts = replace(sharded({**LORA, "quantize": {"type": kind}}), **device)
+        with pytest.raises(ConfigError) as refused:
+            facts.techniques.check(facts)
+        lines = [line for line in str(refused.value).splitlines() if "packed" in line or "fp8" in line]
+        assert lines, str(refused.value)
+        advice |= {line.partition("Set ")[2] for line in lines if "Set techniques.quantize.enabled=false" in line}
+        assert not [line for line in lines if "Use nf4" in line or "type=fp8" in line], lines
+    assert advice == {WITHOUT_FP8 + "."}
+    assert not list(divided_weights.refuses(replace(sharded({**LORA}), **device)))
 
 
 def test_adapters_over_a_plain_or_fp8_base_are_not_refused():

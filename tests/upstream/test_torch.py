@@ -313,7 +313,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_two_steps_train_with_all_wishes_where_everything_private_is_gone(tmp_path):
-    words = command(tmp_path, "techniques=[lora,fast]", "train.max_steps=2", "checkpoint.every=1")
+    words = command(tmp_path, "techniques=[lora,fast]", "train.max_steps=2", "data.packing=true")
     words = [word for word in words if not word.startswith("techniques.lora")]
     done = subprocess.run(
         [sys.executable, "-c", GONE, *words], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -42,6 +42,7 @@ from fxtune.system.hub import Origin, locate, locate_adapter
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 from fxtune.training.checkpoint_model import exported_model, find_checkpoint, run_folder
+from fxtune.upstream.peft import alone
 
 MIB = 2**20
 
@@ -151,11 +152,9 @@ class OpenedAdapter:
 
     def adapt(self, base: Any) -> Any:
         """The base with the adapter as a model of peft. Raises ConfigError if they do not fit each other."""
-        import peft
-
         _require_fast_patterns(base, self.lora, self.name)
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with alone() as peft, warnings.catch_warnings(action="ignore"):
                 adapted: Any = peft.get_peft_model(base, self.lora)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError) as error:
             reason = shortened(error, 400).rstrip(".")

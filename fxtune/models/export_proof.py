@@ -35,6 +35,7 @@ from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
 from fxtune.system.oom import out_of_memory_reason
+from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class
 
 LIMIT = 1e-3
@@ -282,13 +283,11 @@ class _Plain:
             module._buffers[name] = live._buffers[name] if live is not None else None
 
     def _adapt(self, plain: Any) -> Any:
-        from peft import LoraConfig, PeftModel
-
-        with warnings.catch_warnings(action="ignore"):
-            options = LoraConfig.from_pretrained(str(self.folder))
+        with alone() as peft, warnings.catch_warnings(action="ignore"):
+            options = peft.LoraConfig.from_pretrained(str(self.folder))
             if options.init_lora_weights in FACTORED:
                 options.init_lora_weights = True  # the live base has lost the factors already
-            adapted = PeftModel.from_pretrained(plain, str(self.folder), config=options)
+            adapted = peft.PeftModel.from_pretrained(plain, str(self.folder), config=options)
         every: list[Any] = list(adapted.modules())
         for module in every:  # peft cannot add to the codes of experts in fp8
             if hasattr(module, "parameter_name") and hasattr(module.get_base_layer(), "run_grouped"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -129,6 +130,44 @@ def test_all_jobs_are_checked_before_the_first_runs(cwd, trained, capsys):
     assert "train.micro_batch_size=0" in refused(capsys, "-m", QUICK, "train.micro_batch_size=4,2,0")
     assert "is a number" in refused(capsys, "-m", QUICK, "optimizer.lr=1e-3,high")
     assert trained == []
+
+
+IMPORTS = """
+import json, sys
+from fxtune.cli.main import main
+
+HEAVY = json.loads(sys.argv[1])
+def loaded():
+    return sorted(name for name in HEAVY if name in sys.modules)
+
+found = []
+for words in (["--cfg", "job"], ["optimizer.lr=fast"], ["train.max_steps=1", "data.questions.path=null", "run.report=false"]):
+    code = main(["+recipe=quickstart", "tracking.display=none", *words])
+    found.append([code, loaded()])
+print(json.dumps(found))
+"""
+SLOW_TO_IMPORT = (
+    *("transformers", "peft", "torch._dynamo", "torch.distributed.tensor"),
+    *("torch._inductor.compile_fx", "bitsandbytes", "datasets", "pyarrow", "pandas", "scipy", "sklearn", "wandb"),
+    *("optuna", "pygal", "matplotlib", "torchvision", "tensorboard"),
+)
+
+
+def test_a_command_imports_nothing_slow_before_its_config_is_checked_and_a_run_only_what_it_uses(cwd):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, json.dumps(SLOW_TO_IMPORT)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed, refused, run = json.loads(done.stdout.splitlines()[-1])
+    assert printed == [0, []]
+    assert refused == [2, []]
+    assert run[0] == 0
+    # transformers imports the compiler's front end and DTensor itself.
+    assert set(run[1]) <= {"transformers", "peft", "torch._dynamo", "torch.distributed.tensor"}
 
 
 def test_user_error_is_printed_once_with_its_exit_code(cwd, trained, capsys, monkeypatch):

@@ -28,6 +28,7 @@ from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import backbone, decoder_layers, is_named
 from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
+from fxtune.upstream.peft import alone
 
 if TYPE_CHECKING:
     from fxtune.techniques.lora.technique import Lora
@@ -194,7 +195,6 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
 
 def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device) -> Any:
     """The PeftModel with an adapter on each module of `chosen`. Raises ValueError as peft does."""
-    import peft
 
     def named_by(entries: Iterable[str], every: Iterable[tuple[str, Any]]) -> list[str]:
         return [path for path, _ in every if path and any(matches(path, entry) for entry in entries)]
@@ -209,7 +209,13 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
     config.target_parameters = names if as_named else chosen.experts
     # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, whatever training uses.
     no_autocast = torch.autocast(device.type, enabled=False)
-    with warnings.catch_warnings(), no_autocast, _targets_as_they_are(), _placed_on(model, device):
+    with (
+        warnings.catch_warnings(),
+        no_autocast,
+        alone() as peft,
+        _targets_as_they_are(),
+        _placed_on(model, device),
+    ):
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
     # The saved config names linears that have the names of experts by their weights, so that peft finds them again.
@@ -278,8 +284,8 @@ def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:
 def gate_up_parts(model_type: str) -> int:
     """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for the families in which
     it knows them as two linears."""
-    import peft
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    with alone() as peft:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
 
     config, model = peft.LoraConfig(r=1, target_modules=list(EXPERTS)), nn.Module()
     model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]

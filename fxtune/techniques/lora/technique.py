@@ -34,6 +34,7 @@ from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets
 from fxtune.techniques.lora.experts import follows_interface, group_experts, observe_experts
 from fxtune.techniques.lora.targets import ALL_LINEAR
+from fxtune.upstream.peft import alone
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -174,7 +175,7 @@ class Lora(Technique):
         return f"grouped_experts {self.grouped_experts.value}" + " (as in peft)" * (not described)
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        yield from ("bitsandbytes", "torchao")  # peft imports them where they are installed
+        yield "torchao"  # transformers imports it where it is installed
         if self.matmul is Matmul.cute:  # where `auto` chose it, apply() falls back to cuBLAS
             yield gemm_backend.PACKAGE
 
@@ -225,21 +226,20 @@ class Lora(Technique):
 
     def peft_config(self, target_modules: list[str]) -> Any:
         """These options as peft's LoraConfig."""
-        import peft
-
-        return peft.LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]  # peft takes any number
-            lora_dropout=self.dropout,
-            target_modules=target_modules,
-            rank_pattern=dict(self.rank_pattern),
-            alpha_pattern=dict(self.alpha_pattern),
-            modules_to_save=list(self.modules_to_save) or None,
-            use_rslora=self.rslora,
-            use_dora=self.dora,
-            init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
-            task_type="CAUSAL_LM",
-        )
+        with alone() as peft:
+            return peft.LoraConfig(
+                r=self.r,
+                lora_alpha=self.alpha,  # peft takes any number
+                lora_dropout=self.dropout,
+                target_modules=target_modules,
+                rank_pattern=dict(self.rank_pattern),
+                alpha_pattern=dict(self.alpha_pattern),
+                modules_to_save=list(self.modules_to_save) or None,
+                use_rslora=self.rslora,
+                use_dora=self.dora,
+                init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
+                task_type="CAUSAL_LM",
+            )
 
     def check_start(self, adapter: str) -> None:
         """start_from()'s ConfigError for options that can be compared before the base is loaded."""

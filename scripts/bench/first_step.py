@@ -1,0 +1,136 @@
+"""Measures the seconds from the command to the end of the second step, by part, with empty and with filled caches.
+
+    python scripts/bench/first_step.py                                # tiny, 8b, moe: cold, then warm; about 9 minutes
+    python scripts/bench/first_step.py --cases tiny --minutes 3       # some of them
+    python scripts/bench/first_step.py --cases quickstart             # the quickstart on this machine, GPU or CPU
+    python scripts/bench/first_step.py --json start.json              # all figures, for programs
+
+Each measurement is `fxtune bench --steps 1 --warm-up 2` in its own process, which waits for the device after each of
+the first two steps. `cold` starts with an empty folder for all that fxtune, torch, Triton and the kernel packages
+cache (environment()); the files of the packages themselves may be in the memory of the machine. `warm` is the same
+command again, over the folder that `cold` filled. Models have random weights, so no file of a model is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+
+import bench_peers  # noqa: E402
+
+CASES = {"quickstart": None, "tiny": None, "8b": "8b_4x4096", "moe": "moe_4x4096"}
+"""Name -> the case of bench_peers.py; None: the quickstart, whose model is tiny, as it is or with kernels of a GPU."""
+DEFAULT = ("tiny", "8b", "moe")
+GOALS = {("tiny", "warm"): 15, ("8b", "warm"): 25, ("8b", "cold"): 60, ("moe", "warm"): 30, ("moe", "cold"): 75}
+"""Seconds on one H100 (issue 31)."""
+
+
+def main() -> None:
+    args = arguments()
+    began, rows = time.monotonic(), dict[str, dict[str, Any]]()
+    with tempfile.TemporaryDirectory(prefix="fxtune-start-") as folder:
+        for name in args.cases:
+            words = words_of(name, Path(folder))
+            for state in ("cold", "warm"):
+                left = args.minutes * 60 - (time.monotonic() - began)
+                if left <= 0:
+                    print(f"{name} {state}: not run, the time limit ({args.minutes:g} minutes) was reached")
+                    continue
+                print(f"{name} {state} ...", flush=True)
+                found = measure(words, Path(folder) / f"cache-{name}", left)
+                rows[f"{name} {state}"] = found
+                print(f"  {found.get('error') or format(found['second_step_seconds'], '.1f') + ' s'}", flush=True)
+    print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(DEFAULT), help=", ".join(CASES))
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no measurement after this time (9)")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(CASES)}")
+    return args
+
+
+def words_of(name: str, scratch: Path) -> list[str]:
+    """fxtune's keys for a case."""
+    if (case := CASES[name]) is None:
+        fast = ["techniques=[lora,fast]"] if name == "tiny" else []
+        return ["+recipe=quickstart", *fast]
+    given = argparse.Namespace(scratch=scratch, steps=1, smoke=False, set=[])
+    return bench_peers.fxtune_words(case, given, 1)
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """The variables by which fxtune and the libraries under it keep all that they cache in `cache`."""
+    folders = {
+        "XDG_CACHE_HOME": "",
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "CUDA_CACHE_PATH": "cuda",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash4",
+    }
+    return {**os.environ, **{name: str(cache / folder) for name, folder in folders.items()}}
+
+
+def measure(words: list[str], cache: Path, seconds: float) -> dict[str, Any]:
+    """The figures of `fxtune bench`, or `{"error": reason}`. The reason is the end of what it printed."""
+    cache.mkdir(parents=True, exist_ok=True)
+    result = cache / "bench.json"
+    command = [sys.executable, "-m", "fxtune", "bench", *words, "data.cache_dir=null", "tracking.display=none"]
+    started = time.time()
+    try:
+        done = subprocess.run(
+            [*command, "--steps", "1", "--warm-up", "2", "--json", str(result)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment(cache),
+            timeout=max(seconds, 1.0),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "the time limit was reached"}
+    if done.returncode:
+        return {"error": (done.stderr.strip() or done.stdout.strip())[-600:]}
+    found = json.loads(result.read_text())
+    kept = ("first_step_seconds", "second_step_seconds", "startup_seconds", "compile_seconds", "loss", "device")
+    return {**{key: found[key] for key in kept}, "whole_seconds": time.time() - started, "packages": found["packages"]}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The table in Markdown: a column for each part of the start."""
+    measured = [row for row in rows.values() if "error" not in row]
+    parts = list(dict.fromkeys(part for row in measured for part in row["startup_seconds"]))
+    columns = ["case", "s to step 1", "s to step 2", "goal", *parts, "in torch.compile"]
+    lines = ["", f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    for name, row in rows.items():
+        case, _, state = name.partition(" ")
+        if "error" in row:
+            cells = [row["error"].replace("\n", " "), *[""] * (len(columns) - 2)]
+        else:
+            goal, compiling = GOALS.get((case, state)), row["compile_seconds"]
+            cells = [f"{row['first_step_seconds']:.1f}", f"{row['second_step_seconds']:.1f}", str(goal or "")]
+            cells += [f"{row['startup_seconds'].get(part, 0.0):.1f}" for part in parts]
+            cells += ["" if compiling is None else f"{compiling:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

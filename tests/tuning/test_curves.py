@@ -27,6 +27,18 @@ def test_each_curve_is_drawn_inside_the_frame_and_named():
     assert heights == sorted(heights), "a falling loss goes down, and y counts from the top"
 
 
-def test_plot_without_a_curve():
-    ElementTree.fromstring(svg([], "nothing"))
-    ElementTree.fromstring(svg([Curve("flat", [(0.5, 1.0), (1.0, 1.0)])], "flat"))
+def test_plot_without_losses_has_its_frame_and_title_and_no_curve():
+    for curves in ([], [Curve("never finite", [(0.5, math.nan)])]):
+        root = ElementTree.fromstring(svg(curves, "nothing"))
+        assert "nothing" in [text.text for text in root.findall(f"{NAME}text")]
+        assert len(root.findall(f"{NAME}line")) == 5
+        assert not root.findall(f"{NAME}polyline") + root.findall(f"{NAME}circle")
+
+
+def test_equal_losses_are_a_level_line_inside_the_frame():
+    root = ElementTree.fromstring(svg([Curve("flat", [(0.5, 3.0), (1.0, 3.0)])], "flat"))
+    (line,) = root.findall(f"{NAME}polyline")
+    (left, height), (right, other) = (map(float, point.split(",")) for point in line.get("points").split())
+    assert left < right <= WIDTH
+    assert 0 < height == other < HEIGHT
+    assert "3" in [text.text for text in root.findall(f"{NAME}text")], "the scale starts at the loss"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
 from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
@@ -357,11 +359,16 @@ def test_more_memory_never_gives_a_slower_plan():
         assert times[0] > times[-1] == 0
 
 
-def test_options_chosen_by_auto_are_valid_in_a_recipe():
-    """A recipe with the options that auto took is the same forecast, and passes its own check."""
-    for gib, length in ((139, 65536), (80, 65536), (139, 131072)):
-        technique, _ = chosen(card(gib, length))
-        again = Checkpointing(**vars(technique))
-        assert again.policy is not Policy.auto
-        assert again.resolve(card(gib, length)) is None
-        assert forecast(card(gib, length), again.plan()) == forecast(card(gib, length), technique.plan())
+@pytest.mark.parametrize(("gib", "length"), [(139, 65536), (80, 65536), (139, 131072), (16, 65536)])
+def test_options_chosen_by_auto_are_valid_in_a_recipe(gib, length):
+    """Written into a recipe, they pass the checks and need the memory that the line of `auto` says."""
+    facts = card(gib, length)
+    technique, why = chosen(facts)
+    assert technique.policy is not Policy.auto
+    recipe = OmegaConf.create(json.dumps(asdict(technique)))
+    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Checkpointing), recipe))
+    assert not list(again.check(facts))
+    assert again.resolve(facts) is None, "nothing is left to decide"
+    need = forecast(facts, again.plan())
+    assert f"{need.device / GIB:.1f} of {gib}.0 GiB free" in why
+    assert f"{need.host / GIB:.1f} GiB of host memory" in why

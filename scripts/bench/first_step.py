@@ -84,6 +84,7 @@ def environment(cache: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": "inductor",
         "CUDA_CACHE_PATH": "cuda",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash4",
+        "QUACK_CACHE_DIR": "quack",
     }
     return {**os.environ, **{name: str(cache / folder) for name, folder in folders.items()}}
 

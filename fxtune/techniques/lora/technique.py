@@ -229,7 +229,7 @@ class Lora(Technique):
         with alone() as peft:
             return peft.LoraConfig(
                 r=self.r,
-                lora_alpha=self.alpha,  # peft takes any number
+                lora_alpha=self.alpha,
                 lora_dropout=self.dropout,
                 target_modules=target_modules,
                 rank_pattern=dict(self.rank_pattern),

@@ -256,19 +256,21 @@ class Checkpoints:
                 "stands still while one is written."
             )
 
-    def check_room(self, size: int, exported: int) -> None:
-        """Raise StorageError if the disk cannot take a checkpoint of `size` bytes and an export of `exported` bytes.
+    def check_room(self, size: int, exported: int, saves: int, evaluates: bool) -> None:
+        """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run, each
+        of `size` bytes: two of them if there are several, since each is complete before an older one is removed.
 
+        `saves`: how many checkpoints are to be written. `evaluates`: whether one of them may be kept as the best.
         Warns if fewer checkpoints fit than are kept.
         """
 
         def check() -> None:
             if self.ranks.main:
-                self._check_room(size, exported)
+                self._check_room(size, exported, saves, evaluates and self.config.keep_best)
 
         self.ranks.together(check, "looking at the disk", StorageError)
 
-    def _check_room(self, size: int, exported: int) -> None:
+    def _check_room(self, size: int, exported: int, saves: int, best: bool) -> None:
         try:
             free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
         except OSError as error:
@@ -283,15 +285,23 @@ class Checkpoints:
                 f"The disk of {self.folder} has no room for this run: {need}, and {_readable(max(free, 0))} are "
                 "free. Free space there, or set run.dir to another disk."
             )
-        fit, wanted = (free - exported) // max(size, 1) + min(own, 1), self.config.keep + 1 + self.config.keep_best
-        least = 2 + self.config.keep_best
+        fit, present = (free - exported) // max(size, 1) + min(own, 1), min(own, 1)
+        if fit < min(present + saves + best, 2):
+            only = "checkpoint.every=0" + " checkpoint.keep_best=false" * best
+            raise StorageError(
+                f"The disk of {self.folder} has room for one checkpoint, and this run saves several, each of which is "
+                f"complete before an older one is removed: {need}, and {_readable(free)} are free. Free "
+                f"{_readable(2 * size + exported - free)} more there, set run.dir to another disk, or save only at "
+                f"the end: {only}."
+            )
+        wanted, least = min(self.config.keep + 1, present + saves) + best, 2 + best
         if fit < wanted:
+            kept = f"checkpoint.keep={self.config.keep}{', the best' * best}"
             self.note(
-                f"The disk of {self.folder} has room for {fit} checkpoints: {need}. "
-                f"checkpoint.keep={self.config.keep} "
-                f"and the one being written would be {wanted}, so where there is no room the oldest go first."
-                + f" Saves fail where fewer than {least} fit: the newest{' and the best' * self.config.keep_best} "
-                "stay until the next is complete." * (fit < least)
+                f"The disk of {self.folder} has room for {fit} checkpoints: {need}. {kept} and the one being written "
+                f"would be {wanted}, so where there is no room the oldest go first."
+                + " Saves fail while the best is not the newest: both stay until the next is complete."
+                * (fit < least)
             )
 
     def wait_for_copy(self) -> None:

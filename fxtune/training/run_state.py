@@ -221,16 +221,19 @@ class RunState:
             self.optimizer.use_averages()
             self._holds_best = True
 
-    def check_room(self, steps: int, optimizer: str, export_all: bool) -> None:
-        """Refuse a run of `steps` steps if the disk has no room for one checkpoint and the export: the whole model
-        with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. Raises StorageError.
+    def check_room(self, steps: int, optimizer: str, export_all: bool, evaluates: bool) -> None:
+        """Refuse a run of `steps` steps if the disk has no room for its checkpoints and the export: the whole model
+        with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. `evaluates`: whether
+        evaluations tell which weights are the best. Raises StorageError.
         """
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
             own = sum(local(weight).nbytes for weight in self.weights().values())
             moments = moment_bytes(optimizer, self.optimizer.parts) * size // max(own, 1)
             moments = self.train_step.all_rank_bytes(moments)
-            self.checkpoints.check_room(size + moments, self._export_bytes(export_all))
+            every = self.checkpoints.config.every or steps
+            saves = -(-steps // every) - self.state.step // every
+            self.checkpoints.check_room(size + moments, self._export_bytes(export_all), saves, evaluates)
 
     def make_room(self, export_all: bool) -> None:
         """Remove the oldest checkpoints if the export would not fit; never the best and the newest."""

@@ -293,7 +293,10 @@ class Trainer:
         ):
             try:
                 self.run_state.check_room(
-                    self.plan.steps, self.facts.optimizer, export_all=not self.techniques.lora.enabled
+                    self.plan.steps,
+                    self.facts.optimizer,
+                    export_all=not self.techniques.lora.enabled,
+                    evaluates=self.held_out is not None or self.end.by_match,
                 )
                 self.energy.meter.start()
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
@@ -657,8 +660,12 @@ class Trainer:
                 record=figures.update,
                 keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
             )
+        exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
         with phase("Writing the last checkpoint", announce=False):
-            self.run_state.checkpoints.wait()
+            try:
+                self.run_state.checkpoints.wait()
+            except StorageError as error:
+                raise StorageError(f"{error} All steps are done. {exported}.") from error
         if timings := self.run_state.checkpoints.save_timings():
             self.log.log(timings)
             figures |= timings
@@ -673,7 +680,6 @@ class Trainer:
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
         spent = [line] if (line := sentence(used)) else []
-        exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
         self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, *page, exported, *spent])
         return figures
 

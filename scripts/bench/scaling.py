@@ -6,8 +6,8 @@
 
 Each card has the same rows in both runs. The table has tokens/s in all, their ratio to N times one card, how far the
 slowest rank is behind the others, and the time of a step in which the first card does nothing but exchange with the
-others (NCCL kernels that no other kernel hides, by torch's profiler in two further steps). No figure of several cards
-has been measured yet.
+others (NCCL kernels that no other kernel hides, by torch's profiler in two further steps). docs/distributed.md has
+figures of two cards.
 """
 
 from __future__ import annotations

@@ -181,15 +181,29 @@ def test_foreign_folders_are_never_removed(tmp_path):
 def test_disk_space_is_checked_before_a_run_begins(tmp_path):
     free, notes = shutil.disk_usage(tmp_path).free, []
     checkpoints = Checkpoints(tmp_path / "not" / "there", CheckpointConfig(keep=2), note=notes.append)
-    checkpoints.check_room(free // 10, free // 10)
-    assert not notes
-    checkpoints.check_room(free // 3, free // 10)
-    assert len(notes) == 1
-    assert "has room for 2 checkpoints" in notes[0]
+    for size, saves, evaluates in ((free // 10, 9, True), (free // 4, 9, False), (free // 3, 2, False)):
+        checkpoints.check_room(size, free // 10, saves, evaluates)
+        assert not notes, (size, saves, evaluates)
+    for size, evaluates, fit, wanted, fails in (
+        (free // 3, False, 2, 3, False),
+        (free // 4, True, 3, 4, False),
+        (free // 3, True, 2, 4, True),
+    ):
+        checkpoints.check_room(size, free // 10, 9, evaluates)
+        (note,) = notes
+        notes.clear()
+        assert f"has room for {fit} checkpoints" in note
+        assert f"and the one being written would be {wanted}," in note
+        assert ("Saves fail" in note) is fails
+        assert ("the best" in note) is evaluates
+    checkpoints.check_room(free // 2, free // 10, 1, False)
+    for saves, evaluates, change in ((2, False, "every=0."), (1, True, "every=0 checkpoint.keep_best=false.")):
+        with pytest.raises(StorageError, match=f"has room for one checkpoint, .* at the end: checkpoint.{change}$"):
+            checkpoints.check_room(free // 2, free // 10, saves, evaluates)
     with pytest.raises(
         StorageError, match=r"has no room for this run: a checkpoint takes [\d.]+ [GM]iB and what is exported"
     ):
-        checkpoints.check_room(free // 2, int(free * 0.6))
+        checkpoints.check_room(free // 2, int(free * 0.6), 1, False)
 
 
 @pytest.mark.parametrize(

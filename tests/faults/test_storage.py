@@ -174,6 +174,21 @@ def test_run_without_space_for_one_checkpoint_is_refused(tmp_path, run_here):
 
 
 @pytest.mark.slow
+def test_a_disk_with_room_for_one_checkpoint_takes_the_one_at_the_end(tmp_path, forks, said):
+    """One checkpoint of full fine-tuning takes as much as the weights and two moments, the export as the weights."""
+    words = command(tmp_path, "techniques.lora.enabled=false", "train.max_steps=3")
+    assert forks.start([*words, "run.dir=large"], tmp_path).wait() == 0, said()
+    size = sum(file.stat().st_size for file in (tmp_path / "large" / "checkpoints" / "step-00000003").iterdir())
+    (tmp_path / "log.txt").unlink()
+    with small_disk(tmp_path / "run", str(MIB + int(1.85 * size))) as disk:  # a MiB stays free for small files
+        assert forks.start([*words, "checkpoint.every=1"], tmp_path).wait() == 6
+        assert "has room for one checkpoint, and this run saves several, each" in " ".join(said().split())
+        assert "step=1/" not in said()
+        assert forks.start([*words, "checkpoint.every=0"], tmp_path).wait() == 0, said()
+        assert [step_of(path) for path in paths(disk / "checkpoints")] == [3]
+
+
+@pytest.mark.slow
 def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_path, forks, said):
     """Hidden matrices have Muon's one moment; embedding, head and norms have AdamW's two."""
     words = command(
@@ -202,6 +217,7 @@ def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path
         code = process.wait()
         text = said()
         assert "step=180/180" in text  # to the end
+        assert "All steps are done. The adapter is in run/adapter." in " ".join(text.split())
         assert code == 6
         assert "Traceback" not in text
         assert paths(disk / "checkpoints")[-1] == complete[-1]

@@ -210,11 +210,11 @@ def test_the_warning_about_unknown_writes_is_known_by_its_place_or_its_text():
 
 
 @pytest.fixture
-def post_grad(monkeypatch):
+def post_grad():
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "post_grad_custom_post_pass", None)
-    return config
+    with config.patch(post_grad_custom_post_pass=None):
+        yield config
 
 
 def test_a_graph_pass_runs_after_those_that_are_installed(post_grad):

@@ -53,6 +53,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(file): (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.vital
 def test_rows_like_the_old_ones_are_no_drift_and_others_are_learned_and_promoted(parent, capsys):
     before = snapshot(parent)
     current = Path("runs/mine.refresh/current")

@@ -250,6 +250,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.vital
 @pytest.mark.parametrize("words", WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
     code, message = in_process(capfd, *RUN, *words)

@@ -96,6 +96,7 @@ def at_step(monkeypatch, step: int, what) -> None:
     monkeypatch.setattr(trainer.Trainer, "step", watched)
 
 
+@pytest.mark.vital
 def test_signal_waits_for_the_current_save(run_, monkeypatch):
     """The writer is slow. The signal's checkpoint is of the same step, so it is not written twice."""
     run_.checkpoint.every = 3
@@ -422,6 +423,7 @@ def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, sa
     assert said[-1] == "W&B was left behind. To send it what it does not have: fxtune sync run"
 
 
+@pytest.mark.vital
 @pytest.mark.parametrize("resume", list(Resume))
 def test_stopped_run_prints_a_command_that_resumes_it(narrow, cwd, monkeypatch, said, resume):
     """In a numbered run folder each of three commands starts a new run, and resume=must continues one."""

@@ -125,6 +125,7 @@ def tokenizer():
     return load_tokenizer(ModelConfig())
 
 
+@pytest.mark.vital
 @pytest.mark.parametrize("what", GREEDY)
 def test_template_time_and_memory_are_limited(what, cwd, tokenizer, monkeypatch):
     monkeypatch.setattr(
@@ -454,6 +455,7 @@ ODD_ADAPTERS = {
 }
 
 
+@pytest.mark.vital
 @pytest.mark.parametrize("what", ODD_ADAPTERS)
 def test_malicious_adapter_config_neither_runs_code_nor_hangs(what, adapter, monkeypatch):
     values, message = ODD_ADAPTERS[what]
@@ -808,6 +810,8 @@ def test_common_links_in_a_run_folder_stay(cwd):
     Path("run/checkpoints").symlink_to(cwd / "disk")
     Path("run/latest").symlink_to("adapter")
     claim("run", "run", "auto", {}).release()
+    links = {name: os.readlink(name) for name in ("run", "run/checkpoints", "run/latest")}
+    assert links == {"run": "real", "run/checkpoints": str(cwd / "disk"), "run/latest": "adapter"}
 
 
 def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):

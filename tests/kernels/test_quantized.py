@@ -84,5 +84,6 @@ def test_mxfp4_of_zeros_and_of_the_smallest_and_largest_exponents():
     assert int(scales.max()) < 255, "which means NaN"
 
 
+@pytest.mark.vital
 def test_the_triton_kernel_of_mxfp4_against_its_reference():
     assert interpreted(SUPPORT / "interpreted_mxfp4.py") == ["compared"]

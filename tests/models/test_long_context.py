@@ -79,6 +79,7 @@ def test_loading_code_gives_same_long_logits_without_fxtune(base, tmp_path):
         }
 
 
+@pytest.mark.vital
 def test_other_ways_to_load_adapter_are_right_or_fail_or_are_in_the_card(base, tmp_path):
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -43,10 +43,10 @@ def test_stochastic_rounding_is_unbiased_and_keeps_exact_values():
 
 
 def test_bfloat16_moments_follow_the_gradient_on_average():
-    """Rounded to nearest, the second moment would stop at half of its value, where 1/1000 of it is below a rounding."""
+    """Rounded to nearest, the second moment would stop at half of this value, where 1/1000 of it is below a rounding."""
     linear = nn.Linear(64, 64, bias=False).bfloat16()
     config = OptimizerConfig(stochastic_rounding=True, moments=Moments.bfloat16)
-    optimizer, steps = Optimizer(linear, config), 2000
+    optimizer, steps = Optimizer(linear, config), 1000
     for step in range(steps):
         linear.weight.grad = torch.ones_like(linear.weight)
         optimizer.step(0.0, YES, seed=step)

@@ -98,6 +98,7 @@ def test_two_steps_over_fp8_experts_end_at_the_loss_of_the_plain_base():
     assert ends["fp8"][-1] < ends["fp8"][0]
 
 
+@pytest.mark.slow
 def test_layers_over_fp8_experts_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     pipeline = fp8()
@@ -384,6 +385,7 @@ def test_recomputed_layers_over_quantized_experts_have_the_same_gradients(kind):
         torch.testing.assert_close(gradient, wanted[name.replace("_checkpoint_wrapped_module.", "")])
 
 
+@pytest.mark.vital
 def test_layers_over_packed_experts_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     pipeline, _ = decided(packing("mxfp4"), model := mixture("gpt_oss", **SIZES))

@@ -18,7 +18,7 @@ def test_it_has_the_command_and_the_data(narrow, build, monkeypatch):
     (lengths,) = found["training"]["lengths"]
     real = np.diff(data.tables[0].offsets)
     assert sum(lengths["counts"]) == lengths["documents"] == 48
-    assert lengths["edges"][0] == lengths["edges"][0] == real.min()
+    assert lengths["edges"][0] == real.min()
     assert lengths["edges"][-1] == lengths["longest"] + 1
     assert lengths["tokens"] == real.sum()
     assert found["training"]["sources"][0]["share"] == 1

@@ -142,6 +142,7 @@ def test_noise_alone_is_no_noise_scale():
     assert scale.advice(8) == "The gradient noise scale is not known: gradients are almost noise alone."
 
 
+@pytest.mark.slow
 def test_a_run_logs_it_and_learns_the_same_as_without(measured, said):
     measured.train.max_steps = LEAST_STEPS + 2
     figures = trainer.run(measured)

@@ -73,9 +73,9 @@ def test_first_twenty_losses_equal_plain_transformers_and_peft(small, build, cha
     assert losses(trainer.folder.path) == pytest.approx(expected, rel=1e-5)
 
 
-def test_micro_batches_of_1_4_and_8_give_equal_losses_and_gradients(small, build, monkeypatch):
+def test_micro_batches_of_1_4_and_8_give_equal_losses_and_gradients(narrow, build, monkeypatch):
     """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
-    small.train.max_steps = 3
+    narrow.train.max_steps = 3
     figures, gradients = {}, {}
     clip = Optimizer.clip
 
@@ -85,8 +85,8 @@ def test_micro_batches_of_1_4_and_8_give_equal_losses_and_gradients(small, build
 
     monkeypatch.setattr(Optimizer, "clip", watched)
     for micro in (8, 1, 4):
-        small.train.micro_batch_size, small.run.name = micro, f"micro{micro}"
-        trainer = build(small)
+        narrow.train.micro_batch_size, narrow.run.name = micro, f"micro{micro}"
+        trainer = build(narrow)
         counts = [trainer.plan.batch(0, m).supervised for m in range(trainer.plan.micro_batches(0))]
         assert micro == 8 or len(set(counts)) > 1
         trainer.run()

@@ -1,11 +1,14 @@
 """Limits the CPU time and memory of untrusted work, such as rendering a chat template.
 
-A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10` or ten nested loops. So the
-operating system enforces the limits: a timer of this process's own CPU time, which Python checks also inside a long
-`repr`, power or regular expression, and a limit on the address space. Both together take less than 10 microseconds.
+A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10` or ten nested loops. A timer of
+this process's own CPU time raises an exception where the work is, also inside a long `repr`, power or regular
+expression. Each alarm of it looks at the clock and at the memory. One allocation can take gigabytes between two
+alarms, so the operating system limits the address space as well, at twice the memory: work that fills memory in small
+pieces is stopped while there is room to handle the error. (In a full address space Python cannot even raise an error,
+and a stack that cannot grow ends the process.) All together take less than 20 microseconds.
 
-Linux has both, macOS the timer. In threads other than the main one, where signals do not arrive, work runs without
-limits.
+Linux has both limits, macOS that of time. In threads other than the main one, where signals do not arrive, work runs
+without limits.
 """
 
 from __future__ import annotations
@@ -13,75 +16,87 @@ from __future__ import annotations
 import resource
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+import time
+from types import FrameType, TracebackType
 
 SECONDS = 10.0
 """Limit on CPU time. Rendering a chat template takes a ten-thousandth of that per conversation."""
 BYTES = 2 << 30
 """Limit on additional address space. A row of 100 MB takes a fifth of that."""
-REPEAT = 0.1
-"""Seconds between two alarms: Python swallows one that is raised in a __del__ or in a callback of the garbage
-collector."""
-
-_active = False  # whether the main thread, the only one that can be limited, is inside limit_resources()
-_armed = False
+INTERVAL = 0.1
+"""Seconds of CPU time between two alarms. They repeat, because Python swallows an exception that is raised in a
+__del__ or in a callback of the garbage collector."""
 
 
 class LimitExceeded(BaseException):
     """The work exceeded a limit; the message names it. A BaseException, so `except Exception` does not catch it."""
 
 
-@contextmanager
-def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
+class limit_resources:
     """Run the body with at most `seconds` of CPU time and at most `more` bytes of additional address space.
 
-    Raises LimitExceeded. Afterwards the previous limits and handlers are restored. A nested call does nothing.
+    Raises LimitExceeded. Afterwards the previous limits and handlers are restored. A nested
+    one does nothing.
     """
-    global _active, _armed
-    if _active or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _active = True
-    handler = signal.signal(signal.SIGVTALRM, _on_alarm)
-    address_space = _limit_address_space(more)
-    try:
-        try:
-            _armed = True
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, REPEAT)
-            yield
-        finally:
-            _armed = False
-    except _TimeUp:
-        raise LimitExceeded(f"more than {seconds:g} s of processor time") from None
-    except MemoryError:
-        raise LimitExceeded(f"more than {more / 2**20:,.0f} MiB of memory") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)
-        if address_space is not None:
-            resource.setrlimit(resource.RLIMIT_AS, address_space)
-        _active = False
+
+    _active: limit_resources | None = None
+    """The main thread is the only one that can be limited."""
+
+    def __init__(self, seconds: float = SECONDS, more: int = BYTES) -> None:
+        self.seconds, self.more = seconds, more
+
+    def __enter__(self) -> None:
+        if limit_resources._active or threading.current_thread() is not threading.main_thread():
+            return
+        limit_resources._active = self
+        self.began, self.memory = time.process_time(), _address_space()
+        self.handler = signal.signal(signal.SIGPROF, self._on_alarm)
+        self.rlimit = _limit_address_space(self.memory + 2 * self.more) if self.memory else None
+        signal.setitimer(signal.ITIMER_PROF, min(INTERVAL, self.seconds), INTERVAL)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if limit_resources._active is not self:
+            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if self.rlimit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, self.rlimit)
+        signal.signal(signal.SIGPROF, self.handler)
+        limit_resources._active = None
+        if kind is not None and issubclass(kind, MemoryError):
+            raise LimitExceeded(self._memory_reason) from None
+
+    @property
+    def _memory_reason(self) -> str:
+        return f"more than {self.more / 2**20:,.0f} MiB of memory"
+
+    def _on_alarm(self, _: int, frame: FrameType | None) -> None:
+        # An exception that frees gigabytes on its way out meets the next alarm where __exit__() begins. Raised there,
+        # it would leave the limits in place.
+        while frame is not None:
+            if frame.f_code is limit_resources.__exit__.__code__:
+                return
+            frame = frame.f_back
+        if time.process_time() - self.began >= self.seconds:
+            raise LimitExceeded(f"more than {self.seconds:g} s of processor time")
+        if self.memory and _address_space() - self.memory > self.more:
+            raise LimitExceeded(self._memory_reason)
 
 
-class _TimeUp(BaseException):
-    """A BaseException, so that no `except Exception` in between catches it."""
-
-
-def _on_alarm(_: int, __: FrameType | None) -> None:
-    if _armed:
-        raise _TimeUp
-
-
-def _limit_address_space(more: int) -> tuple[int, int] | None:
-    """Limit the address space to `more` bytes beyond its size now. Returns the previous limits; None: not possible."""
+def _address_space() -> int:
+    """The size of this process's address space in bytes; 0: this system does not tell."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as statm:
-            used = int(statm.read(32).split()[0]) * resource.getpagesize()
+            return int(statm.read(32).split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return 0
+
+
+def _limit_address_space(size: int) -> tuple[int, int] | None:
+    """Limit the address space to `size` bytes. Returns the previous limits; None: not possible."""
+    try:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([used + more, *limits]), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (min([size, *limits]), hard))
     except (OSError, ValueError):
         return None
     return soft, hard

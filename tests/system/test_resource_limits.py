@@ -31,6 +31,24 @@ while time.process_time() < until: pass
 """
 
 
+SLOW_TO_FREE = """
+def fill():
+    return [[] for _ in iter(int, 1)]
+fill()
+"""
+"""Fills memory in small pieces until it is stopped. To free them takes longer than the time between two alarms."""
+
+
+def test_work_whose_memory_takes_long_to_free_ends_with_the_message():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        for seconds, more, message in (
+            (0.4, 1 << 40, "more than 0.4 s of processor time"),
+            (60, 100 << 20, "more than 100 MiB of memory"),
+        ):
+            assert pool.apply(_run_limited, (seconds, more, SLOW_TO_FREE)) == message
+        assert pool.apply(_run_limited, (60, 100 << 20, "x = bytearray(10 << 20)")) == "done", "limits are lifted"
+
+
 @pytest.mark.slow
 def test_limits_hold_and_are_lifted_afterwards():
     with multiprocessing.get_context("fork").Pool(1) as pool:

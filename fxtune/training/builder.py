@@ -21,7 +21,7 @@ from fxtune.checkpoint import folder as checkpoint_folder
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData, prepare_data
-from fxtune.data.batches.loader import Loader
+from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, SourceConfig
 from fxtune.data.read.sources import missing_reason
@@ -157,6 +157,7 @@ class RunBuilder:
     @phase("Building the model", part="model")
     def build(self) -> nn.Module:
         """The model with every technique applied."""
+        start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
             model = self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
             if self.config.techniques.compile.may_stay_off and self.techniques.compile.enabled:

@@ -16,6 +16,7 @@ MAX_WORKER_DEATHS deaths the main process builds the batches itself. Each death 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import sys
 import threading
 import time
@@ -256,6 +257,13 @@ class _BatchDataset(Dataset[Batch]):
 def _kill(processes: Iterable[BaseProcess]) -> None:
     for process in processes:
         process.kill()
+
+
+def start_fork_server(config: LoaderConfig, device: torch.device) -> None:
+    """Start the server that workers are forked from, without waiting for it: it imports torch, which takes seconds,
+    while the model is built. Does nothing if `config` asks for no workers on `device`."""
+    if config.resolved(device).num_workers and _safe_context().get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
 
 
 def _safe_context() -> Any:

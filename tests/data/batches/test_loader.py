@@ -266,6 +266,23 @@ def test_after_repeated_deaths_the_main_process_builds_batches(folder, capsys, m
 
 
 @pytest.mark.slow
+def test_workers_come_from_the_fork_server_that_was_started_before_the_loader(folder):
+    program = (
+        "import sys; from pathlib import Path; import test_loader as t; from fxtune.data.batches import loader\n"
+        "config = t.LoaderConfig(num_workers=1); loader.start_fork_server(config, t.CPU)\n"
+        "children = lambda: {int(x) for x in Path('/proc/self/task', str(t.os.getpid()), 'children').read_text().split()}\n"
+        "early = children()\n"
+        "steps = t.load(t.plan(t.Table(Path(sys.argv[1]))), config, t.CPU)\n"
+        "next(next(steps).micro_batches); print(len(early), early == children())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
+    # The server and Python's resource tracker, and no third process is started for the loader.
+    assert done.stdout.split() == ["2", "True"]
+
+
+@pytest.mark.slow
 def test_workers_end_if_the_main_process_is_killed(folder):
     program = (
         "import sys, time; from pathlib import Path; import test_loader as t\n"

@@ -22,6 +22,25 @@ class ConfigError(UserError):
     """A recipe, a config group or a command-line override is wrong."""
 
 
+class UnavailableError(ConfigError):
+    """An option cannot act on this model, or with an installed version of a library.
+
+    The run goes on without an option that nobody demanded (techniques/withdrawal.py).
+    """
+
+    def __init__(self, why: str, key: str = "") -> None:
+        """`key`: the technique that cannot act, or the technique and its option: `liger.rope`. Pipeline sets it to the
+        technique if it is empty."""
+        super().__init__(why)
+        self.why, self.key = why, key
+
+    def __str__(self) -> str:
+        if not self.key or self.why.startswith("techniques."):
+            return self.why
+        key, off = (self.key, "off") if "." in self.key else (f"{self.key}.enabled", "false")
+        return f"techniques.{key}: {self.why}. Set it to {off}."
+
+
 class DataError(UserError):
     """A dataset, a row or a chat template is wrong."""
 

@@ -32,6 +32,7 @@ from fxtune.models.load import ModelConfig
 from fxtune.system import progress
 from fxtune.system.console import console, plain, say
 from fxtune.training.answers import question_of
+from fxtune.upstream.transformers import set_attention
 
 Write = Callable[[str], None]
 
@@ -93,7 +94,7 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
         source = ModelConfig(path=paths[label], trust_remote_code=trust_remote_code)
         hf_config = models.load_config(source)
         source.dtype = stored_dtype(hf_config, paths[label])
-        hf_config._attn_implementation = "eager"  # the kernels that it names may not be installed
+        set_attention(hf_config, "eager")  # the kernels that it names may not be installed
         speakers.append(Speaker(label, models.build(source, hf_config, World(device), seed=0).eval()))
     return speakers, models.load_tokenizer(ModelConfig(path=paths["tuned"], trust_remote_code=trust_remote_code))
 

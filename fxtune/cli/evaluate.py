@@ -70,11 +70,9 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     questions = []
     if data.questions.path and world.main:
         questions = load_questions(data.questions, tokenizer, data.chat_template, data.system)
-    model = builder.build()
-    language_model = builder.language_model(model)
-    builder.prove(language_model)
+    language_model, _ = builder.proven_model()
     if checkpoint is not None:
-        load_checkpoint(checkpoint, model)
+        load_checkpoint(checkpoint, language_model.model)
 
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
@@ -85,7 +83,9 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
         with closing(builder.held_out(plan, language_model, OBJECTIVES[config.train.objective]())) as held_out:
             means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure)
         figures.update({f"eval/{name}": value for name, value in means.items()})
-    answers = answer(model, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes)
+    answers = answer(
+        language_model.model, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes
+    )
     if questions:
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})

@@ -43,6 +43,7 @@ from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 from fxtune.training.checkpoint_model import exported_model, find_checkpoint, run_folder
 from fxtune.upstream.peft import alone
+from fxtune.upstream.transformers import set_attention
 
 MIB = 2**20
 
@@ -187,7 +188,7 @@ def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> Opened
             "If the base has moved, write where it is into that file."
         ) from error
     model = ModelConfig(**source, dtype=stored_dtype(hf_config, source["path"]))
-    hf_config._attn_implementation = "eager"  # the kernels that it names may not be installed
+    set_attention(hf_config, "eager")  # the kernels that it names may not be installed
     own = str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None
     tokenizer = models.load_tokenizer(ModelConfig(**source, tokenizer=own))
     return OpenedAdapter(name, origin, lora, model, models.with_adapter_rope(hf_config, origin), tokenizer)

@@ -66,8 +66,8 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
             say(note)
         if builder.facts.in_backward:
             say("verify looks at all gradients at once, so it needs memory for them, which the run does not")
-        model = builder.language_model(builder.build())
-        seen = [*builder.observe(model), *observe_data(data), *observe_step(builder, model, data.training)]
+        model, evidence = builder.observed_model()
+        seen = [*evidence, *observe_data(data), *observe_step(builder, model, data.training)]
         seen = of_all_ranks(builder.world, seen)
         del model
         gc.collect()

@@ -116,8 +116,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     STARTUP.begin_run()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
     plan = builder.read()[1].training
-    model = builder.language_model(builder.build())
-    builder.prove(model)
+    model, _ = builder.proven_model()
     train_step = builder.train_step(model, OBJECTIVES[builder.config.train.objective]())
     model.model.train()
     with (

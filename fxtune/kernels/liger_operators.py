@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxtune.upstream import liger
+
 
 @torch.library.custom_op("fxtune::liger_rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
@@ -40,23 +42,8 @@ def _rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweight); the second is empty unless `need_dweight`."""
-    from liger_kernel.ops import rms_norm_backward
-    from liger_kernel.ops.rms_norm import _str_to_casting_mode
-    from liger_kernel.ops.utils import calculate_settings
-
-    x = x.contiguous()
-    dx, dweight = rms_norm_backward(
-        dy.contiguous(),
-        x.view(-1, x.shape[-1]),
-        weight,
-        scale,
-        offset,
-        _str_to_casting_mode[casting],
-        *calculate_settings(x.shape[-1]),
-        False,
-        None,
-        needs_dw=need_dweight,
-    )
+    rows = x.contiguous().view(-1, x.shape[-1])
+    dx, dweight = liger.rms_norm_backward(dy.contiguous(), rows, weight, scale, offset, casting, need_dweight)
     return dx, weight.new_empty(0) if dweight is None else dweight
 
 

@@ -37,6 +37,7 @@ from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_jso
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class
+from fxtune.upstream.transformers import set_attention
 
 LIMIT = 1e-3
 """The largest mean KL divergence of the plain model's answers from the trained model's, in nats a token."""
@@ -243,7 +244,7 @@ class _Plain:
     def build(self) -> Any:
         file, held = self.folder / "config.json", self.base
         config = type(held.config).from_pretrained(self.folder) if file.exists() else copy.deepcopy(held.config)
-        config._attn_implementation = "eager"  # another kernel may need the bounds of documents, or a GPU
+        set_attention(config, "eager")  # another kernel may need the bounds of documents, or a GPU
         weight = next(held.parameters())
         dtype = next((one.dtype for one in held.parameters() if one.is_floating_point() and one.itemsize > 1), None)
         # Code of a trusted model: the file that was read for training, not the copy that saving made of it.

@@ -23,6 +23,7 @@ import torch
 from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
 from fxtune.system.atomic_files import DTYPES, write_tensors
+from fxtune.upstream.transformers import as_stored, saved_names
 
 Result = TypeVar("Result")
 
@@ -102,7 +103,7 @@ class ExportedWeights:
                 self._require_equal(opened, name, local(tensor), chunk_of(tensor))
 
     def _compare_converted(self, opened: ExitStack, layer: Tensors) -> None:
-        for name, tensor in _as_stored(self.model, layer).items():
+        for name, tensor in as_stored(self.model, layer).items():
             self._require_equal(opened, name, tensor, Chunk.whole(tuple(tensor.shape)))
 
     def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
@@ -187,7 +188,7 @@ def _write_model(model: Any, folder: Path, world: World) -> ExportedWeights:
 
 def _add(files: _Files, model: Any, layer: Tensors, gathered: Tensors) -> bool:
     """Write a layer. Returns whether its tensors are in the files as the model has them."""
-    stored = _as_stored(model, gathered)
+    stored = as_stored(model, gathered)
     files.add(stored)
     return {name: one.shape for name, one in stored.items()} == {name: one.shape for name, one in layer.items()}
 
@@ -241,14 +242,10 @@ class _Files:
 
 def _state(model: Any) -> Tensors:
     """The tensors of a model that its files hold, as they are divided here: without second names of tied weights."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
     state = model.state_dict(keep_vars=True)
-    for name in model._keys_to_ignore_on_save or ():
-        state.pop(name, None)
     # transformers tells tied weights by their memory, and an empty part of a divided one has none.
     ones = {id(tensor): torch.empty(1) for tensor in state.values()}
-    kept = remove_tied_weights_from_state_dict({name: ones[id(tensor)] for name, tensor in state.items()}, model)
+    kept = saved_names(model, {name: ones[id(tensor)] for name, tensor in state.items()})
     return {name: state[name] for name in kept}
 
 
@@ -269,13 +266,6 @@ def _gathered(layer: Tensors, world: World) -> Tensors:
         if world.main:
             found[name] = full.cpu() if is_divided(tensor) else full
     return found
-
-
-def _as_stored(model: Any, layer: Tensors) -> Tensors:
-    """The tensors of a layer as the files of its family have them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, dict(layer)))
 
 
 def _apart(read: torch.Tensor, held: torch.Tensor) -> str:

@@ -394,7 +394,7 @@ def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
     constructor reads it, as Qwen3-MoE's reads `head_dim`.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     wrong_value = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
     read = set()
@@ -411,7 +411,7 @@ def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
         config.__class__ = Recorded
         read.clear()
         with torch.device("meta"):
-            build: Any = AutoModelForCausalLM._model_mapping[kind]
+            build: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
             build(config)
     except (*wrong_value, StrictDataclassError):
         return False

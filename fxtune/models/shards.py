@@ -34,6 +34,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
 from fxtune.system.hub import Origin
+from fxtune.upstream.transformers import not_in_files
 
 MARK = "stored_pieces"
 MXFP4 = CODES, SCALES = "_blocks", "_scales"
@@ -224,12 +225,9 @@ def _require_fit(
             shapes.append(f"{key} ({tuple(header.get_shape())} in the file, {wanted[name]} in the config)")
         if "F" not in header.get_dtype() and not name.endswith(MXFP4):
             packed.append(f"{key} ({header.get_dtype()})")
-    tied = {f"{prefix}{name}" for name in base.all_tied_weights_keys for prefix in ("", f"{base.base_model_prefix}.")}
-    ignored = [*(base._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    ignored = not_in_files(base)
     unexpected = {
-        key
-        for key in stored.keys() - set(keys.values()) - tied
-        if not any(re.search(pattern, key) for pattern in ignored)
+        key for key in stored.keys() - set(keys.values()) if not any(re.search(pattern, key) for pattern in ignored)
     }
     troubles = weights.misfits(
         ("weights of the architecture are not in the files", wanted.keys() - keys.keys()),

@@ -14,6 +14,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.system.hub import Origin, fetch
 from fxtune.system.oom import out_of_memory_reason
+from fxtune.upstream.transformers import forget_conversions
 
 
 def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
@@ -111,7 +112,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
             "with random weights. Use a complete copy."
         )
     if unpacked:
-        built._weight_conversions = None  # or save_pretrained would name the unpacked tensors as the packed ones
+        forget_conversions(built)  # or save_pretrained would name the unpacked tensors as the packed ones
         for name, weight in built.named_parameters():
             if ".experts." in name:
                 weight.data = weight.data.to(dtype)  # transformers 5.17 leaves them in bfloat16, which is exact

@@ -200,7 +200,7 @@ class LanguageModel:
         requested = "cross-entropy of supervised rows only, " + ("fused with the head" if self.fused else "plain")
         if self.own_forward:
             found = f"{type(self.model).__name__}: {why}, so all its logits are computed"
-            return Evidence("loss", requested, found, not self.fused)
+            return Evidence("loss", requested, found, not self.fused, "liger.fused_linear_cross_entropy")
         found = f"a small row's logits and losses within {max(differences):.1e} of the model's own"
         return Evidence("loss", requested, f"{found}; {self._description()}" if self.fused else found, True)
 

@@ -63,6 +63,7 @@ class Apex(Technique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
+        self._errors.clear()  # of an earlier model
         for parent in list(model.modules()):
             for name, norm in list(parent.named_children()):
                 is_layer_norm = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None

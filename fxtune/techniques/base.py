@@ -41,6 +41,8 @@ class Evidence:
     observed: str
     acted: bool
     """Whether the observation shows what was asked for."""
+    key: str = ""
+    """The technique's option that was observed, such as `liger.rope`; empty: the technique as a whole."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,7 @@ from torch import nn
 
 from fxtune.distributed.sharding import materialize
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, UnavailableError
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
 from fxtune.models.load import ModelConfig
@@ -283,9 +284,9 @@ class Pipeline:
         elsewhere: dict[str, tuple[int, ...]] = {}
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            for _, technique in self.enabled():
+            for name, technique in self.enabled():
                 # As in verify(): adapters are compared with the base under training's autocast both times.
-                with self.precision.context(world.device):
+                with self.precision.context(world.device), _acting(name):
                     if technique is self.quantize and by_rows and self.quantize.type is not Type.fp8:
                         each = partial(models.each_weight, model, hf_config, built, world, seed)
                         elsewhere = self.quantize.apply_as_read(built, world, each)
@@ -323,22 +324,28 @@ class Pipeline:
         device = next(model.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         with self.precision.context(device):
-            found: list[Evidence] = []
+            seen: list[Evidence] = []
             for name, technique in self.enabled():
                 try:
-                    found += technique.verify(model, probe)
+                    with _acting(name):
+                        seen += technique.verify(model, probe)
                 except Unobservable as why:
-                    found.append(Evidence(name, "an observation that it acts", f"none: {why}", True))
-            return found
-
-    def withdraw_compile(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
-        """Undo techniques.compile if the compiler of one rank cannot compile `model`. Returns why, None if all can."""
-        with self.precision.context(next(model.parameters()).device):
-            return self.compile.withdraw(model, probe, world)
+                    seen.append(Evidence(name, "an observation that it acts", f"none: {why}", True))
+            return seen
 
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """verify(), and a ConfigError that lists every technique that did not act."""
         return require_acted(self.verify(model, probe))
+
+
+@contextmanager
+def _acting(name: str) -> Iterator[None]:
+    """Say which technique could not act."""
+    try:
+        yield
+    except UnavailableError as error:
+        error.key = error.key or name
+        raise
 
 
 def _cause(reason: str) -> str:
@@ -350,9 +357,10 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
     """Return `observed`, or raise one ConfigError that lists what did not act."""
     failed = [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in observed if not one.acted]
     if failed:
-        keys = {one.technique: f"techniques.{one.technique}.enabled=false" for one in observed if not one.acted}
+        keys = (one.key or one.technique for one in observed if not one.acted)
+        changes = dict.fromkeys(f"techniques.{key}{'=off' if '.' in key else '.enabled=false'}" for key in keys)
         leak = any(one.asked == ISOLATED for one in observed if not one.acted)
-        change = "data.packing=false" if leak else ", ".join(keys.values())
+        change = "data.packing=false" if leak else ", ".join(changes)
         raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + f"\nSet {change}, or use another model.")
     return observed
 

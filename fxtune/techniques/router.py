@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
@@ -29,9 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from fxtune.distributed.world import World
+from fxtune.errors import UnavailableError
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.structure import backbone, observed, skeleton
+from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.upstream.transformers import recorded_outputs, router_loss
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -142,10 +144,16 @@ def observe_routers(model: Any, device: torch.device) -> None:
     """Let the routers of `model` leave their sums, and set `model.routers`, if transformers says what they return."""
     text = model.config.get_text_config()
     experts = next((count for name in EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
+    if experts < 2:
+        return
     decoder = backbone(model)
-    recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    try:
+        recorder = recorded_outputs(decoder).get("router_logits")
+    except UnavailableError as error:
+        say(f"router metrics: off, because {error}")
+        return
     kind = getattr(recorder, "target_class", recorder)
-    if experts < 2 or not isinstance(kind, type) or getattr(recorder, "index", 0) != 0:
+    if not isinstance(kind, type) or getattr(recorder, "index", 0) != 0:
         return
     found = [module for module in decoder.modules() if isinstance(module, kind)]
     if found:
@@ -261,9 +269,12 @@ def _without_loss(facts: Facts) -> str | None:
     model: Any = skeleton(facts.model)
     if model is None:
         return f"fxtune knows no routers of {kind}"
-    if not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+    if router_loss(model) is None:
         return f"{kind} has no auxiliary loss in transformers"
-    recorders = getattr(backbone(model), "_can_record_outputs", None) or {}
+    try:
+        recorders = recorded_outputs(backbone(model))
+    except UnavailableError as error:
+        return str(error)
     if isinstance(recorders.get("router_logits"), (list, type(None))):
         return f"{kind} has routers of several kinds, which fxtune does not observe"
     return None
@@ -274,4 +285,6 @@ def _own_loss(model: Any, logits: tuple[Tensor, ...]) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     text = model.config.get_text_config()
     used = next(count for name in EXPERTS_USED if (count := getattr(text, name, None)))
-    return sys.modules[type(base).__module__].load_balancing_loss_func(logits, logits[0].shape[-1], used)
+    loss = router_loss(base)
+    assert loss is not None, "_without_loss() has looked"
+    return loss(logits, logits[0].shape[-1], used)

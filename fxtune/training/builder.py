@@ -30,7 +30,7 @@ from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, HubError, UserError
+from fxtune.errors import ConfigError, HardwareError, HubError, UnavailableError, UserError
 from fxtune.models import load as models
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
@@ -43,7 +43,7 @@ from fxtune.system.console import say
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
-from fxtune.techniques import divided_weights
+from fxtune.techniques import divided_weights, withdrawal
 from fxtune.techniques.attention import context, isolation, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
@@ -159,12 +159,7 @@ class RunBuilder:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
-            model = self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
-            if self.config.techniques.compile.may_stay_off and self.techniques.compile.enabled:
-                probe = make_probe(model, self.facts.packing)
-                if why := self.techniques.withdraw_compile(model, probe, self.world):
-                    say(f"compile: off, because {why}")
-            return model
+            return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
 
     @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: nn.Module) -> LanguageModel:
@@ -173,9 +168,54 @@ class RunBuilder:
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
             return LanguageModel(model, self.techniques.liger, self.world.context_group)
 
-    def prove(self, model: LanguageModel) -> list[Evidence]:
-        """Evidence of every technique and of the loss. Raises ConfigError if one did not act."""
-        return require_acted(self.observe(model))
+    def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
+        """observed_model(), and a ConfigError if a technique did not act."""
+        model, evidence = self.observed_model()
+        return model, require_acted(evidence)
+
+    def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
+        """The model with its loss head, and evidence of every technique and of the loss.
+
+        What cannot act and was not demanded is switched off, with a line that says so, and the model is built again.
+        Raises UnavailableError for what was demanded.
+        """
+        off: list[Evidence] = []
+        while True:
+            model, seen, found = None, list[Evidence](), None
+            try:
+                model = self.build()
+                language_model = self.language_model(model)
+                seen = self.observe(language_model)
+            except UnavailableError as error:
+                if (key := withdrawal.wish(self.config.techniques, error.key)) is None:
+                    raise
+                if model is not None and self.world.degrees.shard > 1:  # others may wait for this one in a pass
+                    raise ConfigError(
+                        f"techniques.{error.key}: {error.why}. Ranks that share weights cannot go on without it "
+                        "in the middle of a pass: switch it off, or set parallel.shard=1."
+                    ) from error
+                found = (key, error.why)
+            found = found or self._without_effect(seen)
+            found = next((one for one in self.world.gather(found, "comparing what acts") if one is not None), None)
+            if found is None:
+                return language_model, [*off, *seen]
+            key, why = found
+            say(withdrawal.line(key, why))
+            self.decided.append(withdrawal.line(key, why))
+            off.append(Evidence(key.partition(".")[0], f"{key} where it can act", f"off, because {why}", True, key))
+            self.techniques = withdrawal.without(self.techniques, key)
+            self.facts = replace(self.facts, techniques=self.techniques)
+            model = language_model = None  # type: ignore[assignment]  # frees the memory for the next one
+            torch.compiler.reset()
+            gc.collect()
+
+    def _without_effect(self, seen: list[Evidence]) -> tuple[str, str] | None:
+        """The first option that did not act and was not demanded, and why."""
+        for one in seen:
+            key = None if one.acted else withdrawal.wish(self.config.techniques, one.key or one.technique)
+            if key is not None:
+                return key, f"asked for {one.asked}; seen: {one.observed}"
+        return None
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol, on the first micro-batch; none for ours, which tests
@@ -201,7 +241,7 @@ class RunBuilder:
 
     @phase("Trying the techniques on a small row", part="proofs")
     def observe(self, model: LanguageModel) -> list[Evidence]:
-        """prove() without the error."""
+        """Evidence of every technique and of the loss on the model that build() made."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
             observed = [*self.techniques.verify(model.model, probe), *model.evidence]

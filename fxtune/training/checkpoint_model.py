@@ -24,6 +24,7 @@ from fxtune.system.atomic_files import read_json
 from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.run_state import copy_weights, trained_weights, weights_note
+from fxtune.upstream.transformers import set_attention
 
 
 def find_checkpoint(name: str) -> Path | None:
@@ -74,7 +75,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[A
     pipeline.attention.enabled = pipeline.precision.enabled = False
     source = replace(config.model, dtype=_dtype(run, config))
     hf_config = models.load_config(source)
-    hf_config._attn_implementation = "eager"  # the kernels that it names may not be installed here
+    set_attention(hf_config, "eager")  # the kernels that it names may not be installed here
     tokenizer = models.load_tokenizer(source)
     model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model)

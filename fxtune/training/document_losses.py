@@ -81,9 +81,7 @@ def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_i
     if config.parallel != alone or builder.world.device.type == "cuda":
         _require_fits(builder)
     config = builder.config
-    model = builder.build()
-    language_model = builder.language_model(model)
-    builder.prove(language_model)
+    language_model, _ = builder.proven_model()
 
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)

@@ -181,9 +181,8 @@ class Trainer:
             folder.write(ABOUT, describe_run(self.data))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
-        self.model = builder.build()
-        self.language_model = builder.language_model(self.model)
-        evidence = builder.prove(self.language_model)
+        self.language_model, evidence = builder.proven_model()
+        self.model = self.language_model.model
         evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
         resume_check.check_model(self.model, builder.techniques.options())
         folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])

@@ -1,4 +1,4 @@
-"""peft: what it imports beside itself."""
+"""Private parts of peft, and what it imports beside itself. See the package's docstring for the form of an entry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fxtune.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LIBRARIES = ("bitsandbytes", "torchao")
 AVAILABLE = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available")
@@ -40,3 +45,56 @@ def _forget() -> None:
     for name in AVAILABLE:
         if clear := getattr(getattr(asked, name, None), "cache_clear", None):
             clear()
+
+
+VERSIONS = "0.21"
+"""The versions of peft that have every part below."""
+
+READ = "convert_peft_config_for_transformers"
+
+
+# Names of experts.
+#
+# What: convert_peft_config_for_transformers(), by which peft reads the names of linears, such as `down_proj`, as those
+#   of tensors that hold all experts.
+# Why: peft calls it for each model whose files transformers converts. fxtune needs its answer before there are
+#   adapters, and none of it while adapters are added: then each name is already what it is.
+# Gone: read_as_experts() raises UnavailableError, for mixtures. If peft asks another function while it adds adapters,
+#   techniques.lora's proof compares what has an adapter with what was chosen.
+
+
+def read_as_experts(config: Any, model: nn.Module) -> None:
+    """Move names in `config.target_modules` that peft reads as tensors of experts to `config.target_parameters`.
+
+    Raises ValueError as peft does.
+    """
+    import peft
+
+    module = _conversion()
+    if not hasattr(module, READ):
+        raise UnavailableError(f"peft {peft.__version__} has no {READ} (versions {VERSIONS} do)")
+    getattr(module, READ)(config, model, None)
+
+
+@contextlib.contextmanager
+def targets_as_they_are() -> Iterator[None]:
+    """Keep peft from reading names of linears as those of experts."""
+    module = _conversion()
+    own = getattr(module, READ, None)
+    if own is None:
+        yield
+        return
+    setattr(module, READ, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(module, READ, own)
+
+
+def _conversion() -> Any:
+    """peft's module, or None."""
+    try:
+        with alone():
+            return importlib.import_module("peft.utils.transformers_weight_conversion")
+    except ImportError:
+        return None

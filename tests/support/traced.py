@@ -90,7 +90,7 @@ def watch(file: str, last_operation: int = 0) -> None:
     for owner, name, phase in (
         (build, "tokenize", "tokenising"),
         (RunBuilder, "build", "building"),
-        (RunBuilder, "prove", "proving"),
+        (RunBuilder, "observe", "proving"),
         (evaluation, "evaluate", "evaluating"),
         (AnswerEvaluation, "ask", "asking"),
         (Checkpoints, "load_newest", "loading"),

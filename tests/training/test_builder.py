@@ -6,6 +6,7 @@ must give as reasons, and a word of each cause.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -19,11 +20,10 @@ from fxtune.cli.main import main
 from fxtune.config.compose import load
 from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HubError, UserError
+from fxtune.errors import ConfigError, HubError, UnavailableError, UserError
 from fxtune.system import facts as machine_facts
 from fxtune.system.facts import PACKAGES, MachineFacts
 from fxtune.techniques import package_checks
-from fxtune.techniques.compile.technique import Compile
 from fxtune.training import builder
 
 GB = 10**9
@@ -589,13 +589,24 @@ def test_ranks_run_the_kernels_that_rank_0_has_chosen(narrow, monkeypatch):
     assert "liger: as rank 0 has measured" in made.decided
 
 
-def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch):
+def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch, narrow):
     """The other ranks may wait in the pass for the weights of this rank, so no agreement with them is possible."""
 
     def fails(self, model, probe):
-        raise ConfigError("the layer cannot be one graph")
+        raise UnavailableError("the layer cannot be one graph", "compile")
 
-    monkeypatch.setattr(Compile, "verify", fails)
-    world = World(torch.device("cpu"), 0, 2).divided(Degrees(shard=2))
-    with pytest.raises(ConfigError, match=r"compile\.enabled: the layer cannot be one graph\. .* set it to false"):
-        Compile().withdraw(torch.nn.Linear(2, 2), {}, world)
+    narrow.techniques.compile.enabled = "auto"
+    made = builder.RunBuilder(narrow)
+    made.world = replace_degrees(made.world)
+    monkeypatch.setattr(builder.RunBuilder, "build", lambda self: torch.nn.Linear(2, 2))
+    monkeypatch.setattr(builder.RunBuilder, "language_model", lambda self, model: model)
+    monkeypatch.setattr(builder.RunBuilder, "observe", lambda self, model: fails(self, model, {}))
+    with pytest.raises(ConfigError, match=r"compile: the layer cannot be one graph\. .* or set parallel.shard=1"):
+        made.observed_model()
+
+
+def replace_degrees(world: World) -> World:
+    """`world` as if its one rank shared its weights with another."""
+    shared = copy.copy(world)
+    shared.degrees = Degrees(shard=2)
+    return shared

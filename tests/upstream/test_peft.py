@@ -1,12 +1,18 @@
-"""What peft imports beside itself."""
+"""Names that peft reads as experts, and what it imports beside itself."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import peft
 import pytest
+from torch import nn
+
+from fxtune.errors import UnavailableError
+from fxtune.upstream import peft as upstream
 
 PROGRAM = """
 import json, sys
@@ -32,3 +38,37 @@ def test_peft_imports_bitsandbytes_for_its_own_linears_only():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == ["Linear", False, "Linear4bit", True]
+
+
+def mixtral() -> nn.Module:
+    model = nn.Module()
+    model.config = SimpleNamespace(model_type="mixtral")
+    return model
+
+
+def test_names_of_linears_are_read_as_tensors_of_experts():
+    config = peft.LoraConfig(r=1, target_modules=["down_proj", "w1", "w2", "w3"])
+    upstream.read_as_experts(config, mixtral())
+    assert config.target_parameters
+    assert "w2" not in config.target_modules
+
+
+def test_no_name_is_read_as_an_expert_while_adapters_are_added():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w2, self.config = nn.Linear(2, 2), {"model_type": "mixtral"}
+
+    config = peft.LoraConfig(r=1, target_modules=["w2"])
+    with upstream.targets_as_they_are():
+        adapted = peft.get_peft_model(Layer(), config)
+    assert hasattr(adapted.base_model.model.w2, "lora_A")
+    assert not config.target_parameters
+
+
+def test_a_version_without_that_function(monkeypatch):
+    monkeypatch.delattr(f"peft.utils.transformers_weight_conversion.{upstream.READ}")
+    with upstream.targets_as_they_are():
+        pass
+    with pytest.raises(UnavailableError, match=f"has no {upstream.READ} .versions {upstream.VERSIONS} do"):
+        upstream.read_as_experts(peft.LoraConfig(), mixtral())

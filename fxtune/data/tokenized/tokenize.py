@@ -37,6 +37,7 @@ from fxtune.plugins import ROW_FORMATS, require_unchanged
 from fxtune.system.console import say
 from fxtune.system.host import cores
 from fxtune.system.progress import phase
+from fxtune.upstream.transformers import import_code_of_models
 
 ENCODING_VERSION = 4
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
@@ -226,9 +227,7 @@ def _worker_setup(encoder: bytes) -> Callable[[Shard], EncodedShard]:
     """Set up a worker. It never imports torch, so it starts fast and stays small."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
     if b"transformers_modules" in encoder:  # the tokenizer's code came with the model: make it importable here
-        from transformers.dynamic_module_utils import init_hf_modules
-
-        init_hf_modules()
+        import_code_of_models()
     return partial(encode_shard, encoder=pickle.loads(encoder))
 
 

@@ -273,10 +273,9 @@ def hub(backend: str) -> Backend:
 def offers(kind: str, flag: str) -> bool:
     """Whether transformers' class for this model type has the flag. Classes that come with their model have only
     sdpa's."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
-    classes = AutoModelForCausalLM._model_mapping
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in classes:
         return flag in ("", "_supports_sdpa")
     return not flag or bool(getattr(classes[CONFIG_MAPPING[kind]], flag, False))

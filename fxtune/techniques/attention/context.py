@@ -21,7 +21,6 @@ not kept: over NVLink that takes less time than other recomputation for the same
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -39,6 +38,7 @@ from fxtune.techniques.attention.backends import SINKS, offers
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.packed import OURS, one_document_a_row
 from fxtune.techniques.base import Evidence
+from fxtune.upstream.transformers import eager_attention
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -56,7 +56,7 @@ def register(implementation: str) -> None:
     """Let the function with this name in transformers' registry exchange tokens for heads; once or again."""
     from transformers import AttentionInterface
 
-    plain = AttentionInterface._global_mapping.get(implementation)
+    plain = AttentionInterface().get(implementation)
     if not hasattr(plain, "exchanges"):
         AttentionInterface.register(implementation, _exchanging(implementation, plain))
 
@@ -75,7 +75,8 @@ def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Cal
         position_ids: Optional[Tensor] = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        attend = plain or _eager(type(getattr(module, "stands_for", module)))  # StandIn of lora/fused_modules.py
+        # A StandIn of lora/fused_modules.py stands for its attention.
+        attend = plain or eager_attention(type(getattr(module, "stands_for", module)))
         if not context_group:
             if position_ids is not None:
                 options["position_ids"] = position_ids
@@ -215,15 +216,6 @@ class _OwnGroups:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
-
-
-def _eager(kind: type) -> Callable[..., Any]:
-    """The function in the module of an attention class that transformers calls for `eager`."""
-    for one in kind.__mro__:
-        found: Optional[Callable[..., Any]] = getattr(sys.modules.get(one.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found
-    raise ConfigError(f"techniques.attention.backend=eager: {kind.__name__} has no such function. Use sdpa.")
 
 
 def _no_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> None:

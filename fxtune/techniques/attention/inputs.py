@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fxtune.techniques.attention.packed import OURS, no_mask
+from fxtune.upstream.transformers import attention_of
 
 
 def model_inputs(
@@ -27,7 +28,7 @@ def model_inputs(
     the process group `group` have the others.
     """
     given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    attention = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    attention = attention_of(model.config)
     called = "flash" in attention or "/" in attention  # a slash: a kernel of the hub, called like FlashAttention
     if not (attention in OURS or called or pieces > 1):
         return given

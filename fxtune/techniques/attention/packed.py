@@ -39,11 +39,11 @@ _UNTRACED: dict[str, Callable[..., Tensor]] = {}
 def register() -> None:
     """Register the names with transformers, once or again. `fxtune_fa4` needs kernels/flash4.py imported."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
+    mask = AttentionMaskInterface()["sdpa"]
     for name, core in ((FLASH4, _by_flash4), (SDPA, _by_torch), (CUDNN, _by_cudnn)):
         AttentionInterface.register(name, _attention_function(core))
-        AttentionMaskInterface.register(name, sdpa_mask)  # only for calls without `no_mask`
+        AttentionMaskInterface.register(name, mask)  # only for calls without `no_mask`
     # If it were traced, it would be compiled for each batch's lengths. disable() takes a second: not at import.
     _UNTRACED["cudnn"] = torch.compiler.disable(_cudnn_documents)
 
@@ -199,10 +199,11 @@ def _masked(
 ) -> Tensor:
     """A call outside training. `mask`: boolean, true where a token attends; None: is_causal decides."""
     if not softcap and sinks is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import AttentionInterface
 
         options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
-        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        out: Tensor = AttentionInterface()["sdpa"](module, query, key, value, mask, **options)[0]
+        return out
     groups = query.shape[1] // key.shape[1]
     if mask is None and query.shape[2] > 1:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

@@ -39,6 +39,7 @@ from fxtune.techniques.attention import context, isolation, packed, recurrent
 from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
 from fxtune.techniques.attention.packed import CUDNN, SDPA
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.upstream.transformers import attention_of, load_hub_attention, set_attention
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -149,10 +150,8 @@ class Attention(Technique):
         if implementation in packed.OURS:
             packed.register()
         elif self.backend.startswith(HUB):
-            from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-
             try:  # check() requires trust_remote_code
-                lazy_import_flash_attention(implementation, allow_all_kernels=True)
+                load_hub_attention(implementation)
             except (ImportError, OSError, ValueError) as error:
                 raise ConfigError(
                     f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
@@ -160,7 +159,7 @@ class Attention(Technique):
                 ) from error
         elif self.backend == "flex":
             use_cache_folder()  # transformers compiles it
-        hf_config._attn_implementation = implementation
+        set_attention(hf_config, implementation)
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         if world.context_ranks > 1:
@@ -228,7 +227,7 @@ def _passed_over(name: str, facts: Facts) -> str | None:
 
 def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[dict[str, int], str]:
     """The calls of each implementation in one forward pass, by the profiler; and a description of them."""
-    own = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    own = attention_of(model.config)
     known = (*BACKENDS.values(), BY_DOCUMENTS, named(own))
     patterns = {backend.implementation: backend.ran for backend in known if backend.ran}
     with _flex_calls() if own == "flex_attention" else nullcontext([0]) as flex:
@@ -255,7 +254,7 @@ def _flex_calls() -> Iterator[list[int]]:
     """Counts calls of transformers' flex attention, which is not an operator in eager mode."""
     from transformers import AttentionInterface
 
-    original = AttentionInterface._global_mapping["flex_attention"]
+    original = AttentionInterface()["flex_attention"]
     count = [0]
 
     def counted(*given: Any, **options: Any) -> Any:

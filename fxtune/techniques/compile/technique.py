@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, UnavailableError
 from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
@@ -250,34 +250,6 @@ class Compile(OptionalTechnique):
             part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
         return model
 
-    def withdraw(self, model: nn.Module, probe: dict[str, Any], world: World) -> str | None:
-        """Why the compiler cannot do what verify() asks for on one of the ranks, after undoing apply(); None if it
-        can. A model's code shows that only when it runs.
-
-        Raises ConfigError if ranks share weights and the compiler fails: others may wait for this one in the pass.
-        """
-        try:
-            why = next(
-                (f"asked for {one.asked}; seen: {one.observed}" for one in self.verify(model, probe) if not one.acted),
-                None,
-            )
-        except (ConfigError, upstream.compiler_error()) as error:
-            why = str(error)
-            if world.degrees.shard > 1:
-                raise ConfigError(
-                    f"techniques.compile.enabled: {why}. Ranks that share weights cannot go on without it in the "
-                    "middle of a pass: set it to false, or parallel.shard=1."
-                ) from error
-        why = next((reason for reason in world.gather(why, "trying the compiler") if reason is not None), None)
-        if why is None:
-            return None
-        for part in self._parts(model):
-            wrapped: Any = part.forward
-            part.forward = wrapped.args[0]
-        torch.compiler.reset()
-        self.enabled = False
-        return why
-
     def _parts(self, model: nn.Module) -> list[nn.Module]:
         return decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]
 
@@ -292,7 +264,18 @@ class Compile(OptionalTechnique):
         return self._monitor.report()
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Profile one forward pass after a first one that compiles: torch marks each entry into compiled code."""
+        """Profile one forward pass after a first one that compiles: torch marks each entry into compiled code.
+
+        Raises UnavailableError if the compiler fails: a model's code shows only when it runs what the compiler cannot.
+        """
+        try:
+            yield from self._observe(model, probe)
+        except upstream.Unobservable:
+            raise
+        except (ConfigError, upstream.compiler_error()) as error:
+            raise UnavailableError(str(error)) from error
+
+    def _observe(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         evidence, by_layer = partial(Evidence, "compile"), self.scope is Scope.layers
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead

@@ -19,7 +19,7 @@ from torch import nn
 
 from fxtune.kernels import liger_operators as operators
 from fxtune.kernels.rotary import apply_rotary
-from fxtune.techniques.rope_function import with_rope_function
+from fxtune.upstream.transformers import with_rotation
 
 Forward = Callable[..., Any]
 
@@ -58,11 +58,15 @@ def forward_of(name: str, module: nn.Module, family: Family) -> Forward | None:
             return _joint_swiglu(_liger("FusedGateUpSiLUMul")) if name == "swiglu" else _joint_geglu(_liger(product))
         if hasattr(module, "gate_proj"):
             return _gated(_liger(product), name)
-    if name == "rope" and kind.__name__.endswith("Attention"):
+    if name == "rope" and is_attention(module):
         # The attention's own code, with fxtune's RoPE in place of its module's function.
-        forward: Forward = with_rope_function(kind.forward, apply_rotary, kind.__name__)
+        forward: Forward = with_rotation(kind.forward, apply_rotary, kind)
         return forward
     return None
+
+
+def is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention")
 
 
 @functools.cache

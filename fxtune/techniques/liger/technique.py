@@ -8,7 +8,7 @@ Liger is still faster depends on the card and the sizes: `auto` measures both, o
 Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process. fxtune
 gives each module of this one model its own subclass with another forward (forwards.py): names, weights, isinstance and
 adapters stay. RoPE is a function of the attention's Python module, so the attention gets a copy of its forward in
-which that name is another function (rope_function.py).
+which that name is another function (upstream/transformers.py).
 
 Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py) and
 `fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.models.structure import backbone, decoder_layers, observed
+from fxtune.errors import UnavailableError
+from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.host import cache_home
 from fxtune.system.json_cache import add_cached, read_cached
@@ -35,6 +36,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch
 from fxtune.techniques.liger import forwards, timing
 from fxtune.techniques.liger.forwards import Family
+from fxtune.upstream import transformers as upstream
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -109,6 +111,8 @@ class Liger(OptionalTechnique):
                     f"{name}: {kind} with this config has no {OPERATIONS[name][0]} that Liger computes. Use auto or "
                     "off."
                 )
+            if name == "rope" and (why := _unrotatable(facts)):
+                yield f"rope: {why}. Use auto or off."
             if facts.device != "cuda" and name != "rope":
                 yield f"{name}: Liger's kernels are written in Triton and need a GPU. Use auto or off."
             if name in ("swiglu", "geglu") and facts.techniques.mlp_kernel(facts) == "lora":
@@ -161,6 +165,8 @@ class Liger(OptionalTechnique):
             return False, "techniques.lora.fused computes it in its own operator"
         if facts.device != "cuda":
             return False, "Triton needs a GPU"
+        if name == "rope" and (why := _unrotatable(facts)):
+            return False, why
         if name != "rope" and PACKAGE in facts.broken:
             return False, f"{PACKAGE} {facts.lacks(PACKAGE)}"
         if name != "rope" and self.enabled == AUTO and PACKAGE not in facts.packages:
@@ -188,7 +194,12 @@ class Liger(OptionalTechnique):
             family = FAMILIES[model.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
             for module in backbone(model).modules():
                 for name in enabled:
-                    if forward := forwards.forward_of(name, module, family):
+                    try:
+                        forward = forwards.forward_of(name, module, family)
+                    except UnavailableError as error:
+                        error.key = f"liger.{name}"
+                        raise
+                    if forward is not None:
                         module.__class__ = forwards.subclass(type(module), name, forward)  # type: ignore[arg-type]
         return model
 
@@ -213,7 +224,7 @@ class Liger(OptionalTechnique):
                 asked += f", {runs} runs{' of fxtune::rotary' if name == 'rope' else ''} in a forward pass"
                 observation += f", {launches[name]} runs"
                 acted = acted and launches[name] >= runs
-            yield Evidence("liger", asked, observation, acted)
+            yield Evidence("liger", asked, observation, acted, f"liger.{name}")
 
 
 def _operations(text: dict[str, Any]) -> set[str]:
@@ -224,6 +235,15 @@ def _operations(text: dict[str, Any]) -> set[str]:
     activation = text.get("hidden_activation" if text["model_type"] in ("gemma2", "gemma3_text") else "hidden_act")
     gated = {ACTIVATIONS[activation]} if family.gated and activation in ACTIVATIONS else set()
     return {"layer_norm" if family.layer_norm else "rms_norm", "rope"} | gated
+
+
+def _unrotatable(facts: Facts) -> str | None:
+    """Why the RoPE of this model cannot be replaced."""
+    if (model := skeleton(facts.model)) is None:
+        return None
+    kinds = (type(module) for module in backbone(model).modules() if forwards.is_attention(module))
+    kind = next((kind for kind in kinds if not upstream.rotates_by_name(kind)), None)
+    return str(upstream.no_rotation(kind)) if kind is not None else None
 
 
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:

@@ -25,8 +25,8 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
 from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
-from fxtune.techniques.rope_function import keep_unrotated, with_rope_function
 from fxtune.upstream import torch as upstream
+from fxtune.upstream.transformers import with_rotation
 
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
@@ -122,9 +122,14 @@ def given(names: Iterable[str], linears: Iterable[Any], hidden: Any, results: It
     return {name: Given(linear, hidden, result) for name, linear, result in zip(names, linears, results, strict=True)}
 
 
+def keep_unrotated(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
+    """Replaces apply_rotary_pos_emb where q and k are already rotated."""
+    return q, k
+
+
 def without_rope(kind: Any) -> Any:
     """The forward of an attention's class without its rotation of q and k."""
-    return with_rope_function(kind.forward, keep_unrotated, kind.__name__)
+    return with_rotation(kind.forward, keep_unrotated, kind)
 
 
 def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], padding: int = 0) -> Any:

@@ -28,7 +28,7 @@ from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import backbone, decoder_layers, is_named
 from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
-from fxtune.upstream.peft import alone
+from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
 
 if TYPE_CHECKING:
     from fxtune.techniques.lora.technique import Lora
@@ -213,7 +213,7 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
         warnings.catch_warnings(),
         no_autocast,
         alone() as peft,
-        _targets_as_they_are(),
+        targets_as_they_are(),
         _placed_on(model, device),
     ):
         warnings.simplefilter("ignore")
@@ -223,19 +223,6 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
     config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
     config.target_parameters = [*config.target_parameters, *moved] or None
     return adapted
-
-
-@contextmanager
-def _targets_as_they_are() -> Iterator[None]:
-    """Keep peft from reading names of linears as those of experts."""
-    from peft.utils import transformers_weight_conversion as conversion
-
-    own = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = own
 
 
 @contextmanager
@@ -261,20 +248,17 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 def _files_are_converted(model: Any) -> bool:
     """Whether transformers converts the files of this family, among them those of mixtures. Then peft may read names
     of linears as those of experts, also in a model without any."""
-    from transformers import conversion_mapping
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    known = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-    return getattr(model.config, "model_type", None) in known
+    return get_checkpoint_conversion_mapping(getattr(model.config, "model_type", None)) is not None
 
 
 def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:
     """peft's config with the tensors of experts as its `target_parameters`, and the names that peft was given."""
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-
     names = set(EXPERTS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
     config = lora.peft_config(sorted(names))
     try:
-        convert(config, model, None)
+        read_as_experts(config, model)
     except ValueError as error:
         raise ConfigError(f"techniques.lora.target_modules: {error}") from error
     return config, names
@@ -285,11 +269,9 @@ def gate_up_parts(model_type: str) -> int:
     """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for the families in which
     it knows them as two linears."""
     with alone() as peft:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-
-    config, model = peft.LoraConfig(r=1, target_modules=list(EXPERTS)), nn.Module()
+        config, model = peft.LoraConfig(r=1, target_modules=list(EXPERTS)), nn.Module()
     model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]
-    convert(config, model, None)
+    read_as_experts(config, model)
     return max((config.rank_pattern or {}).values(), default=1)
 
 

@@ -337,6 +337,7 @@ class Lora(Technique):
             f"adapters fused: {wanted} operators a forward pass ({model.fusion.describe()})",
             f"{counts} ran",
             fits and (wanted > 0 or self._fused_by_auto),
+            "lora.fused",
         )
 
     def _multiplied(self, model: Any) -> Evidence:

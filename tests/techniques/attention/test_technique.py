@@ -132,7 +132,7 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
         seen.update((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *rest)
 
-    registered = AttentionInterface._global_mapping
+    registered = AttentionInterface()
     monkeypatch.setitem(registered, packed_attention.FLASH4, packed_attention._attention_function(spy))
     pipeline.prove(model, make_probe(model))
     with pipeline.precision.context(torch.device("cpu")):

@@ -251,6 +251,15 @@ def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
     assert not list(Liger(enabled=True).check(facts_of(random_model("llama"), packages={})))
 
 
+def test_auto_leaves_a_rope_that_cannot_be_replaced(monkeypatch):
+    monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
+    liger, note = resolved(GPU)
+    assert liger.rope is Switch.off
+    assert re.search(r"rope off \(transformers .* has no LlamaAttention that calls renamed", note)
+    demanded = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
+    assert next(demanded.check(facts_of(random_model("llama")))).startswith("rope: transformers")
+
+
 def test_auto_is_on_for_the_model_s_operations_on_a_gpu_and_off_on_a_cpu():
     on = {
         family: {name for name in OPERATIONS if getattr(resolved(GPU, family)[0], name) is Switch.on}

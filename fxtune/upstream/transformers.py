@@ -1,0 +1,213 @@
+"""Private parts of transformers. See the package's docstring for the form of an entry."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fxtune.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+VERSIONS = "5.17 to 5.24"
+"""The versions of transformers that have every part below."""
+
+
+def gone(part: str) -> UnavailableError:
+    """The error for a private part that the installed version does not have."""
+    import transformers
+
+    return UnavailableError(f"transformers {transformers.__version__} has no {part} (versions {VERSIONS} do)")
+
+
+# The name of a config's attention.
+#
+# What: `_attn_implementation`, a property of configs; and those of the configs inside.
+# Why: `attn_implementation=` of from_pretrained() is public, but a config that exists has only this property, and
+#   models are built from configs here.
+# Gone: an error where it is set. As a plain attribute it would be set and never read.
+
+
+def attention_of(config: Any) -> str:
+    """The name of the attention function that a model of this config calls."""
+    if not hasattr(config, "_attn_implementation"):
+        raise gone("_attn_implementation of a config")
+    return str(config._attn_implementation)
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Let models of this config call the attention function `name`, in place. Raises UnavailableError."""
+    if not hasattr(type(config), "_attn_implementation"):
+        raise gone("_attn_implementation of a config")
+    config._attn_implementation = name
+
+
+# RoPE of one model.
+#
+# What: the code of an attention's forward, which calls `apply_rotary_pos_emb` by that name in its Python module.
+# Why: the function is called inside forward(), and replacing it in the module would change each model of the process.
+#   `use_kernelized_func`, transformers' registry for it, does nothing without the package `kernels`. An attention
+#   forward of fxtune's own would copy what fifteen families do between projections and attention, and each release
+#   changes some of it.
+# Gone: UnavailableError. techniques.liger.rope=auto is off, and RoPE runs in torch's operations.
+
+ROPE = "apply_rotary_pos_emb"
+
+
+def no_rotation(kind: type[nn.Module]) -> UnavailableError:
+    """The error for a class of attention whose RoPE cannot be replaced."""
+    return gone(f"{kind.__name__} that calls {ROPE}")
+
+
+def rotates_by_name(kind: type[nn.Module]) -> bool:
+    """Whether with_rotation() can replace the RoPE of this class of attention."""
+    return ROPE in getattr(getattr(_renamed(kind.forward), "__code__", None), "co_names", ())
+
+
+@functools.cache
+def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]], kind: type[nn.Module]) -> Any:
+    """A copy of `forward`, an attention's method, that calls `function` in place of apply_rotary_pos_emb.
+
+    Raises UnavailableError if `forward` does not call it. `kind`: the attention's class.
+    """
+    forward = _renamed(forward)
+    if ROPE not in forward.__code__.co_names:
+        raise no_rotation(kind)
+    # The globals are those of a registered module, because torch.compile looks up a function's globals by their
+    # module's name.
+    module = types.ModuleType(f"{forward.__module__}__{getattr(function, '__name__', 'other')}_{id(function):x}")
+    module.__dict__.update({**forward.__globals__, ROPE: function, "__name__": module.__name__})
+    module = sys.modules.setdefault(module.__name__, module)
+    copy = types.FunctionType(
+        forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _renamed(forward: Any) -> Any:
+    """`forward` below transformers' wrapper that takes keywords by their former names: layers pass the new ones.
+
+    Any other wrapper stays, because it may compute something.
+    """
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
+
+
+# The eager attention of a family.
+#
+# What: the function `eager_attention_forward` in the Python module of an attention class.
+# Why: transformers' registry has each attention function but `eager`, which each family defines for itself.
+# Gone: UnavailableError, for parallel.context with eager attention only.
+
+
+def eager_attention(kind: type) -> Callable[..., Any]:
+    """The function that an attention of this class calls for `eager`."""
+    for parent in kind.__mro__:
+        function: Callable[..., Any] | None = getattr(
+            sys.modules.get(parent.__module__), "eager_attention_forward", None
+        )
+        if function is not None:
+            return function
+    raise gone(f"eager_attention_forward beside {kind.__name__}")
+
+
+def load_hub_attention(name: str) -> None:
+    """Load an attention kernel of the hub. Raises ImportError, OSError and ValueError as transformers does.
+
+    What: `lazy_import_flash_attention`. Why: transformers calls it when a model runs, and only its error says early
+    that a kernel cannot be loaded. Gone: UnavailableError, for kernels of the hub only.
+    """
+    try:
+        from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+    except ImportError as error:
+        raise gone("modeling_flash_attention_utils.lazy_import_flash_attention") from error
+    lazy_import_flash_attention(name, allow_all_kernels=True)
+
+
+# Routers of a mixture.
+#
+# What: `can_record_outputs` of a model, which says which modules return router logits; `load_balancing_loss_func` in
+#   the model's Python module.
+# Why: no registry says which module is a router, nor what a family's auxiliary loss is.
+# Gone: a mixture trains without router metrics and without an auxiliary loss, and a line says so. A coefficient in the
+#   recipe is refused.
+
+
+def recorded_outputs(decoder: nn.Module) -> Mapping[str, Any]:
+    """The modules of a decoder that return what transformers records, by the name of the output."""
+    if not hasattr(decoder, "can_record_outputs"):
+        raise gone("can_record_outputs of a model")
+    return decoder.can_record_outputs or {}  # type: ignore[return-value]
+
+
+def router_loss(model: nn.Module) -> Callable[..., Any] | None:
+    """The auxiliary loss of a mixture: (logits of all routers, number of experts, experts used); None: it has none."""
+    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+
+
+# Names of tensors in a checkpoint's files.
+#
+# What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which
+#   undoes it; `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
+#   remove_tied_weights_from_state_dict(), which say what files hold.
+# Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
+# Gone: UnavailableError before files are read or written: other names would make files that nothing can load.
+
+
+def forget_conversions(model: nn.Module) -> None:
+    """Let save_pretrained() write this model's tensors by the names that they have in the model."""
+    if not hasattr(model, "_weight_conversions"):
+        raise gone("_weight_conversions of a model that was read")
+    model._weight_conversions = None  # type: ignore[assignment]
+
+
+def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model as the files of its family have them."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise gone("core_model_loading.revert_weight_conversion") from error
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def not_in_files(model: Any) -> list[str]:
+    """Patterns of names that files may hold and this model does not read, tied weights among them."""
+    if not hasattr(model, "all_tied_weights_keys"):
+        raise gone("all_tied_weights_keys of a model")
+    tied = [
+        f"^{re.escape(prefix + name)}$"
+        for name in model.all_tied_weights_keys
+        for prefix in ("", f"{model.base_model_prefix}.")
+    ]
+    return [*tied, *(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+
+
+def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
+    """The names in `state`, a model's tensors, that its files have: each tied weight once.
+
+    transformers tells tied weights by their memory, so each tensor needs some.
+    """
+    try:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    except ImportError as error:
+        raise gone("modeling_utils.remove_tied_weights_from_state_dict") from error
+    left_out = set(model._keys_to_ignore_on_save or ())
+    return list(remove_tied_weights_from_state_dict({n: t for n, t in state.items() if n not in left_out}, model))
+
+
+def import_code_of_models() -> None:
+    """Let this process import the code that came with models.
+
+    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs that folder on the path. Gone: an
+    ImportError in a worker, for such tokenizers only.
+    """
+    from transformers.dynamic_module_utils import init_hf_modules
+
+    init_hf_modules()

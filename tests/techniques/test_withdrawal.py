@@ -1,0 +1,118 @@
+"""What nobody demanded steps aside: each extension point vanishes in turn, and a run with `techniques=[lora,fast]`
+goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fxtune.cli.main import main
+from fxtune.techniques import withdrawal
+from fxtune.techniques.base import Switch
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.liger.technique import Liger
+from fxtune.techniques.lora.technique import Lora
+from fxtune.techniques.pipeline import Pipeline
+
+MIXTURE = (
+    "model.architecture={model_type:olmoe,hidden_size:64,intermediate_size:32,num_hidden_layers:2,"
+    "num_attention_heads:4,num_key_value_heads:2,num_experts:4,num_experts_per_tok:2,vocab_size:1024,"
+    "max_position_embeddings:2048,bos_token_id:1,eos_token_id:1,pad_token_id:0}"
+)
+TWO_STEPS = [
+    "+recipe=quickstart",
+    "techniques=[lora,fast]",
+    "train.max_steps=2",
+    "train.epochs=null",
+    "tracking.display=none",
+    "data.questions.path=null",
+    "run.dir=run",
+]
+
+
+def as_on_a_gpu(monkeypatch, rope: bool = True, fused: bool = True) -> None:
+    """`auto` chooses what it chooses on a GPU, of what a CPU can run."""
+
+    def resolve_fused(self, facts):
+        if self.fused is Switch.auto:
+            self.fused, self._fused_by_auto = (Switch.on if fused else Switch.off), True
+
+    monkeypatch.setattr(Liger, "_choose", lambda self, name, facts: (rope and name == "rope", ""))
+    monkeypatch.setattr(Lora, "_resolve_fused", resolve_fused)
+
+
+def evidence(cwd: Path) -> list[dict[str, object]]:
+    return json.loads((cwd / "run" / "evidence.json").read_text())
+
+
+def test_only_auto_is_a_wish():
+    fast = Pipeline(
+        liger=Liger(enabled="auto"), compile=Compile(enabled="auto"), checkpointing=Checkpointing(enabled=True)
+    )
+    assert withdrawal.wish(fast, "liger.rope") == "liger.rope"
+    assert withdrawal.wish(fast, "liger") == "liger"
+    assert withdrawal.wish(fast, "compile") == "compile"
+    assert withdrawal.wish(fast, "lora.fused") == "lora.fused"
+    for demanded in ("checkpointing", "lora", "objective", "optimizer.in_backward"):
+        assert withdrawal.wish(fast, demanded) is None
+    written = Pipeline(liger=Liger(enabled="auto", rope=Switch.on), compile=Compile(enabled="auto", max_recompiles=2))
+    for demanded in ("liger.rope", "liger", "compile"):
+        assert withdrawal.wish(written, demanded) is None
+    chosen = Pipeline(liger=Liger(enabled=True, rope=Switch.on))
+    off = withdrawal.without(chosen, "liger.rope")
+    assert (off.liger.rope, off.liger.enabled, chosen.liger.rope) == (Switch.off, True, Switch.on)
+    assert not withdrawal.without(chosen, "liger").liger.enabled
+
+
+def test_rope_that_cannot_be_replaced_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys):
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
+    monkeypatch.setattr("fxtune.techniques.liger.technique._unrotatable", lambda facts: None)  # found in apply() only
+    assert main(TWO_STEPS) == 0, capsys.readouterr().err
+    output = "".join(capsys.readouterr())
+    assert output.count("liger: rope off, because transformers") == 1
+    found = [one for one in evidence(cwd) if one["key"] == "liger.rope"]
+    assert len(found) == 1
+    assert "off, because" in str(found[0]["observed"])
+    assert json.loads((cwd / "run" / "setting.json").read_text())["techniques"]["liger"]["rope"] == "off"
+
+
+def test_what_has_no_effect_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys):
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(Liger, "apply", lambda self, model, world: model)
+    assert main(["verify", *TWO_STEPS[:-1], "--json", "seen.json"]) == 0
+    assert "liger: rope off, because asked for rope: " in capsys.readouterr().out
+    assert any(line.startswith("liger: rope off") for line in json.loads(Path("seen.json").read_text())["decided"])
+
+
+def test_what_was_demanded_is_refused_with_the_versions_that_have_it(cwd, monkeypatch, capsys):
+    monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
+    for command in ([], ["plan"]):
+        assert main([*command, *TWO_STEPS, "techniques.liger.rope=on"]) == 2
+        error = capsys.readouterr().err
+        assert "techniques.liger.rope: transformers" in error
+        assert "(versions 5.17 to 5.24 do)" in error
+
+
+@pytest.mark.parametrize(
+    ("gone", "words", "line"),
+    [
+        (
+            "transformers.PreTrainedModel.can_record_outputs",
+            [MIXTURE, "model.path=null", "model.init=random"],
+            "router",
+        ),
+        ("transformers.models.olmoe.modeling_olmoe.load_balancing_loss_func", [], ""),
+        ("transformers.modeling_utils.remove_tied_weights_from_state_dict", [], ""),
+        ("transformers.modeling_flash_attention_utils.lazy_import_flash_attention", [], ""),
+        ("transformers.core_model_loading.revert_weight_conversion", [], ""),
+    ],
+)
+def test_run_goes_on_without_each_extension_point(gone, words, line, cwd, monkeypatch, capsys):
+    as_on_a_gpu(monkeypatch, rope=not words)
+    monkeypatch.delattr(gone)
+    assert main([*TWO_STEPS, *words]) == 0, capsys.readouterr().err
+    assert line in "".join(capsys.readouterr())

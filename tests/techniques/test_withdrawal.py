@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fxtune.cli.main import main
+from fxtune.errors import ConfigError
 from fxtune.techniques import withdrawal
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -25,6 +26,7 @@ MIXTURE = (
 TWO_STEPS = [
     "+recipe=quickstart",
     "techniques=[lora,fast]",
+    "techniques.compile.enabled=false",  # its compiler takes a minute
     "train.max_steps=2",
     "train.epochs=null",
     "tracking.display=none",
@@ -88,13 +90,26 @@ def test_what_has_no_effect_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys)
     assert any(line.startswith("liger: rope off") for line in json.loads(Path("seen.json").read_text())["decided"])
 
 
+def test_compiler_that_fails_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys):
+    def fails(self, model, probe):
+        raise ConfigError("the layer cannot be one graph")
+
+    monkeypatch.setattr(Compile, "apply", lambda self, model, world: model)
+    monkeypatch.setattr(Compile, "_observe", fails)
+    words = [word for word in TWO_STEPS if not word.startswith("techniques.compile")]
+    assert main(words) == 0, capsys.readouterr().err
+    assert "compile: off, because the layer cannot be one graph" in capsys.readouterr().out
+    assert main([*words, "techniques.compile.enabled=true", "run.dir=demanded"]) == 2
+    assert "techniques.compile.enabled: the layer cannot be one graph. Set it to false." in capsys.readouterr().err
+
+
 def test_what_was_demanded_is_refused_with_the_versions_that_have_it(cwd, monkeypatch, capsys):
     monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
-    for command in ([], ["plan"]):
-        assert main([*command, *TWO_STEPS, "techniques.liger.rope=on"]) == 2
-        error = capsys.readouterr().err
-        assert "techniques.liger.rope: transformers" in error
-        assert "(versions 5.17 to 5.24 do)" in error
+    for command, code in (([], 2), (["plan"], 0)):  # a plan shows a refusal for each machine
+        assert main([*command, *TWO_STEPS, "techniques.liger.rope=on"]) == code
+        output = "".join(capsys.readouterr())
+        assert "techniques.liger.rope: transformers" in output
+        assert "(versions 5.17 to 5.24 do)" in output
 
 
 @pytest.mark.parametrize(

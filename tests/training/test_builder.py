@@ -6,7 +6,6 @@ must give as reasons, and a word of each cause.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from dataclasses import replace
@@ -597,16 +596,9 @@ def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch,
 
     narrow.techniques.compile.enabled = "auto"
     made = builder.RunBuilder(narrow)
-    made.world = replace_degrees(made.world)
+    made.world = World(torch.device("cpu"), 0, 2).divided(Degrees(shard=2))
     monkeypatch.setattr(builder.RunBuilder, "build", lambda self: torch.nn.Linear(2, 2))
     monkeypatch.setattr(builder.RunBuilder, "language_model", lambda self, model: model)
     monkeypatch.setattr(builder.RunBuilder, "observe", lambda self, model: fails(self, model, {}))
     with pytest.raises(ConfigError, match=r"compile: the layer cannot be one graph\. .* or set parallel.shard=1"):
         made.observed_model()
-
-
-def replace_degrees(world: World) -> World:
-    """`world` as if its one rank shared its weights with another."""
-    shared = copy.copy(world)
-    shared.degrees = Degrees(shard=2)
-    return shared

@@ -27,8 +27,8 @@ compare rows whose caches were all empty or all filled.
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
-says. Tokens per second are those of all cards, memory is that of the fullest. No case has been measured on several
-cards yet: only the tiny ones, on a CPU.
+says. Tokens per second count all cards, memory is that of the fullest card. docs/distributed.md has figures of two
+H100.
 
 Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that
 runs. The table names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws

@@ -33,7 +33,7 @@ CASES = {"quickstart": None, "tiny": None, "8b": "8b_4x4096", "moe": "moe_4x4096
 """Name -> the case of bench_peers.py; None: the quickstart, whose model is tiny, as it is or with kernels of a GPU."""
 DEFAULT = ("tiny", "8b", "moe")
 GOALS = {("tiny", "warm"): 15, ("8b", "warm"): 25, ("8b", "cold"): 60, ("moe", "warm"): 30, ("moe", "cold"): 75}
-"""Seconds on one H100 (issue 31)."""
+"""Seconds on one H100 that fxtune wants to stay below."""
 
 
 def main() -> None:

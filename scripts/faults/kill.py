@@ -15,7 +15,8 @@ weights and optimizer state, the rest of its state, metrics.jsonl and result.jso
 clock), and for each step its documents and the random state after it. So every document is used as often as without a
 kill.
 
-The runs are forked from a parent that has imported all packages. A run then takes one or two seconds instead of seven,
+The runs have the environment of a user: torch chooses the number of threads. They are forked from a parent that has
+imported all packages. A run then takes one or two seconds instead of seven,
 and the reported costs of a kill do not include the imports. For each mode one run is started as users start it; its
 result must equal that of the forked run.
 

@@ -117,12 +117,12 @@ class Pipeline:
         for _, technique in self.enabled():
             yield from technique.packages(facts)
 
-    def resolved(self, facts: Facts, problems: Sequence[str] = (), measure: bool = True) -> tuple[Pipeline, list[str]]:
+    def resolved(self, facts: Facts, problems: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
         """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. `problems`: see
-        check(), which it calls. `measure`: see decided()."""
+        check(), which it calls."""
         possible, left_out = self.possible(facts)
         possible.check(facts, problems)
-        chosen, notes = possible.decided(facts, measure)
+        chosen, notes = possible.decided(facts)
         chosen.check(facts)
         notes = left_out + notes
         if not self.rope.enabled and (scaling := own_scaling(facts.text)):
@@ -140,14 +140,12 @@ class Pipeline:
                 notes.append(f"{name}: off, because {_cause(reason)}")
         return chosen, notes
 
-    def decided(self, facts: Facts, measure: bool = True) -> tuple[Pipeline, list[str]]:
-        """resolved() without any check. `measure`: whether Liger's kernels may be timed under torch.compile;
-        if not, they count as off."""
+    def decided(self, facts: Facts) -> tuple[Pipeline, list[str]]:
+        """resolved() without any check."""
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
-            timed = technique is chosen.liger and chosen.compile.enabled
-            if why := technique.resolve(replace(facts, device="cpu") if timed and not measure else facts):
+            if why := technique.resolve(facts):
                 notes.append(f"{name}: {why}")
             if technique.enabled == AUTO:
                 technique.enabled = True

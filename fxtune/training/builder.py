@@ -103,7 +103,7 @@ class RunBuilder:
         refused = list(refusals(config, self.facts))
         self.facts, in_backward_note = in_backward.decide(config, self.facts)
         notes += [in_backward_note] if in_backward_note else []
-        # Rank 0 decides: some kernels are chosen by timing them, and two ranks may measure differently.
+        # Rank 0 decides: cards may differ in free memory, and the ranks must run the same kernels.
         self.techniques, self.decided = self.world.from_main(
             partial(config.techniques.resolved, self.facts, refused), "waiting for rank 0 to choose kernels"
         )

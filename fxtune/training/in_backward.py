@@ -84,7 +84,7 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
     needs = []
     for freed in (False, True):
         one = replace(facts, in_backward=freed)
-        needs.append(one.techniques.decided(one, measure=False)[0].memory_need(one).device)
+        needs.append(one.techniques.decided(one)[0].memory_need(one).device)
     if needs[0] <= facts.free_memory or needs[1] >= needs[0]:
         return facts, ""
     kept, least, free = (bytes_ / GIB for bytes_ in (*needs, facts.free_memory))

@@ -141,7 +141,7 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     shared, note = in_backward.decide(config, shared)
     notes += [note] if note else []
     facts = decided_with(replace(facts, in_backward=shared.in_backward), degrees)
-    notes += config.techniques.decided(shared, measure=False)[1]
+    notes += config.techniques.decided(shared)[1]
     return _forecast(config, facts, notes, lengths)
 
 

@@ -122,7 +122,7 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
         reason = f"{parts} micro-batches a step are not divided by {degrees.data_ranks} ranks"
         return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
     try:
-        techniques, _ = changed.techniques.resolved(facts, measure=False)
+        techniques, _ = changed.techniques.resolved(facts)
         workers = changed.loader.resolved(torch.device(facts.device)).num_workers
     except ConfigError as error:
         first, *reasons = str(error).splitlines()

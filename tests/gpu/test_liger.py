@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 
 import pytest
 import torch
 from support import reference
-from support.architectures import enable
 from torch import nn
 
 from fxtune.distributed.world import World
@@ -20,8 +18,6 @@ from fxtune.kernels.rotary import apply_rotary
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.facts import Facts
-from fxtune.techniques.liger import timing
 from fxtune.techniques.liger.technique import OPERATIONS, Liger, _operations
 from fxtune.techniques.pipeline import Pipeline
 
@@ -255,42 +251,6 @@ def test_liger_kernels_inside_the_graph_are_refused_or_correct(monkeypatch):
             apart,
             usual,
         )
-
-
-@pytest.mark.timed
-def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    facts = Facts.of(
-        World(torch.device("cuda", 0)),
-        model={**reference._config("llama").to_dict(), "hidden_size": 4096, "intermediate_size": 14336},
-        dtype="bfloat16",
-        rows=(16384,),
-        packing=True,
-        sequence_length=16384,
-        techniques=enable(compile={}, lora={"fused": "off"}),
-    )
-    took, notes = [], []
-    for _ in range(2):
-        start = time.perf_counter()
-        chosen = Liger(enabled=True)
-        notes.append(chosen.resolve(facts))
-        took.append(time.perf_counter() - start)
-    print(f"\n{notes[0]}\n  {took[0]:.1f} s, again {took[1]:.3f} s")
-    assert notes[0] == notes[1]
-    assert notes[0].count("measured: compiled") + notes[0].count("does not compile here") == 2
-    assert took[1] < 0.1
-    assert chosen.rope is Switch.on
-
-
-@pytest.mark.parametrize("width", [1024, 4096])
-def test_every_compilable_operation_is_measured(width):
-    """Every operation that can be compiled is measured with and without Liger at 16k tokens."""
-    inside = int(3.5 * width)
-    for operation, size in (("rms_norm", width), ("layer_norm", width), ("swiglu", inside), ("geglu", inside)):
-        compiled, ligers = timing.times(timing.Case(operation, 16384, size, "bfloat16", False))
-        print(f"\n{operation} {size}: compiled {compiled:.3f} ms, Liger {ligers and round(ligers, 3)} ms", end="")
-        assert compiled > 0
-        assert ligers is None or ligers > 0
 
 
 def test_plain_model_in_the_same_process_stays_plain():

@@ -226,7 +226,7 @@ def test_recorded_passes_are_replayed_and_faster(recipe):
 def test_resumed_run_of_recorded_passes_is_bit_for_bit_equal(recipe, monkeypatch):
     """Bit for bit, so that any fault of recording, random numbers or resuming shows.
 
-    run.deterministic=true, because two equal runs differ without it: kernels are chosen by timing (`liger`, Triton's
+    run.deterministic=true, because two equal runs differ without it: kernels are chosen by timing (Triton's
     autotuner) and attention's backward pass adds in any order. AdamW turns such rounding into steps of its full size
     where a gradient is near zero.
     """

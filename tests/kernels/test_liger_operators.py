@@ -6,6 +6,7 @@ The kernels' mathematics is torch's own here; they themselves need a card: tests
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -13,16 +14,8 @@ from torch.nn import functional as F
 
 from fxtune.kernels import liger_operators as operators
 from fxtune.techniques.checkpointing.policy import Rule, name_of
-from fxtune.techniques.liger.timing import Case, liger_operation, plain_operation
 
 ops = pytest.importorskip("liger_kernel.ops")
-CASES = {
-    "llama": Case("rms_norm", 0, 0, "float32", True),
-    "gemma": Case("rms_norm", 0, 0, "float32", True, 1.0, "gemma"),
-    "layer_norm": Case("layer_norm", 0, 0, "float32", True),
-    "swiglu": Case("swiglu", 0, 0, "float32", False),
-    "geglu": Case("geglu", 0, 0, "float32", False),
-}
 ACTS = {"swiglu": F.silu, "geglu": lambda gate: F.gelu(gate, approximate="tanh")}
 
 
@@ -31,6 +24,18 @@ def rms(x, weight, offset, eps):
 
 
 EPS = 1e-6
+CASES = {
+    "llama": (lambda x, w: rms(x, w, 0.0, EPS), lambda x, w: operators.rms_norm(x, w, EPS, 0.0, "llama")[0]),
+    "gemma": (lambda x, w: rms(x, w, 1.0, EPS), lambda x, w: operators.rms_norm(x, w, EPS, 1.0, "gemma")[0]),
+    "layer_norm": (
+        lambda x, w: F.layer_norm(x, w.shape, w, w, EPS),
+        lambda x, w: operators.layer_norm(x, w, w, EPS)[0],
+    ),
+    **{
+        kind: (lambda gate, up, kind=kind: ACTS[kind](gate) * up, partial(operators.gated, kind=kind)) for kind in ACTS
+    },
+}
+"""Name -> the operation in plain torch and by Liger's kernel."""
 
 
 def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
@@ -148,11 +153,10 @@ def layer(operation, norm, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_operators_equal_plain_torch_and_write_no_input(name, compiled, trained):
-    case = CASES[name]
-    norm, results = case.operation.endswith("norm"), []
+    norm, results = name not in ACTS, []
     torch.manual_seed(0)
     inputs = [torch.randn(2, 5, 15)[..., :12], torch.randn(12) if norm else torch.randn(2, 5, 15)[..., :12]]
-    for operation in (plain_operation(case), liger_operation(case)):
+    for operation in CASES[name]:
         leaves = [one.clone().requires_grad_(trained or index == 0) for index, one in enumerate(inputs)]
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
         for _ in range(2):  # the second finds what the first has left

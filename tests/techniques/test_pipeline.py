@@ -159,15 +159,6 @@ def test_mlp_kernel_decides_between_fused_lora_and_liger(lora, liger, device, ow
     assert pipeline.mlp_kernel(facts) == owner
 
 
-def test_liger_is_not_measured_where_the_card_is_busy(monkeypatch):
-    monkeypatch.setattr("fxtune.techniques.liger.timing.times", lambda case: pytest.fail("the card is busy"))
-    pipeline = enable(liger={}, compile={})
-    facts = facts_of(random_model("llama"), device="cuda", capability=(9, 0), dtype="bfloat16")
-    chosen, _ = pipeline.decided(facts, measure=False)
-    assert chosen.liger.rms_norm is Switch.off
-    assert pipeline.liger.rms_norm is Switch.auto
-
-
 @pytest.mark.parametrize(
     ("options", "off"),
     [

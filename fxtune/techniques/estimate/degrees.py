@@ -45,7 +45,7 @@ def decided_with(facts: Facts, degrees: Degrees) -> Facts:
     """`facts` of one of several ranks. Each `auto` of the techniques is decided for it, and nothing is checked or
     measured. Reads no weight."""
     facts = with_degrees(facts, degrees)
-    return replace(facts, techniques=facts.techniques.decided(facts, measure=False)[0])
+    return replace(facts, techniques=facts.techniques.decided(facts)[0])
 
 
 def need_with(facts: Facts, degrees: Degrees) -> Need:

@@ -2,8 +2,8 @@
 logits.
 
 In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of
-their results. Liger's is one kernel and keeps only the input. torch.compile fuses the same operations, and whether
-Liger is still faster depends on the card and the sizes: `auto` measures both, once for each card and size (timing.py).
+their results. Liger's is one kernel and keeps only the input. torch.compile fuses the same operations, also with the
+residual sum before a norm, so under it `auto` leaves them to the compiler.
 
 Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process. fxtune
 gives each module of this one model its own subclass with another forward (forwards.py): names, weights, isinstance and
@@ -16,9 +16,8 @@ Two operations are fxtune's own and need neither a GPU nor the package: `rope` (
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -27,14 +26,10 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import UnavailableError
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
-from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.host import cache_home
-from fxtune.system.json_cache import add_cached, read_cached
-from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
 from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch
-from fxtune.techniques.liger import forwards, timing
+from fxtune.techniques.liger import forwards
 from fxtune.techniques.liger.forwards import Family
 from fxtune.upstream import transformers as upstream
 
@@ -70,8 +65,7 @@ OPERATIONS = {
 @dataclass
 class Liger(OptionalTechnique):
     rms_norm: Switch = Switch.auto
-    """`auto` here and below: on with a GPU; under torch.compile on if it is measured to be faster than compiled
-    code."""
+    """`auto` here and below: on with a GPU; off under torch.compile, which fuses the same operations."""
     layer_norm: Switch = Switch.auto
     """Liger's LayerNorm."""
     rope: Switch = Switch.auto
@@ -177,14 +171,7 @@ class Liger(OptionalTechnique):
             if FAMILIES[facts.text["model_type"]].heads_normed or facts.text.get("qk_layernorm"):
                 return False, "torch.compile fuses it with the norms of queries and keys"
             return True, "fxtune's own kernel moves fewer bytes than torch.compile's"
-        if facts.deterministic:
-            return False, "torch.compile fuses it; run.deterministic=true rules out a choice by measurement"
-        if (times := _times(name, facts)) is None:
-            return False, "torch.compile fuses it; neither could be measured here"
-        compiled, liger = times
-        if liger is None:
-            return False, "Liger's does not compile here"
-        return liger < compiled, f"measured: compiled {compiled:.3f} ms, Liger {liger:.3f} ms"
+        return False, "torch.compile fuses it"
 
     def _enabled(self) -> list[str]:
         return [name for name in OPERATIONS if getattr(self, name) is Switch.on]
@@ -254,35 +241,3 @@ def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None
     return {name: seen[name].calls for name in OPERATIONS}
-
-
-def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
-    """Milliseconds compiled and by Liger's kernel, from the cache or measured now; None without a GPU or without free
-    memory."""
-    text, family, norm = facts.text, FAMILIES[facts.text["model_type"]], name.endswith("norm")
-    case = timing.Case(
-        name,
-        min(facts.tokens, timing.MOST_ROWS),
-        text["hidden_size"] if norm else text["intermediate_size"],
-        facts.dtype if norm else facts.compute_dtype,
-        trained=norm and not facts.techniques.lora.enabled,
-        offset=family.offset,
-        casting=family.casting,
-    )
-    versions = {package: facts.packages.get(package) for package in ("torch", PACKAGE)}
-    key = json.dumps([facts.device_name, versions, asdict(case)], sort_keys=True)
-    file = cache_home() / "liger_times.json"
-    measured = read_cached(file).get(key)
-    if measured is None:
-        if not torch.cuda.is_available():
-            return None
-        use_cache_folder()
-        try:
-            measured = timing.times(case)
-        except RuntimeError as error:
-            if out_of_memory_reason(error) is None:
-                raise
-            return None  # not cached: another run may have free memory (run.memory_gib limits it)
-        add_cached(file, {key: measured})
-    compiled, liger = measured
-    return compiled, liger

@@ -10,7 +10,7 @@ SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
 LOCK   := requirements.lock
 
-.PHONY: help setup lock quickstart test test-vital test-all check lint audit format clean
+.PHONY: help setup lock quickstart test test-vital test-all test-newest test-oldest check lint audit format clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,12 @@ test-vital: setup  ## Run the slow tests of what must always hold; CI runs them 
 test-all: test  ## Run all tests that need no GPU: those of `make test`, then the slow ones
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m slow
 
+test-newest: setup  ## Try the newest versions of all packages: what moved, which tests fail; gates nothing
+	$(BIN)/python scripts/other_versions.py newest
+
+test-oldest: setup  ## Try the oldest versions that pyproject.toml allows; gates nothing
+	$(BIN)/python scripts/other_versions.py oldest
+
 check: lint audit  ## Lint, type-check and audit
 
 lint: setup  ## Lint and type-check
@@ -58,4 +64,4 @@ format: setup  ## Format the code and fix what the linter can
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environment and caches (runs/ stays)
-	rm -rf $(VENV) .venv-lock .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-lock .venv-newest .venv-oldest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -2,6 +2,7 @@
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html
+                libraries.log, if a library warned of something
 
 folder_lock.py has the lock.
 """

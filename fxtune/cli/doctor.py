@@ -31,6 +31,7 @@ from fxtune.errors import CheckError, UserError
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.host import cores
 from fxtune.system.redact import redact
+from fxtune.system.tested_versions import outside_tested_range
 from fxtune.system.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
@@ -126,7 +127,7 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
         yield "Machine", machine
         yield "Network", [server.result() for server in servers]
         packages = [_package(package, checks[package.check].result()) for package in PACKAGES]
-        yield "Packages", [_compiler(checks["torch.compile"].result()), *packages]
+        yield "Packages", [_compiler(checks["torch.compile"].result()), *packages, *tested_range()]
     facts = checks["torch"].result().get("facts") or {}
     if facts.get("device") == "cuda":  # for the runs that follow
         package_checks.record({name: check.result() for name, check in checks.items()}, facts["device_name"])
@@ -134,6 +135,12 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
         yield "Links", links.check(*ranks)
     if config is not None:
         yield "Recipe", [_recipe(config)]
+
+
+def tested_range() -> Iterator[Finding]:
+    """The packages with a version outside the tested range."""
+    if line := outside_tested_range():
+        yield Finding("versions", line, State.warning, "pip install fxtune brings versions inside the range")
 
 
 def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, place
 from fxtune.errors import ConfigError, Ended, RankError, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.host import process_age
+from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.redact import redact_text, redacted_output
 from fxtune.system.signals import SIGNALS
 from fxtune.system.startup import STARTUP
@@ -74,7 +75,7 @@ def _main(argv: list[str] | None) -> int:
             before = {"starting the ranks": max(process_age(launcher) - before["imports"], 0.0), **before}
         STARTUP.begin(before)
     try:
-        with SIGNALS, redacted_output(), _leaving():
+        with SIGNALS, redacted_output(), LIBRARY_LOG.collecting(), _leaving():
             _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         tells, code = conclude(error)

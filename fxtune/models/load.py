@@ -27,6 +27,7 @@ from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
+from fxtune.system.library_log import take_loggers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -268,7 +269,10 @@ def _found(model: ModelConfig, built: Any) -> Origin:
 
 
 def silence_libraries() -> None:
-    """Turn off the warnings and progress bars of libraries. What matters in them is an error here."""
+    """Turn off the log and the progress bars of libraries. What matters in them is an error here.
+
+    In a command, warnings go to the run's folder instead (system/library_log.py).
+    """
     import huggingface_hub
     import transformers
 
@@ -279,6 +283,7 @@ def silence_libraries() -> None:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
+    take_loggers()
 
 
 def _check(model: ModelConfig) -> None:

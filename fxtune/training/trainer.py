@@ -29,11 +29,13 @@ from fxtune.objectives.base import Objective
 from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.plugins import OBJECTIVES
 from fxtune.system import progress
+from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
 from fxtune.system.startup import STARTUP
+from fxtune.system.tested_versions import outside_tested_range
 from fxtune.techniques.router import broken_router
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
@@ -75,7 +77,8 @@ def train(config: Config, objective: Objective | None = None) -> tuple[Path, dic
             _require_same_recipe(world, recipe)
             require_possible(config, world.size, world.device.type == "cuda")
             folder = _claim(world, config, recipe)
-            return folder.path, _run_in_folder(folder, config, recipe, objective, world)
+            with LIBRARY_LOG.written_to(folder.path):
+                return folder.path, _run_in_folder(folder, config, recipe, objective, world)
 
 
 def _run_in_folder(
@@ -108,6 +111,8 @@ def _run_in_folder(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )
             return folder.result()
+        if line := outside_tested_range():
+            screen.note(line)
         with SIGNALS.interruptible():
             trainer = Trainer(config, folder, screen, recipe, objective)
         return trainer.run()

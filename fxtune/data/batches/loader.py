@@ -22,7 +22,9 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -32,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.system.host import cores
+from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.signals import leave_signals_to_main_process
 from fxtune.upstream.torch import end_workers, workers
 
@@ -135,7 +138,7 @@ class Loader:
         parallel: dict[str, Any] = dict(
             num_workers=workers,
             multiprocessing_context=_safe_context(),
-            worker_init_fn=_init_worker,
+            worker_init_fn=partial(_init_worker, LIBRARY_LOG.file),
             persistent_workers=self.config.persistent_workers,
             prefetch_factor=self.config.prefetch_factor,
         )
@@ -275,9 +278,10 @@ def _safe_context() -> Any:
     return context
 
 
-def _init_worker(worker: int) -> None:
+def _init_worker(log: Optional[Path], worker: int) -> None:
     # It also ends the worker with the main process. torch's watchdog would not: a worker's parent is the fork server.
     leave_signals_to_main_process()
+    LIBRARY_LOG.collect_in_worker(log)
     sys.excepthook = _ignore_broken_connection
 
 

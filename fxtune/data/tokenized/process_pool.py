@@ -13,8 +13,10 @@ from collections.abc import Callable, Generator, Iterable
 from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
+from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.signals import leave_signals_to_main_process
 
 Task = TypeVar("Task")
@@ -44,7 +46,9 @@ def map_in_order(
     try:
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            workers[ours] = context.Process(target=_worker_main, args=(theirs, setup, argument), daemon=True)
+            workers[ours] = context.Process(
+                target=_worker_main, args=(theirs, setup, argument, LIBRARY_LOG.file), daemon=True
+            )
             workers[ours].start()
             theirs.close()  # else the pipe does not end with the process
         while True:
@@ -79,8 +83,9 @@ def map_in_order(
             pipe.close()
 
 
-def _worker_main(pipe: Any, setup: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
+def _worker_main(pipe: Any, setup: Callable[[Any], Callable[[Any], Any]], argument: Any, log: Path | None) -> None:
     leave_signals_to_main_process()
+    LIBRARY_LOG.collect_in_worker(log)
     work = None
     while True:
         try:

@@ -1,0 +1,120 @@
+"""Runs the tests with other versions of the packages than the lock's: `make test-newest`, `make test-oldest`.
+
+    python scripts/other_versions.py newest    # without the lock and without upper ends
+    python scripts/other_versions.py oldest    # the lower ends of pyproject.toml
+
+Each has an environment of its own (.venv-newest, .venv-oldest). The script prints a table of the packages whose version
+differs from the lock and a table of the tests that fail. It gates nothing: the exit code is 0 whatever fails.
+
+Without an NVIDIA driver, `newest` keeps the lock's torch, because a newer one would bring gigabytes of CUDA libraries,
+and the table says so. The oldest torch has no CPU build on PyPI: `oldest` needs 3 GB for its CUDA libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+DRIVER = "nvidia-smi"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("end", choices=["newest", "oldest"])
+    parser.add_argument("tests", nargs="*", help="what pytest gets (default: the tests of `make test`)")
+    options = parser.parse_args(argv)
+    python = ROOT / f".venv-{options.end}" / "bin" / "python"
+    results = python.parents[1] / "tests.xml"
+    keeps_torch = options.end == "newest" and not shutil.which(DRIVER)
+    if not python.exists():
+        subprocess.run(["python3", "-m", "venv", str(python.parents[1])], check=True)
+    wanted = [str(each) for each in requirements(options.end, locked()["torch"] if keeps_torch else None)]
+    for arguments in (
+        ["--upgrade", "pip"],
+        ["--upgrade", "--upgrade-strategy", "eager", *wanted],
+        ["--no-deps", "-e", "."],
+    ):
+        done = subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], cwd=ROOT)
+        if done.returncode:
+            print("These versions cannot be installed together; pip says why above.")
+            return 0
+    results.unlink(missing_ok=True)
+    tests = options.tests or ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+    subprocess.run([python, "-m", "pytest", f"--junitxml={results}", *tests], cwd=ROOT)
+    print_table(["package", "requirements.lock", options.end], moved(installed(python), locked()))
+    if keeps_torch:
+        print(f"\ntorch stays at {locked()['torch']}: there is no NVIDIA driver, and a newer one would bring CUDA.")
+    if not results.exists():
+        print("\npytest ended before it ran the tests, for the reason above.")
+        return 0
+    failures = list(failed(results))
+    print_table([f"{len(failures)} tests that fail", "why"], failures)
+    return 0
+
+
+def requirements(end: str, torch: str | None) -> Iterator[Requirement]:
+    """The requirements of fxtune and of its `dev` extra, at one end of their ranges. `torch`: its version, if kept."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["quant"], *extras["dev"]]:
+        need = Requirement(text)
+        if need.name == project["name"]:
+            continue
+        least = next(spec.version for spec in need.specifier if spec.operator in (">=", "=="))
+        if end == "newest":
+            need.specifier = SpecifierSet(f"=={torch}" if need.name == "torch" and torch else f">={least}")
+        elif text in project["dependencies"] or text in extras["quant"]:
+            need.specifier = SpecifierSet(f"~={least}.0" if least.count(".") == 1 else f"=={least}")
+        yield need
+
+
+def locked() -> dict[str, str]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.lock").read_text().splitlines()]
+    pins = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+
+
+def installed(python: Path) -> dict[str, str]:
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format", "json"], check=True, capture_output=True, text=True
+    ).stdout
+    return {canonicalize_name(each["name"]): each["version"] for each in json.loads(listed)}
+
+
+def moved(here: dict[str, str], lock: dict[str, str]) -> list[tuple[str, str, str]]:
+    """(package, version in the lock or `-`, installed version) of each package that differs."""
+    return [
+        (name, lock.get(name, "-"), version)
+        for name, version in sorted(here.items())
+        if name != "fxtune" and lock.get(name) != version.partition("+")[0]
+    ]
+
+
+def failed(results: Path) -> Iterator[tuple[str, str]]:
+    """The tests that failed or could not run, each with the first line of its message."""
+    for case in ElementTree.parse(results).iter("testcase"):
+        for problem in (*case.findall("failure"), *case.findall("error")):
+            why = (problem.get("message") or "").strip().partition("\n")[0]
+            yield f"{case.get('classname', '')}::{case.get('name')}", why[:160]
+
+
+def print_table(titles: list[str], rows: list[tuple[str, ...]]) -> None:
+    print()
+    widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
+    for row in [titles, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -53,10 +53,12 @@ def start_process(
     # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
+    # `python -m` and `-c` search the working directory first: a numbers.py among a user's files must not be imported.
+    own_variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     return subprocess.Popen(
         [*_die_with_parent(), *command],
         start_new_session=True,
-        env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+        env={**os.environ, **(environment or {}), **own_variables},
         **pipes,
     )
 

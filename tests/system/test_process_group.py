@@ -40,6 +40,12 @@ def test_a_process_imports_this_fxtune():
     assert Path(output.strip()).parents[1] == Path(__file__).resolve().parents[2]
 
 
+def test_a_file_of_the_user_does_not_replace_a_module(cwd):
+    Path("numbers.py").write_text("raise SystemExit('imported')")
+    code, output, _ = run_process([sys.executable, "-c", "import numbers; print(numbers.Number)"])
+    assert code == 0, output
+
+
 def test_a_signal_is_a_negative_code():
     code, _, _ = run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert code == -signal.SIGKILL

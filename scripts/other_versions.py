@@ -39,16 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     keeps_torch = options.end == "newest" and not shutil.which(DRIVER)
     if not python.exists():
         subprocess.run(["python3", "-m", "venv", str(python.parents[1])], check=True)
-    wanted = [str(each) for each in requirements(options.end, locked()["torch"] if keeps_torch else None)]
-    for arguments in (
-        ["--upgrade", "pip"],
-        ["--upgrade", "--upgrade-strategy", "eager", *wanted],
-        ["--no-deps", "-e", "."],
-    ):
-        done = subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], cwd=ROOT)
-        if done.returncode:
-            print("These versions cannot be installed together; pip says why above.")
-            return 0
+    if not install(options.end, python, locked()["torch"] if keeps_torch else None):
+        print("These versions cannot be installed together; the reason stands above.")
+        return 0
     results.unlink(missing_ok=True)
     tests = options.tests or ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
     subprocess.run([python, "-m", "pytest", f"--junitxml={results}", *tests], cwd=ROOT)
@@ -63,20 +56,30 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def requirements(end: str, torch: str | None) -> Iterator[Requirement]:
-    """The requirements of fxtune and of its `dev` extra, at one end of their ranges. `torch`: its version, if kept."""
+def install(end: str, python: Path, torch: str | None) -> bool:
+    """Install fxtune, its `dev` extra and all they need into the environment. `torch`: its version, if kept."""
+    commands: list[list[str | Path]] = [[python, "-m", "pip", "install", "-qq", "--upgrade", "pip", "uv"]]
+    if end == "oldest":  # the lowest versions that fit together: a lower end may be below what another package needs
+        lowest = python.parents[1] / "requirements.txt"
+        resolve = ["pip", "compile", "-q", "--resolution", "lowest-direct", "--extra", "dev", "-o", lowest]
+        commands.append([python.with_name("uv"), *resolve, "--python", python, "pyproject.toml"])
+        wanted: list[str | Path] = ["-r", lowest]
+    else:
+        wanted = ["--upgrade", "--upgrade-strategy", "eager", *map(str, without_upper_ends(torch))]
+    commands.append([python, "-m", "pip", "install", "-qq", *wanted])
+    commands.append([python, "-m", "pip", "install", "-qq", "--no-deps", "-e", "."])
+    return all(subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0 for command in commands)
+
+
+def without_upper_ends(torch: str | None) -> Iterator[Requirement]:
+    """The requirements of fxtune and of its `dev` extra, each with its lower end only."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["quant"], *extras["dev"]]:
-        need = Requirement(text)
-        if need.name == project["name"]:
-            continue
-        least = next(spec.version for spec in need.specifier if spec.operator in (">=", "=="))
-        if end == "newest":
-            need.specifier = SpecifierSet(f"=={torch}" if need.name == "torch" and torch else f">={least}")
-        elif text in project["dependencies"] or text in extras["quant"]:
-            need.specifier = SpecifierSet(f"~={least}.0" if least.count(".") == 1 else f"=={least}")
-        yield need
+    for need in map(Requirement, [*project["dependencies"], *extras["quant"], *extras["dev"]]):
+        if need.name != project["name"]:
+            lower = ",".join(str(spec) for spec in need.specifier if spec.operator == ">=")
+            need.specifier = SpecifierSet(f"=={torch}" if need.name == "torch" and torch else lower)
+            yield need
 
 
 def locked() -> dict[str, str]:

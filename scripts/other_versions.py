@@ -32,7 +32,7 @@ DRIVER = "nvidia-smi"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("end", choices=["newest", "oldest"])
-    parser.add_argument("tests", nargs="*", help="what pytest gets (default: the tests of `make test`)")
+    parser.add_argument("tests", nargs=argparse.REMAINDER, help="what pytest gets (default: the tests of `make test`)")
     options = parser.parse_args(argv)
     python = ROOT / f".venv-{options.end}" / "bin" / "python"
     results = python.parents[1] / "tests.xml"

@@ -40,7 +40,6 @@ PACKED = [
 ]
 PADDED = {
     "bloom": "documents in one row see each other",
-    "falcon": "documents in one row see each other",
     "gpt_oss": "documents in one row see each other",
     "mamba2": "recurrent layers would run packed documents one by one",
     "opt": "documents in one row see each other",

@@ -92,6 +92,16 @@ def cwd(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def canary(tmp_path, monkeypatch) -> Path:
+    """The file that the stranger's code makes when it runs."""
+    monkeypatch.setenv("CANARY", str(tmp_path / "ran"))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path / "ran"
+
+
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory) -> Path:
     """48 conversations of one to three turns with answers of very different lengths."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from support.architectures import built, lora, trained
-from support.servers import UploadHub, serving
+from support.servers import send_uploads_to, upload_hub
 
 from fxtune.cli.main import main
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
@@ -41,19 +40,8 @@ def run(model, cwd) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch):
-    with serving(UploadHub()) as server:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.HfApi, "__init__", _endpoint(huggingface_hub.HfApi.__init__, server.url))
-        monkeypatch.setenv("HF_TOKEN", server.TOKEN)
+    with upload_hub(monkeypatch) as server:
         yield server
-
-
-def _endpoint(made, url: str):
-    def init(self, *given, **named):
-        made(self, *given, **{**named, "endpoint": named.get("endpoint", url)})
-
-    return init
 
 
 def push(*words: str) -> int:
@@ -130,8 +118,7 @@ def test_existing_repository_of_another_kind_is_refused(run, hub, capsys, kind, 
 def test_no_network_and_a_broken_hub_are_one_message(run, hub, capsys, monkeypatch):
     hub.mode = 500
     assert "answered 500" in refused(capsys, 6, "mine", "me/lamps")
-    closed = _endpoint(huggingface_hub.HfApi.__init__, "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.HfApi, "__init__", closed)
+    send_uploads_to(monkeypatch, "http://127.0.0.1:9")
     assert "The hub cannot be reached" in refused(capsys, 6, "mine", "me/lamps")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused(capsys, 6, "mine", "me/lamps")

@@ -191,6 +191,31 @@ class UploadHub(Server):
         """The token may not write."""
 
 
+def send_uploads_to(monkeypatch: Any, url: str) -> None:
+    """Let huggingface_hub's API of this process use the hub at `url`."""
+    import huggingface_hub
+
+    made = huggingface_hub.HfApi.__init__
+
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        made(self, *given, **{**named, "endpoint": named.get("endpoint", url)})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "__init__", init)
+
+
+@contextlib.contextmanager
+def upload_hub(monkeypatch: Any) -> Iterator[UploadHub]:
+    """An UploadHub that the commands of this process upload to, with the token of its user."""
+    from huggingface_hub import constants
+
+    with serving(UploadHub()) as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", server.TOKEN)
+        send_uploads_to(monkeypatch, server.url)
+        yield server
+
+
 class _UploadHandler(Handler):
     def serve(self, body: bytes) -> None:
         hub, path = self.server, unquote(urlsplit(self.path).path)

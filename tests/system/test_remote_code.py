@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.strangers import CODE, change, stranger_in
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
@@ -22,41 +22,17 @@ from fxtune.models import shards, weights
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.system import remote_code
-from fxtune.system.hub import locate
 
-AUTO = sorted(name for name in dir(transformers) if name.startswith("Auto") and name != "AutoBackbone")
 READ = "AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer", "AutoProcessor", "AutoImageProcessor"
 """Auto classes whose files a folder of a text model, made into a stranger's, is enough for."""
-CODE = "import os, pathlib\npathlib.Path(os.environ['CANARY']).touch()\nclass Evil: pass\n"
 of_fxtune = eval("lambda call, *given, **options: call(*given, **options)", {"__name__": "fxtune.mistake"})
 """Calls a function as a module of fxtune does."""
 
 
 @pytest.fixture
-def canary(tmp_path, monkeypatch) -> Path:
-    """The file that the stranger's code makes when it runs."""
-    monkeypatch.setenv("CANARY", str(tmp_path / "ran"))
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return tmp_path / "ran"
-
-
-@pytest.fixture
 def stranger(tmp_path, canary) -> Path:
     """A model whose auto_map names code for each auto class; its type is one that transformers has."""
-    folder = tmp_path / f"stranger_{os.urandom(4).hex()}"
-    shutil.copytree(locate("builtin:tiny").folder, folder)
-    (folder / "evil.py").write_text(CODE)
-    for name in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
-        values = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        named = {auto: ["evil.Evil", "evil.Evil"] if auto == "AutoTokenizer" else "evil.Evil" for auto in AUTO}
-        (folder / name).write_text(json.dumps({**values, "auto_map": named}))
-    return folder
-
-
-def change(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return stranger_in(tmp_path)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native type", "unknown type"])

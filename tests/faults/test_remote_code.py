@@ -1,6 +1,7 @@
 """Commands over folders of a model, an adapter and a tokenizer whose auto_map names code for each auto class.
 
-Nobody has set model.trust_remote_code. Whether the code has run is asked after each command.
+Nobody has trusted the code, or somebody has trusted a folder, which is refused. After each command a test looks whether
+the code has run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ RUN = (
     "run.device=cpu",
     "tracking.display=none",
 )
-REFUSED = "is Python code that came with"
+PIN = "Pin what you have read"
+"""The refusal of trust in a folder or in a name that may change."""
 
 
 class Walk:
@@ -44,10 +46,10 @@ class Walk:
     def works(self, *words: str) -> None:
         self._ends(0, words)
 
-    def refuses(self, *words: str) -> None:
+    def refuses(self, *words: str, message: str = "evil.py is Python code that came with") -> None:
         shown = self._ends(2, words)
         assert shown.count("fxtune: ") == 1, words
-        assert f"evil.py {REFUSED}" in shown, words
+        assert message in shown, words
         assert "Traceback" not in shown, words
 
     def _ends(self, expected: int, words: tuple[str, ...]) -> str:
@@ -78,6 +80,21 @@ def test_training_all_weights_does_not_run_code(walk):
     with pytest.raises(Exception):  # noqa: B017  the class in the file is no model
         transformers.AutoModelForCausalLM.from_pretrained(walk.base, trust_remote_code=True)
     assert walk.canary.exists(), "with trust it runs, so these tests can fail"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("model.path=builtin:tiny",),
+        ("model.path=ann/mine",),
+        ("model.path=ann/mine", "model.revision=main"),
+        ("model.path=ann/mine", "model.revision=" + "a" * 39),
+    ],
+    ids=["folder", "builtin", "no commit", "branch", "short commit"],
+)
+def test_only_a_hub_model_with_its_full_commit_can_be_trusted(words, walk):
+    walk.refuses("train", *walk.words, *words, "model.trust_remote_code=true", message=PIN)
 
 
 @pytest.mark.slow
@@ -129,3 +146,15 @@ def test_commands_over_an_unknown_type_are_refused_and_run_no_code(walk, monkeyp
     for run in ("lora", "full"):
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
         walk.refuses("chat", run, "--max-new-tokens", "2")
+    of_run = {
+        "full": ("eval", "full/checkpoints/step-2"),
+        "lora": ("refresh", "lora", "data.sources=[{path: new.jsonl}]"),
+    }
+    for words in (("merge", "lora/adapter", "merged"), ("chat", "full")):
+        walk.refuses(*words, "--trust-remote-code", message=PIN)
+    for run, words in of_run.items():
+        walk.refuses(*words, "--trust-remote-code")  # it confirms the trust of a run, and this run had none
+        config = walk.home / run / "config.yaml"
+        config.write_text(config.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+        walk.refuses(*words, message="runs code of a stranger, so a run folder cannot set it")
+        walk.refuses(*words, "--trust-remote-code", message=PIN)

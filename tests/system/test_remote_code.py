@@ -105,6 +105,18 @@ def test_the_code_of_a_trusted_folder_runs_and_no_other(stranger, canary, tmp_pa
     assert canary.exists()
 
 
+def test_a_trusted_folder_cannot_name_the_code_of_another(stranger, canary, tmp_path):
+    trusted = stranger_in(tmp_path)
+    change(trusted / "config.json", auto_map={"AutoConfig": f"{stranger}--evil.Evil"})
+    remote_code.trust(trusted)
+    with pytest.raises(ConfigError, match=rf"{stranger.name}/evil\.py is Python code"):
+        of_fxtune(transformers.AutoConfig.from_pretrained, str(trusted), trust_remote_code=True)
+    assert not canary.exists()
+    with pytest.raises(AttributeError):  # the class in the file is no config
+        transformers.AutoConfig.from_pretrained(str(trusted), trust_remote_code=True)
+    assert canary.exists()
+
+
 def _mistake(folder: str) -> str:
     try:
         of_fxtune(transformers.AutoConfig.from_pretrained, folder, trust_remote_code=True)

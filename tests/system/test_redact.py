@@ -133,6 +133,13 @@ def test_output_loses_only_the_secrets_of_the_environment(monkeypatch, capsys):
     assert err == f'{{"a": "{HIDDEN}"}}\n'
 
 
+@pytest.mark.parametrize("ending", ["KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "AUTH"])
+def test_each_secret_ending_of_a_variable_hides_its_value(ending, monkeypatch):
+    monkeypatch.setenv(f"MY_SERVICE_{ending}", "eight or more")
+    monkeypatch.setenv(f"MY_{ending}_FILE", "a path of the user")
+    assert redact({"note": "eight or more, a path of the user"}) == {"note": f"{HIDDEN}, a path of the user"}
+
+
 def test_urls_lose_only_users_and_signatures():
     assert redact({"path": "https://me:pw@host.org/x?sig=abc&size=3"}) == {
         "path": f"https://{HIDDEN}@host.org/x?sig={HIDDEN}&size=3"

@@ -30,7 +30,7 @@ from fxtune.distributed.chunks import is_divided
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError, first_line, shortened
 from fxtune.models import shards
-from fxtune.models.exported_weights import Mismatch, bits
+from fxtune.models.exported_weights import LoadMismatch, Mismatch, bits
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
@@ -156,7 +156,7 @@ def prove(
     allowed = LIMIT + ROUNDINGS**2 * wanted.noise
     if not distance <= allowed:
         library = "peft on the plain base" if adapted else "transformers"
-        raise Mismatch(
+        raise LoadMismatch(
             f"plain {library} answers a probe otherwise than the trained model: mean KL {distance:.1e} nats a token "
             f"(at most {allowed:.1e})"
         )
@@ -308,16 +308,18 @@ def _require_same_modules(model: Any, plain: Any) -> None:
     mine, theirs = _adapters(model), _adapters(plain)
     if odd := sorted(mine.keys() ^ theirs.keys()):
         where = "only in the trained model" if odd[0] in mine else "only in what plain peft builds from it"
-        raise Mismatch(f"{CONFIG}: {len(odd)} adapted modules differ, such as {odd[0]}, which is {where}")
+        raise LoadMismatch(f"{CONFIG}: {len(odd)} adapted modules differ, such as {odd[0]}, which is {where}")
     for path, acts in mine.items():
         for what, value in acts.items():
             if value != theirs[path][what]:
-                raise Mismatch(f"{CONFIG}: {what} of {path} is {theirs[path][what]} by it, and {value} in the model")
+                raise LoadMismatch(
+                    f"{CONFIG}: {what} of {path} is {theirs[path][what]} by it, and {value} in the model"
+                )
     wanted, seen = _weights(model), _weights(plain)
     for name in sorted(wanted.keys() | seen.keys()):
         # Copies of whole modules have the base's dtype in plain peft.
         if name not in seen or name not in wanted or not _same(wanted[name].to(seen[name].dtype), seen[name]):
-            raise Mismatch(f"{WEIGHTS}: plain peft does not give {name} the weights of the model")
+            raise LoadMismatch(f"{WEIGHTS}: plain peft does not give {name} the weights of the model")
 
 
 def _adapters(model: Any) -> dict[str, dict[str, Any]]:

@@ -38,6 +38,10 @@ class Mismatch(OSError):
     """A file of an export is not what was trained."""
 
 
+class LoadMismatch(Mismatch):
+    """The files are as they were written, and the libraries load something else from them."""
+
+
 @dataclass
 class ExportedWeights:
     """What write() has written to `folder`."""
@@ -140,7 +144,7 @@ def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
         result = work()
     except OSError as problem:
         error = problem
-    kind = Mismatch if isinstance(error, Mismatch) else OSError
+    kind = type(error) if isinstance(error, Mismatch) else OSError
     found = world.gather((result, None if error is None else str(error), kind), "exporting")
     for rank, (_, words, kind) in enumerate(found):
         if words is not None:

@@ -230,6 +230,28 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
         set_peft_model_state_dict(model, stored)
 
 
+def lost_on_loading(model: Any) -> list[str]:
+    """Modules whose adapters peft would drop on loading: it renames the adapter's tensors as transformers renames the
+    family's files. Call it on a PEFT model whose modules are peft's own. Nothing is loaded.
+    """
+    from peft import set_peft_model_state_dict
+
+    found: dict[str, torch.Tensor] = {}
+
+    def receive(state: Mapping[str, torch.Tensor], **_: Any) -> None:
+        found.update(state)
+
+    stored = {name: tensor.to("meta") for name, tensor in _adapter_weights(model).items()}
+    model.load_state_dict = receive
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            set_peft_model_state_dict(model, stored)
+    finally:
+        del model.load_state_dict
+    names = [name for name, _ in model.named_parameters() if ".lora_" in name and name not in found]
+    return sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names})
+
+
 def _require_finite(
     stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], file: Path, place: str
 ) -> None:

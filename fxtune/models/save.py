@@ -14,7 +14,7 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError
 from fxtune.models.export_proof import Proof, prove, write_proof
-from fxtune.models.exported_weights import ExportedWeights, Mismatch, on_main
+from fxtune.models.exported_weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.model_card import write_card
 from fxtune.models.probe import Answer
 from fxtune.system.atomic_files import replace_folder, sync
@@ -95,10 +95,11 @@ def save_model(
                 restore()
             shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, Mismatch):
+            disk = "" if isinstance(error, LoadMismatch) else "the disk, and "
             raise StorageError(
                 f"The files for {folder} were written and are not what was trained: {error}. They were removed. "
-                f"{keeps or 'What they were made from is as it was: try again.'} If it happens again, check the disk, "
-                "and the versions of peft, transformers and safetensors."
+                f"{keeps or 'What they were made from is as it was: try again.'} If it happens again, check {disk}"
+                "the versions of peft, transformers and safetensors."
             ) from error
         raise StorageError(
             f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError, nearest
+from fxtune.models.peft_adapter import lost_on_loading
 from fxtune.models.structure import backbone, decoder_layers, is_named
 from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
@@ -223,6 +224,32 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
     config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
     config.target_parameters = [*config.target_parameters, *moved] or None
     return adapted
+
+
+def require_loadable(adapted: Any, chosen: Selection) -> None:
+    """Raise ConfigError if peft would lose adapters of `adapted`, as add_adapters() made it, on loading."""
+    if not (lost := lost_on_loading(adapted)):
+        return
+    import peft
+    import transformers
+
+    without = [path.removesuffix(".base_layer") for path in lost]
+    every = [*chosen.modules, *(path.rpartition(".")[0] for path in chosen.experts)]
+    kept = [path for path in every if path not in without]
+    entries = sorted({_entry_without(path, kept) for path in without})
+    change = f"Set techniques.lora.exclude_modules=[{','.join(entries)}], or name other modules in target_modules."
+    raise ConfigError(
+        f"techniques.lora.target_modules: peft {peft.__version__} with transformers {transformers.__version__} cannot "
+        f"load the adapters of {len(lost)} modules again, such as {lost[0]}, because it renames their tensors "
+        f"({_kinds(without)}). {change if kept else 'Use another version of one of them, or train without adapters.'}"
+    )
+
+
+def _entry_without(path: str, kept: list[str]) -> str:
+    """The shortest entry of exclude_modules that leaves out `path` and none of `kept`."""
+    parent, leaf = path.split(".")[-2:] if "." in path else ("", path)
+    entries = [entry for entry in (parent, leaf, f"{parent}.{leaf}") if not entry.strip(".").isdigit() and entry]
+    return next((entry for entry in entries if not any(_inside(one, [entry]) for one in kept)), path)
 
 
 @contextmanager

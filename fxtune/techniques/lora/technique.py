@@ -211,6 +211,7 @@ class Lora(Technique):
             adapted = targets.add_adapters(model, chosen, self, world.device)
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
+        targets.require_loadable(adapted, chosen)
         _train_in_float32(adapted)
         adapted.base_start, adapted.targets = start, chosen
         if self.grouped_experts is not Switch.off:

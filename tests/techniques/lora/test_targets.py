@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures import CPU, built, facts_of, logits, lora, on_disk, tiny_model, trained
+from support.architectures import CPU, SIZES, built, facts_of, logits, lora, on_disk, tiny_model, trained
 from support.cases import slow_but
 from support.lora_models import lora_pair, loss_and_gradients, require_close
 from torch import nn
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
-from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.models.structure import backbone, skeleton
 from fxtune.techniques.base import Switch
@@ -25,6 +26,16 @@ from fxtune.techniques.pipeline import make_probe
 MIXTURES = ("deepseek_v3", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe", "qwen3_next")
 EXPERTS = {"deepseek_v3": 2, "gpt_oss": 4, "mixtral": 4, "qwen3_moe": 4, "qwen3_next": 8}
 """Tensors of experts with an adapter, two in each layer with experts."""
+
+LAGUNA = {
+    "model_type": "laguna",
+    **SIZES,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 
 def adapted(model) -> list[str]:
@@ -230,3 +241,22 @@ def test_a_linear_is_known_by_its_numbers(precision):
     finally:
         torch.set_float32_matmul_precision(before)
         targets._is_plain.cache_clear()
+
+
+def test_adapters_that_peft_loses_on_loading_are_refused_and_the_advised_key_trains_and_loads(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("transformers.models.laguna")
+    laguna = ModelConfig(path=None, init=Init.random, architecture=LAGUNA)
+    with pytest.raises(ConfigError, match="shared_experts") as refusal:
+        built(lora(), laguna, packing=False)
+    advised = re.search(r"techniques\.lora\.exclude_modules=\[(.*?)\]", str(refusal.value))
+    assert advised is not None
+    base = on_disk(tmp_path / "base", model=laguna)
+    config = ModelConfig(path=str(base))
+    mine = built(lora(exclude_modules=advised[1].split(",")), config, packing=False)
+    expected = logits(trained(mine))
+    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+    torch.testing.assert_close(theirs, expected, atol=2e-4, rtol=1e-4)

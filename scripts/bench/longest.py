@@ -244,7 +244,7 @@ def facts_of(
         micro_batch_size=1,
         optimizer=config.optimizer.name.value,
     )
-    techniques, _ = config.techniques.decided(facts, measure=False)
+    techniques, _ = config.techniques.decided(facts)
     return replace(facts, techniques=techniques), techniques.checkpointing.plan()
 
 

@@ -121,7 +121,7 @@ def test_flash4_compiles_as_one_graph_and_the_profiler_sees_it():
 
 def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
     """The kernels have no float32, in training and in verify()."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     pipeline, model = using("flash4"), unchecked("flash4", "llama")
     pipeline.precision.enabled, pipeline.precision.autocast = True, Autocast.bfloat16
@@ -132,8 +132,7 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
         seen.update((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *rest)
 
-    registered = AttentionInterface()
-    monkeypatch.setitem(registered, packed_attention.FLASH4, packed_attention._attention_function(spy))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, packed_attention.FLASH4, packed_attention._attention_function(spy))
     pipeline.prove(model, make_probe(model))
     with pipeline.precision.context(torch.device("cpu")):
         model(**make_probe(model)).logits.sum().backward()

@@ -17,6 +17,7 @@ from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
+from fxtune.upstream.transformers import with_rotation
 
 MIXTURE = (
     "model.architecture={model_type:olmoe,hidden_size:64,intermediate_size:32,num_hidden_layers:2,"
@@ -33,6 +34,11 @@ TWO_STEPS = [
     "data.questions.path=null",
     "run.dir=run",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_forward_of_an_earlier_test():
+    with_rotation.cache_clear()
 
 
 def as_on_a_gpu(monkeypatch, rope: bool = True, fused: bool = True) -> None:

@@ -257,10 +257,11 @@ class Checkpoints:
             )
 
     def check_room(self, size: int, exported: int, saves: int, evaluates: bool) -> None:
-        """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run, each
-        of `size` bytes: two of them if there are several, since each is complete before an older one is removed.
+        """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run.
 
-        `saves`: how many checkpoints are to be written. `evaluates`: whether one of them may be kept as the best.
+        A checkpoint has `size` bytes. A run that saves several needs room for two, because a new checkpoint is
+        complete before an older one is removed. `saves`: checkpoints that the run writes. `evaluates`: whether the run
+        keeps the best checkpoint, too.
         Warns if fewer checkpoints fit than are kept.
         """
 
@@ -289,8 +290,8 @@ class Checkpoints:
         if fit < min(present + saves + best, 2):
             only = "checkpoint.every=0" + " checkpoint.keep_best=false" * best
             raise StorageError(
-                f"The disk of {self.folder} has room for one checkpoint, and this run saves several, each of which is "
-                f"complete before an older one is removed: {need}, and {_readable(free)} are free. Free "
+                f"The disk of {self.folder} has room for one checkpoint, and this run saves several. A new checkpoint "
+                f"is complete before an older one is removed: {need}, and {_readable(free)} are free. Free "
                 f"{_readable(2 * size + exported - free)} more there, set run.dir to another disk, or save only at "
                 f"the end: {only}."
             )

@@ -96,7 +96,7 @@ class SourceConfig:
     """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
 
     def __post_init__(self) -> None:
-        if self.format in [one.value for one in RowFormat]:
+        if self.format in [row_format.value for row_format in RowFormat]:
             self.format = RowFormat(self.format)
 
     @property

@@ -42,7 +42,7 @@ class LibraryLog(logging.Handler):
     def collecting(self) -> Iterator[None]:
         """Take the messages of libraries inside the block."""
         shown = warnings.showwarning
-        if self.active or logging.getLogger().handlers:  # a program that has a log of its own
+        if self.active or logging.getLogger().handlers:  # the program has set up logging itself
             yield
             return
         self._begin()
@@ -73,7 +73,7 @@ class LibraryLog(logging.Handler):
 
     @contextmanager
     def written_to(self, folder: Path) -> Iterator[None]:
-        """Write the messages to the folder's file inside the block, with those that were kept. No message, no file."""
+        """Write earlier messages, and the messages inside the block, to the folder's file. No message, no file."""
         self._file = folder / FILE
         while self._kept:
             self._write(self._kept.popleft())

@@ -98,8 +98,8 @@ def line() -> Text:
 def phase(
     name: str, total: float = 0, unit: str = "", announce: bool = True, part: str | None = None
 ) -> Iterator[Phase]:
-    """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: of the
-    start of a run, to which its seconds belong (system/startup.py); None: that of the phase around it.
+    """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: the
+    part of a run's start that the seconds count for (system/startup.py); None: the part of the phase around this one.
     """
     work = Phase(name, total, unit)
     _progress.phases.append(work)

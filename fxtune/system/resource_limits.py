@@ -7,8 +7,8 @@ alarms, so the operating system limits the address space as well, at twice the m
 pieces is stopped while there is room to handle the error. (In a full address space Python cannot even raise an error,
 and a stack that cannot grow ends the process.) All together take less than 20 microseconds.
 
-Linux has both limits, macOS that of time. In threads other than the main one, where signals do not arrive, work runs
-without limits.
+Linux has both limits, macOS only the limit of time. In threads other than the main one, where signals do not arrive,
+work runs without limits.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class _LayerCall:
         self.storages: dict[int, _SentStorage] = {}
         """By address."""
         self.tokens, self.device = hidden.numel() // hidden.shape[-1], hidden.device
-        others = [one for one in leaves(others) if isinstance(one, torch.Tensor)]
+        others = [leaf for leaf in leaves(others) if isinstance(leaf, torch.Tensor)]
         stays = [*layer.parameters(), *layer.buffers(), *others] if owner.all_saved and not last else []
         self.stays = {one.untyped_storage().data_ptr() for one in stays if type(one) in (torch.Tensor, nn.Parameter)}
         """Addresses of storages that are not sent."""

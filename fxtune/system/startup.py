@@ -38,7 +38,7 @@ class StartupTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The seconds of the body belong to `name`, except in threads beside the one that began."""
+        """The seconds of the body belong to `name`. Other threads than the thread that began count nothing."""
         if threading.get_ident() != self._thread:
             yield
             return

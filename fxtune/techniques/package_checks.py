@@ -305,7 +305,7 @@ def _check_here(name: str) -> dict[str, Any]:
 
 
 def _check_on_gpu(names: list[str], facts: MachineFacts) -> dict[str, dict[str, Any]]:
-    """The results of checks, each in a process of its own: a fault of a kernel would end all work on the GPU. A
+    """The results of checks, each in a separate process: a fault of a kernel would end all work on the GPU. A
     recorded result is taken instead of a check.
     """
     from fxtune.system.progress import phase

@@ -353,11 +353,14 @@ def _cause(reason: str) -> str:
 
 def require_acted(observed: list[Evidence]) -> list[Evidence]:
     """Return `observed`, or raise one ConfigError that lists what did not act."""
-    failed = [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in observed if not one.acted]
-    if failed:
-        keys = (one.key or one.technique for one in observed if not one.acted)
+    idle = [evidence for evidence in observed if not evidence.acted]
+    if idle:
+        failed = [
+            f"  {evidence.technique}: asked for {evidence.asked}; seen: {evidence.observed}" for evidence in idle
+        ]
+        keys = (evidence.key or evidence.technique for evidence in idle)
         changes = dict.fromkeys(f"techniques.{key}{'=off' if '.' in key else '.enabled=false'}" for key in keys)
-        leak = any(one.asked == ISOLATED for one in observed if not one.acted)
+        leak = any(evidence.asked == ISOLATED for evidence in idle)
         change = "data.packing=false" if leak else ", ".join(changes)
         raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + f"\nSet {change}, or use another model.")
     return observed

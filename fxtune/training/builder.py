@@ -196,7 +196,7 @@ class RunBuilder:
                     ) from error
                 found = (key, error.why)
             found = found or self._without_effect(seen)
-            found = next((one for one in self.world.gather(found, "comparing what acts") if one is not None), None)
+            found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
                 return language_model, [*off, *seen]
             key, why = found
@@ -211,10 +211,11 @@ class RunBuilder:
 
     def _without_effect(self, seen: list[Evidence]) -> tuple[str, str] | None:
         """The first option that did not act and was not demanded, and why."""
-        for one in seen:
-            key = None if one.acted else withdrawal.wish(self.config.techniques, one.key or one.technique)
+        for evidence in seen:
+            named = evidence.key or evidence.technique
+            key = None if evidence.acted else withdrawal.wish(self.config.techniques, named)
             if key is not None:
-                return key, f"asked for {one.asked}; seen: {one.observed}"
+                return key, f"asked for {evidence.asked}; seen: {evidence.observed}"
         return None
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:

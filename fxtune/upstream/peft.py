@@ -21,7 +21,7 @@ AVAILABLE = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available"
 def alone() -> Iterator[Any]:
     """peft, which finds no library of quantized weights that this process has not imported yet.
 
-    peft imports each library that is installed, to ask whether a linear is one of its own. bitsandbytes takes one to
+    peft imports each installed library, to ask whether a linear belongs to that library. bitsandbytes takes one to
     three seconds, because it builds compiled functions at its import and so loads torch's compiler. A model with
     quantized linears has imported their library already. peft has no option for this: the entry None in sys.modules,
     by which Python says that there is no such module, is public, and so are the functions whose answers peft keeps.
@@ -78,7 +78,7 @@ def read_as_experts(config: Any, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def targets_as_they_are() -> Iterator[None]:
-    """Keep peft from reading names of linears as those of experts."""
+    """Keep peft from reading names of linears as names of experts."""
     module = _conversion()
     own = getattr(module, READ, None)
     if own is None:

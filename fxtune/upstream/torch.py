@@ -1,7 +1,7 @@
 """Private parts of torch.
 
-They are looked up when they are used, so a version of torch without one of them still imports fxtune and trains
-whatever does not need it. What needs it runs slower, steps aside with a line, or is refused with gone().
+A private part is looked up when it is used, so fxtune still runs with a torch that lacks the part, and trains
+whatever does not need it. What needs the part runs slower, steps aside with a line, or is refused with gone().
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def foreach(name: str, tensors: Sequence[torch.Tensor], *operands: Any) -> None:
         together(tensors, *operands)
         return
     for index, tensor in enumerate(tensors):
-        own = (one[index] if isinstance(one, (list, tuple)) else one for one in operands)
+        own = (operand[index] if isinstance(operand, (list, tuple)) else operand for operand in operands)
         getattr(tensor, name)(*own)
 
 

@@ -96,12 +96,15 @@ def test_fused_products_add_the_residual_stream(monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_only_rounding(options, compiled):
-    """Compiled code may round the residual sums elsewhere, and tiles of an MLP add up a gradient of a weight in parts, so
-    the gradients must be as accurate as without checkpointing."""
+    """Compiled code may round the residual sums elsewhere, and tiles of an MLP add up a gradient of a weight in parts:
+    there the gradients must be as accurate as without checkpointing. Elsewhere they must be nearly the same."""
     treated = reference.ours(pipeline(Switch.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
-    exact = reference.plain("llama", reference.batch("llama"), lora=True)
-    off, usual = (reference.relative_errors(result, exact)["grads"] for result in (treated, whole(compiled)))
-    assert off <= 1.1 * usual + 1e-3, (off, usual)
+    if compiled or "mlp_tiles" in options:
+        exact = reference.plain("llama", reference.batch("llama"), lora=True)
+        off, usual = (reference.relative_errors(result, exact)["grads"] for result in (treated, whole(compiled)))
+        assert off <= 1.1 * usual + 1e-3, (off, usual)
+    else:
+        assert reference.relative_errors(treated, whole(compiled))["grads"] <= 5e-3
 
 
 @functools.cache

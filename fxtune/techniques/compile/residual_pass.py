@@ -29,8 +29,8 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, unsafe_vi
 
 
 def install() -> None:
-    """Make torch.compile run the pass, after any pass that is already installed. A torch without a place for it adds
-    the stream in a kernel of its own."""
+    """Make torch.compile run the pass, after any pass that is already installed. A torch without a place for
+    the pass adds the stream in a separate kernel."""
     install_graph_pass("fxtune.residual", fold)
 
 

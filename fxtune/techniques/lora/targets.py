@@ -238,10 +238,12 @@ def require_loadable(adapted: Any, chosen: Selection) -> None:
     kept = [path for path in every if path not in without]
     entries = sorted({_entry_without(path, kept) for path in without})
     change = f"Set techniques.lora.exclude_modules=[{','.join(entries)}], or name other modules in target_modules."
+    if not kept:
+        change = "Use another version of peft or transformers, or train without adapters."
     raise ConfigError(
         f"techniques.lora.target_modules: peft {peft.__version__} with transformers {transformers.__version__} cannot "
         f"load the adapters of {len(lost)} modules again, such as {lost[0]}, because it renames their tensors "
-        f"({_kinds(without)}). {change if kept else 'Use another version of one of them, or train without adapters.'}"
+        f"({_kinds(without)}). {change}"
     )
 
 
@@ -249,7 +251,7 @@ def _entry_without(path: str, kept: list[str]) -> str:
     """The shortest entry of exclude_modules that leaves out `path` and none of `kept`."""
     parent, leaf = path.split(".")[-2:] if "." in path else ("", path)
     entries = [entry for entry in (parent, leaf, f"{parent}.{leaf}") if not entry.strip(".").isdigit() and entry]
-    return next((entry for entry in entries if not any(_inside(one, [entry]) for one in kept)), path)
+    return next((entry for entry in entries if not any(_inside(module, [entry]) for module in kept)), path)
 
 
 @contextmanager

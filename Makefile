@@ -40,13 +40,14 @@ test: setup  ## Run the tests that need no GPU and at most a few seconds each
 test-vital: setup  ## Run the slow tests of what must always hold; CI runs them after `make test`
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m vital
 
-test-all: test  ## Run all tests that need no GPU: those of `make test`, then the slow ones
+test-all: test  ## Run all tests that need no GPU: those of `make test`, the slow ones, then `make test-oldest`
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m slow
+	$(BIN)/python scripts/other_versions.py oldest
 
 test-newest: setup  ## Try the newest versions of all packages: what moved, which tests fail; gates nothing
 	$(BIN)/python scripts/other_versions.py newest
 
-test-oldest: setup  ## Try the oldest versions that pyproject.toml allows; gates nothing
+test-oldest: setup  ## Run the tests with the oldest versions that pyproject.toml allows (3 GB)
 	$(BIN)/python scripts/other_versions.py oldest
 
 check: lint audit  ## Lint, type-check and audit

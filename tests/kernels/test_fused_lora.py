@@ -165,6 +165,9 @@ def test_gradcheck_in_float64():
         )
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 mistakes a bool for a size in its test of dynamic shapes"
+)
 def test_operators_pass_opcheck():
     """Schema, fake implementation, gradients and compilation agree with what the operators do."""
     _, linears = adapted(Siblings(6, [4, 5], True), [2, 3])

@@ -40,7 +40,10 @@ def stranger(tmp_path, canary) -> Path:
 def test_a_wrong_argument_does_not_run_the_code_of_a_folder(auto, native, stranger, canary):
     if not native:
         change(stranger / "config.json", model_type="mine")
-    read = getattr(transformers, auto).from_pretrained
+    try:
+        read = getattr(transformers, auto).from_pretrained
+    except ImportError:
+        pytest.skip("transformers 5.17 needs torchvision for AutoImageProcessor")
     with pytest.raises(ConfigError, match=r"evil\.py is Python code that came with .*model\.trust_remote_code=true"):
         of_fxtune(read, str(stranger), trust_remote_code=True)
     assert not canary.exists()

@@ -128,10 +128,10 @@ def test_packing_can_be_demanded_and_is_proven(kind):
 def test_attention_to_blocks_of_tokens_is_still_refused():
     """A short row does not show whether documents share a block."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kinds = {"layer_types": ["full_attention", "indexed_attention"]}
+    kinds = {"layer_types": ["full_attention", "minimax_m3_sparse"]}
     facts = facts_of(ModelConfig(path=None, init=Init.random, architecture={"model_type": "llama", **sizes}))
     changed = dataclasses.replace(facts, model={**facts.model, **kinds})
-    with pytest.raises(ConfigError, match=r"the indexed_attention layers of llama carry state .* data\.packing=false"):
+    with pytest.raises(ConfigError, match=r"the minimax_m3_sparse layers of llama carry state .* data\.packing=false"):
         Pipeline().check(changed)
 
 

@@ -145,7 +145,7 @@ def test_each_optimizer_learns(case):
     model = small(dtype_of(case))
     rate = {"sgd": 1e-1, "adafactor": 1e-2, "lion": 3e-4}.get(case, 1e-3)
     loss, reference = learn(model, Optimizer(model, config(case)), range(100), rate), reference_loss()
-    if case.startswith(("adamw", "apex")):
+    if case.startswith(("adamw", "apex")) and case != "adamw_schedulefree":
         assert abs(loss - reference) < 0.05 * reference + (0.02 if "stochastic" in case else 0), (loss, reference)
     assert loss < 2.0  # ln 64 = 4.16 at the start
 
@@ -234,9 +234,10 @@ def test_updates_in_the_backward_pass_have_the_bits_of_ordinary_steps(case):
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "adafactor"])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("adafactor", "adamw_schedulefree")])
 def test_no_host_sync(case, monkeypatch):
-    """Adafactor is the exception: torch's version reads the norm of each weight on the host."""
+    """The exceptions: torch's Adafactor reads the norm of each weight on the host, and schedulefree counts its steps
+    there."""
     needs(case)
     model = small(dtype_of(case))
     optimizer = Optimizer(model, config(case))

@@ -28,7 +28,7 @@ from fxtune.diagnostics.energy import Energy
 from fxtune.plugins import OBJECTIVES
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
-from fxtune.system.startup import STARTUP
+from fxtune.system.startup import FIRST_STEPS, STARTUP
 from fxtune.tracking.throughput import memory_gib
 from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.oom_advice import MemoryPhase
@@ -122,7 +122,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     with (
         contextlib.closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader,
         builder.oom_context("Measuring", MemoryPhase.training),
-        phase("Measuring", plan.steps, "steps", part="first steps") as work,
+        phase("Measuring", plan.steps, "steps", part=FIRST_STEPS) as work,
     ):
         rates = [builder.learning_rate(index, plan.steps) for index in range(plan.steps)]
         taken = work.over((step, train_step(plan, step, rates[step.index])) for step in loader.steps())

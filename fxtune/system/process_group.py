@@ -32,16 +32,37 @@ def run_process(command: Sequence[str], limit: float | None = None) -> tuple[int
 
     Returns the exit code (None: it reached the limit), the end of its output, and its run time in seconds.
     """
-    with tempfile.TemporaryFile() as output:
-        start = time.monotonic()
-        process = start_process(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    return Captured(command, subprocess.DEVNULL).result(limit)
+
+
+class Captured:
+    """A process that can import this fxtune, and its output. One of result() and end() must be called."""
+
+    def __init__(self, command: Sequence[str], stdin: int = subprocess.PIPE) -> None:
+        self._start, self._output = time.monotonic(), tempfile.TemporaryFile()  # noqa: SIM115  closed by end()
+        self._process = start_process(command, stdin=stdin, stdout=self._output, stderr=subprocess.STDOUT)
+
+    def tell(self, text: str) -> None:
+        """Write `text` to its standard input and close that. Nothing happens if the process has ended."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(text.encode())
+
+    def result(self, limit: float | None) -> tuple[int | None, str, float]:
+        """Wait at most `limit` seconds for its end. Returns what run_process() returns; the time is from its start."""
         try:
-            code = process.wait(limit)
+            code = self._process.wait(limit)
         except subprocess.TimeoutExpired:
-            return None, _tail(output), time.monotonic() - start  # read before it reports its own interrupt
+            return None, _tail(self._output), time.monotonic() - self._start  # before it reports its own interrupt
+        else:
+            return code, _tail(self._output), time.monotonic() - self._start
         finally:
-            end_process(process)
-        return code, _tail(output), time.monotonic() - start
+            self.end()
+
+    def end(self) -> None:
+        """Kill its process group, if it still runs, and drop its output."""
+        end_process(self._process)
+        self._output.close()
 
 
 def start_process(

@@ -9,6 +9,10 @@ too, so that a run checks a package once; `doctor` checks and records again.
 A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for
 the first time can hang. The last line of output is one JSON object: `state` (works; imports: its kernels need a GPU;
 missing; broken), `seen`, and for torch the `facts` of this machine.
+
+The first run on a machine waits for the checks, so they prepare it: they import large packages while the run imports
+transformers (`import_ahead`), and FlashAttention-4 compiles its kernels for the heads of the run's model, and keeps
+them on disk.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from fxtune.system.facts import MachineFacts
+    from fxtune.system.process_group import Captured
 
 PROGRAM = Path(__file__)
 TIMEOUT_GPU = 180.0
@@ -44,24 +49,38 @@ SHARED = ("flash_attn", "apex")
 """Folders of modules that several distributions share: flash-attn and flash-attn-4, NVIDIA's apex and PyPI's."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
 """Errors that say nothing about the package: another process has the GPU."""
-PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM", re.IGNORECASE)
-"""Results that may be others a minute later."""
+THESE_HEADS = "only with the heads of this model"
+PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM|{THESE_HEADS}", re.IGNORECASE)
+"""Results that may be others a minute later, or with another model."""
 RESULTS = "package_checks.json"
 """The file of recorded results in fxtune's cache."""
 METADATA = ".dist-info"
 """How the folder ends that an installer writes beside a package, NAME-VERSION before it."""
+LARGE = {"flash-attn-4": "attention", "quack-kernels": "lora"}
+"""Packages that take seconds to import -> the technique that may use them."""
 TOLERANCE = 2e-2
 """Relative distance from float32 that bfloat16 operators may have: five times what rounding costs."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a layer's attention, for which FlashAttention-4 compiles its kernels."""
+
+    queries: int = 4
+    keys: int = 2
+    width: int = 128
 
 
 @dataclass(frozen=True)
 class Check:
     module: str
     """What is imported."""
-    run: Callable[[torch.device], str]
-    """Runs the package on that device and returns what it ran. Raises whatever is wrong."""
+    run: Callable[..., str]
+    """Runs the package on a torch.device and returns what it ran. Raises whatever is wrong."""
     gpu: bool = True
     """Its kernels exist for GPUs only."""
+    takes_heads: bool = False
+    """Whether `run` takes Heads, too."""
 
 
 class NotTriedError(Exception):
@@ -123,8 +142,30 @@ def _flash(module: str) -> Callable[[torch.device], str]:
     return lambda device: _attention(device, importlib.import_module(module).flash_attn_func)
 
 
-def _attention(device: torch.device, flash_attn: Callable[..., Any]) -> str:
-    """Causal attention of 256 tokens, 4 query and 2 key heads of 128 in bfloat16, [rows, tokens, heads, head_dim].
+def _flash4(device: torch.device, heads: Heads) -> str:
+    """Causal attention to documents of a packed row, as the run calls it."""
+    import torch
+
+    from fxtune.kernels.flash4 import flash4
+
+    bounds = torch.tensor([0, 256], dtype=torch.int32, device=device)
+
+    def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        assert causal
+        out: torch.Tensor = flash4(q[0], k[0], v[0], bounds, 256, q.shape[-1] ** -0.5, 0, 0.0)[0]
+        return out[None]
+
+    try:
+        return _attention(device, flash_attn, heads)
+    except Exception as error:
+        if heads == Heads():
+            raise
+        _attention(device, flash_attn)  # raises if the package fails with all heads
+        raise RuntimeError(f"{error} ({THESE_HEADS})") from error
+
+
+def _attention(device: torch.device, flash_attn: Callable[..., Any], heads: Heads = Heads()) -> str:
+    """Causal attention of 256 tokens in bfloat16, [rows, tokens, heads, head_dim].
 
     Some versions return (output, log-sum-exp).
     """
@@ -139,7 +180,8 @@ def _attention(device: torch.device, flash_attn: Callable[..., Any]) -> str:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-    inputs = [torch.randn(1, 256, heads, 128, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    counts = heads.queries, heads.keys, heads.keys
+    inputs = [torch.randn(1, 256, count, heads.width, device=device, dtype=torch.bfloat16) for count in counts]
     return f"attention within {_require_same(attention, plain, inputs):.1e} of float32"
 
 
@@ -217,7 +259,7 @@ CHECKS = {
     "torch.compile": Check("torch", _compile, gpu=False),
     "triton": Check("triton", _triton),
     "liger-kernel": Check("liger_kernel.ops.rms_norm", _liger),
-    "flash-attn-4": Check("flash_attn.cute", _flash("flash_attn.cute")),
+    "flash-attn-4": Check("flash_attn.cute", _flash4, takes_heads=True),
     "quack-kernels": Check("quack.gemm", _quack),
     "flash-attn-3": Check("flash_attn_interface", _flash("flash_attn_interface")),
     "flash-attn": Check("flash_attn.flash_attn_interface", _flash("flash_attn")),
@@ -228,9 +270,10 @@ CHECKS = {
 }
 
 
-def main(name: str, gpu: bool) -> dict[str, Any]:
-    """The result of one check. `gpu`: this machine may have one."""
-    check, facts = CHECKS[name], dict[str, Any]()
+def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
+    """The result of one check. `gpu`: this machine may have one. `waits`: after the import the check waits for its
+    heads as JSON on standard input; if that ends without them, so does the process."""
+    check, facts, heads = CHECKS[name], dict[str, Any](), Heads()
     # The broad except is intended: any error of a package, on import or when it runs, becomes one line for the user.
     try:
         if not _installed(check.module):
@@ -242,13 +285,18 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
             return {"state": "imports", "seen": "imports; its kernels run on a GPU only"}
         import torch
 
+        if waits:
+            if not (line := sys.stdin.readline()):
+                os._exit(0)
+            heads = Heads(**json.loads(line))
         device = torch.device("cuda" if gpu and torch.cuda.is_available() else "cpu")
         if name == "torch":
             facts = {"facts": _facts()}
         if check.gpu and device.type == "cpu":
             return {"state": "imports", "seen": "imports; torch sees no GPU for its kernels"}
         torch.manual_seed(0)
-        return {"state": "works", "seen": f"{check.run(device)}, forward and backward", **facts}
+        ran = check.run(device, *([heads] if check.takes_heads else []))
+        return {"state": "works", "seen": f"{ran}, forward and backward", **facts}
     except NotTriedError as why:
         return {"state": "imports", "seen": str(why), **facts}
     except Exception as error:  # noqa: BLE001
@@ -258,10 +306,34 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
 
 def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
     """The result of main() in a process of its own. Without `gpu`, a package that needs one is only imported."""
-    from fxtune.system.process_group import run_process
+    return _answer(_start(name, *(["gpu"] if gpu else [])), Heads(), timeout)
+
+
+@contextlib.contextmanager
+def import_ahead(facts: MachineFacts, techniques: Iterable[str]) -> Iterator[dict[str, Captured]]:
+    """A process for each package of LARGE that one of these techniques may use and that has no recorded result. It
+    imports the package and waits: unusable() takes it for its check, or it ends with the body."""
+    names = [name for name, technique in LARGE.items() if name in facts.packages and technique in techniques]
+    recorded = _recorded(names, facts.device_name) if facts.device == "cuda" and names else names
+    waiting = {name: _start(name, "gpu", "waits") for name in names if name not in recorded}
+    try:
+        yield waiting
+    finally:
+        for process in waiting.values():
+            process.end()
+
+
+def _start(name: str, *options: str) -> Captured:
+    from fxtune.system.process_group import Captured
+
+    return Captured([sys.executable, "-P", str(PROGRAM), name, *options])
+
+
+def _answer(check: Captured, heads: Heads, timeout: float) -> dict[str, Any]:
     from fxtune.system.redact import redact
 
-    code, output, _ = run_process([sys.executable, "-P", str(PROGRAM), name, *(["gpu"] if gpu else [])], timeout)
+    check.tell(json.dumps(asdict(heads)) + "\n")
+    code, output, _ = check.result(timeout)
     lines = output.strip().splitlines() or ["no message"]
     if code is None:
         return {"state": "broken", "seen": f"no answer within {timeout:g} s"}
@@ -273,15 +345,22 @@ def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
     return {"state": "broken", "seen": redact(f"its process ended with {code}: {lines[-1]}")}
 
 
-def unusable(facts: MachineFacts, packages: Iterable[str]) -> dict[str, str]:
+def unusable(
+    facts: MachineFacts, packages: Iterable[str], heads: Heads = Heads(), ahead: dict[str, Captured] | None = None
+) -> dict[str, str]:
     """Why packages cannot be used, for those of `packages` that are installed and do not work on this device. From
     then on all facts of this process count them as missing.
+
+    `heads`: of the run's model. `ahead`: the processes of import_ahead(); a check takes its own out.
     """
     from fxtune.system.facts import APEX, BROKEN
 
     names = {name: "apex" if name == APEX else name for name in packages if name in facts.packages}
     checks = list(names.values())
-    answers = _check_on_gpu(checks, facts) if facts.device == "cuda" else {name: _check_here(name) for name in checks}
+    if facts.device == "cuda":
+        answers = _check_on_gpu(checks, facts, heads, {} if ahead is None else ahead)
+    else:
+        answers = {name: _check_here(name) for name in checks}
     found = {name: answers[check]["seen"] for name, check in names.items() if answers[check]["state"] == "broken"}
     found = {name: seen for name, seen in found.items() if not OCCUPIED.search(seen)}
     BROKEN.update(found)
@@ -304,7 +383,9 @@ def _check_here(name: str) -> dict[str, Any]:
         return main(name, gpu=False)
 
 
-def _check_on_gpu(names: list[str], facts: MachineFacts) -> dict[str, dict[str, Any]]:
+def _check_on_gpu(
+    names: list[str], facts: MachineFacts, heads: Heads, ahead: dict[str, Captured]
+) -> dict[str, dict[str, Any]]:
     """The results of checks, each in a separate process: a fault of a kernel would end all work on the GPU. A
     recorded result is taken instead of a check.
     """
@@ -316,7 +397,8 @@ def _check_on_gpu(names: list[str], facts: MachineFacts) -> dict[str, dict[str, 
             phase(f"Checking once that {', '.join(missing)} works on this GPU", part="package checks"),
             ThreadPoolExecutor(len(missing)) as pool,
         ):
-            found = list(pool.map(lambda name: run_check(name, True, TIMEOUT_GPU), missing))
+            checks = [ahead.pop(name) if name in ahead else _start(name, "gpu", "waits") for name in missing]
+            found = list(pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks))
         answers |= record(dict(zip(missing, found, strict=True)), facts.device_name)
     return answers
 
@@ -439,5 +521,5 @@ def _require_close(*pairs: tuple[Any, Any]) -> float:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print("\n" + json.dumps(main(sys.argv[1], "gpu" in sys.argv[2:])), flush=True)
+    print("\n" + json.dumps(main(sys.argv[1], "gpu" in sys.argv[2:], "waits" in sys.argv[2:])), flush=True)
     os._exit(0)  # skip the exit hooks of the package that was checked

@@ -32,6 +32,7 @@ from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, HubError, UnavailableError, UserError
 from fxtune.models import load as models
+from fxtune.models.dims import Shape
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as update_rule
@@ -48,7 +49,7 @@ from fxtune.techniques.attention import context, isolation, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.estimate.memory import trained_parameters
-from fxtune.techniques.package_checks import unusable
+from fxtune.techniques.package_checks import Heads, import_ahead, unusable
 from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
@@ -83,15 +84,20 @@ class RunBuilder:
             torch.use_deterministic_algorithms(config.run.deterministic)
         # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        with _all_missing_at_once(config):
-            self.hf_config = models.load_config(config.model)
-        if why := isolation.why_not_causal(self.hf_config):
-            raise ConfigError(f"model.path: {why}. Use a decoder.")
-        while True:
-            data, notes, self.facts = decide_rows(config, self.world, self.hf_config)
-            optimizer_needs = update_rule.packages(config.optimizer, self.facts)
-            if not unusable(self.facts, [*config.techniques.packages(self.facts), *optimizer_needs]):
-                break  # else decide again: from now on a package that does not work counts as missing
+        used = [name for name, _ in config.techniques.enabled()]
+        with import_ahead(self.world.facts(), used) as imported:
+            with _all_missing_at_once(config):
+                self.hf_config = models.load_config(config.model)
+            if why := isolation.why_not_causal(self.hf_config):
+                raise ConfigError(f"model.path: {why}. Use a decoder.")
+            while True:
+                data, notes, self.facts = decide_rows(config, self.world, self.hf_config)
+                optimizer_needs = update_rule.packages(config.optimizer, self.facts)
+                packages = [*config.techniques.packages(self.facts), *optimizer_needs]
+                shape = Shape.of(self.facts.text)
+                heads = Heads(shape.heads, shape.key_heads, shape.q // shape.heads)
+                if not unusable(self.facts, packages, heads, imported):
+                    break  # else decide again: from now on a package that does not work counts as missing
         self.config = config = replace(config, data=data)
         if ahead:
             self.facts = facts_on_ranks(self.facts, config)

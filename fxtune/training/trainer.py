@@ -34,7 +34,7 @@ from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, 
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
-from fxtune.system.startup import STARTUP
+from fxtune.system.startup import FIRST_STEPS, STARTUP
 from fxtune.system.tested_versions import outside_tested_range
 from fxtune.techniques.router import broken_router
 from fxtune.tracking import tracker
@@ -307,7 +307,7 @@ class Trainer:
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
                 self.end.require_time()
-                with phase("Training", self.plan.steps, STEPS, False, "first steps") as self.training:
+                with phase("Training", self.plan.steps, STEPS, False, FIRST_STEPS) as self.training:
                     self._loop()
                 self.clock.stop()
                 return self._pause() if self._pauses() else self._finish()

@@ -224,7 +224,7 @@ def test_a_run_takes_what_doctor_found_on_the_gpu(cwd, checked, torch_answer, mo
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     works = {"state": "works", "seen": "ran"}
     monkeypatch.setattr(doctor, "run_check", lambda name, *_: answers.get(name, works))
-    monkeypatch.setattr(package_checks, "run_check", lambda name, *_: pytest.fail(f"{name} was checked again"))
+    monkeypatch.setattr("fxtune.system.process_group.Captured", lambda command: pytest.fail(f"{command} ran again"))
     findings(code=1)
     facts = MachineFacts(device="cuda", device_name="H100", packages={"flash-attn-4": "4", "torchao": "0.18"})
     assert package_checks.unusable(facts, facts.packages) == {"flash-attn-4": "ImportError: No CTK flavor"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
-from fxtune.system.startup import StartupTimer
+import pytest
+
+from fxtune.system.startup import FIRST_STEPS, StartupTimer
 
 
 class Clock:
@@ -68,3 +71,17 @@ def test_a_part_that_another_thread_works_on_is_not_counted_twice():
         thread.start()
         thread.join()
     assert startup.read() == {"other": 0.0, "model": 3.0}
+
+
+def test_garbage_is_collected_seldom_before_the_first_step_only():
+    startup, usual = timer()[0], gc.get_threshold()
+    with startup.part("model"):
+        assert gc.get_threshold()[0] > 10 * usual[0]
+        with startup.part("proofs"):
+            pass
+        assert gc.get_threshold()[0] > 10 * usual[0]
+    with pytest.raises(KeyError), startup.part("checks"):
+        raise KeyError
+    with startup.part(FIRST_STEPS):
+        assert gc.get_threshold() == usual
+    assert gc.get_threshold() == usual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -22,7 +23,7 @@ from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.package_checks import CHECKS, Check, NotTriedError
+from fxtune.techniques.package_checks import CHECKS, Check, Heads, NotTriedError
 from fxtune.techniques.pipeline import Pipeline
 
 CPU = torch.device("cpu")
@@ -199,14 +200,22 @@ def recorded(monkeypatch, tmp_path):
     asked: list[str] = []
     seen = {"torchao": "RuntimeError: no kernel image", "quack-kernels": "OutOfMemoryError: CUDA out of memory"}
 
-    def check(name, gpu, timeout):
-        asked.append(name)
-        return {"state": "broken" if name in seen else "works", "seen": seen.get(name, "ran")}
+    class Check:
+        def __init__(self, command):
+            self.name = command[3]
+            asked.append(self.name)
+
+        def tell(self, text):
+            assert set(json.loads(text)) == {"queries", "keys", "width"}
+
+        def result(self, limit):
+            answer = {"state": "broken" if self.name in seen else "works", "seen": seen.get(self.name, "ran")}
+            return 0, json.dumps(answer), 1.0
 
     site = tmp_path / "site"
     (site / "torchao-0.18.0.dist-info").mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(package_checks, "run_check", check)
+    monkeypatch.setattr("fxtune.system.process_group.Captured", Check)
     monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
     # Not the real folders: other test processes may write into them.
     monkeypatch.setattr(sys, "path", [str(site), *(folder for folder in sys.path if "site-packages" not in folder)])
@@ -260,3 +269,28 @@ def test_doctor_replaces_what_is_recorded(recorded):
     package_checks.record({"bitsandbytes": {"state": "works", "seen": "again"}}, "H100")
     package_checks.record({"quack-kernels": {"state": "works", "seen": "the GPU is free"}}, "H100")
     assert checked() == set()
+
+
+def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(monkeypatch, tmp_path):
+    """In real processes."""
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # as unusable() leaves it
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "flash_attn").mkdir()
+    (site / "flash_attn" / "cute.py").write_text("raise ImportError('No CTK flavor')\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    facts = Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
+    for machine, techniques in ((replace(facts, device="cpu"), ["attention"]), (facts, ["lora"])):
+        with package_checks.import_ahead(machine, techniques) as ahead:
+            assert ahead == {}
+    with package_checks.import_ahead(facts, ["attention"]) as ahead:
+        assert package_checks.unusable(facts, [], ahead=ahead) == {}
+        (unused,) = ahead.values()
+    assert unused._process.poll() is not None, "a check that is not needed ends"
+    with package_checks.import_ahead(facts, ["attention"]) as ahead:
+        found = package_checks.unusable(facts, ["flash-attn-4"], Heads(32, 8, 128), ahead)
+    assert found["flash-attn-4"].endswith("No CTK flavor")
+    with package_checks.import_ahead(facts, ["attention"]) as ahead:
+        assert ahead == {}, "its result is recorded"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -405,7 +406,8 @@ def on(monkeypatch):
         monkeypatch.setattr(World, "create", staticmethod(lambda *_, **__: World(torch.device("cpu"))))
         monkeypatch.setattr(World, "facts", lambda self, deterministic=False: facts)
         works = {"state": "works", "seen": ""}  # no package can be tried on a machine that is not there
-        monkeypatch.setattr(package_checks, "_check_on_gpu", lambda names, _: dict.fromkeys(names, works))
+        monkeypatch.setattr(package_checks, "_check_on_gpu", lambda names, *_: dict.fromkeys(names, works))
+        monkeypatch.setattr("fxtune.training.builder.import_ahead", lambda *_: nullcontext({}))
         monkeypatch.setattr(
             machine_facts.shutil, "which", lambda name: f"/usr/bin/{name}"
         )  # that machine has compilers

@@ -54,6 +54,15 @@ def test_only_answers_and_their_end_of_turn_are_marked_as_supervised(small, tmp_
     assert outside.count("<|im_start|>user↵\nwhat is") == len(learned)
 
 
+def test_the_border_of_a_prompt_and_its_answer_is_where_sampling_begins(small, tmp_path, tokenizer, capsys):
+    assert len(tokenizer(" the")["input_ids"]) < sum(len(tokenizer(part)["input_ids"]) for part in (" ", "the"))
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "Ans: ", "completion": "the"}) + "\n")
+    small.data.sources = [SourceConfig(path=str(file))]
+    assert "Ans: ⟦the<" in page_of(small)
+    assert "tokenized apart, as in sampling (1 of 1 documents)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_supervised_tokens_are_green_and_special_ones_magenta_on_a_terminal(small, tmp_path):
     small.data.sources = [chat(tmp_path, ("hello", "goodbye"))]
     page = page_of(small, force_terminal=True, color_system="standard", no_color=False)

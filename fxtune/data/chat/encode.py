@@ -2,9 +2,8 @@
 
 Chat rows are rendered by the chat template and tokenized as one text, and the supervised character spans
 (template.py) are mapped to tokens by the tokenizer's offsets. Special tokens that a message quotes are text
-(special_tokens.py). A token that overlaps a supervised span is supervised, even if it begins before the span with the
-space in front of the first word; otherwise that word could never be learned. A token of zero width, which some
-tokenizers insert, is supervised if it is inside a span.
+(special_tokens.py). A span begins with the first token that sampling writes behind the tokens of the prompt
+(border.py). A token of zero width, which some tokenizers insert, is supervised if it is inside a span.
 
 No special tokens are added to rendered text, because the template has written them. Plain text gets the
 tokenizer's beginning-of-text and end-of-text tokens, unless the text has them.
@@ -19,10 +18,12 @@ import copy
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import Coverage
 from fxtune.data.chat.normalize import SURROGATE, Conversation, RowError, read_conversation, require_text, short
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
@@ -40,6 +41,14 @@ IGNORE_INDEX = -100
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 NO_TOKEN = "the tokenizer makes no token of this text"
+APART_REMARK = (
+    "in one text, a token would lie across the border of a prompt and its answer, so the two are tokenized apart, as "
+    "in sampling"
+)
+CROSSED_REMARK = (
+    "an answer begins inside a token of its prompt, which sampling never writes; `fxtune preview` shows where, and "
+    "another character at the end of the prompt or at the beginning of the answer avoids it"
+)
 
 
 @dataclass
@@ -110,6 +119,8 @@ class Encoder:
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1 if format is RowFormat.tokens else 0
         self._templates: dict[bool, tuple[ChatTemplate, SpecialTokenEscaper]] = {}
+        encode, decode = partial(_encode, self._tokenizer), partial(_decode, self._tokenizer)
+        self._borders = BorderFinder(encode, decode, tokenizer.added_tokens_decoder)
         if format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca):
             self._template(with_tools=False)
 
@@ -206,7 +217,10 @@ class Encoder:
         ids, offsets = escaper.encode(aliased)
         if not ids:
             raise RowError(NO_TOKEN)
-        return Document(ids, _overlaps(offsets, spans), True, remarks, chat.is_newly_read)
+        finder = BorderFinder(escaper.encode_part, escaper.decode, self._tokenizer.added_tokens_decoder)
+        spans = [(aliased.position(start), aliased.position(end)) for start, end in spans]
+        document = _document(_Text(aliased.text, spans, False, remarks, chat.is_newly_read), ids, offsets, finder)
+        return replace(document, escaped=True)
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> _Text | Document:
         prompt, completion = row.get("prompt"), row.get("completion")
@@ -268,14 +282,16 @@ class Encoder:
             if not ids:
                 documents.append(NO_TOKEN)
                 continue
-            supervised = _overlaps(offsets, text.spans)
+            document = _document(text, ids, offsets, self._borders)
             if text.is_plain:
+                ids, supervised = document.ids, document.supervised
                 if ids[: len(self._bos)] != self._bos:
                     all_supervised = text.spans[0] == (0, len(text.text))  # after a prompt, it is not
                     ids, supervised = self._bos + ids, [all_supervised] * len(self._bos) + supervised
                 if self._eos is not None and ids[-1] != self._eos:
                     ids, supervised = [*ids, self._eos], [*supervised, True]
-            documents.append(Document(ids, supervised, False, text.remarks, text.is_newly_read))
+                document = replace(document, ids=ids, supervised=supervised)
+            documents.append(document)
         return documents
 
 
@@ -343,17 +359,24 @@ def _integers(values: Any, where: str, length: int | None = None) -> list[int]:
     return [int(value) for value in values]
 
 
-def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens overlap one of the spans. `offsets`: (start, end) of each token, ascending starts."""
-    supervised = [False] * len(offsets)
-    for start, end in spans:
-        first = bisect_left(offsets, (start,))
-        # Include tokens that begin earlier and reach into the span; several can be bytes of one character.
-        while first > 0 and offsets[first - 1][1] > start:
-            first -= 1
-        last = bisect_left(offsets, (end,))
+def _document(text: _Text, ids: list[int], offsets: Sequence[Span], finder: BorderFinder) -> Document:
+    """`ids`, `offsets`: the tokens of the text, with ascending starts."""
+    borders = finder.find(text.text, ids, offsets, [start for start, _ in text.spans])
+    supervised = [False] * len(borders.ids)
+    for first, (_, end) in zip(borders.firsts, text.spans, strict=True):
+        last = bisect_left(borders.offsets, (end,))
         supervised[first:last] = [True] * (last - first)
-    return supervised
+    remarks = (*text.remarks, *[APART_REMARK] * borders.is_apart, *[CROSSED_REMARK] * borders.is_crossed)
+    return Document(borders.ids, supervised, False, remarks, text.is_newly_read or borders.is_apart)
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], encoded["offset_mapping"]
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _leading_special_ids(tokenizer: Any) -> list[int]:

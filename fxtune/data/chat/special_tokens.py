@@ -25,7 +25,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from fxtune.data.chat.normalize import RowError
@@ -38,18 +37,19 @@ _ALIAS = re.compile(f"{_OPENING}[0-9]+{_CLOSING}")
 
 @dataclass(frozen=True)
 class AliasedText:
-    """A rendered text with aliases for the template's special tokens, and the map from its
-    positions to the original's."""
+    """A rendered text with aliases for the template's special tokens, and the map from the original's positions to
+    its own."""
 
     text: str
-    alias_ends: list[int]
+    token_ends: list[int]
+    """Where these special tokens end in the original."""
     shifts: list[int]
-    """How much longer the original is before the first of `alias_ends`, between the first
-    and the second, and so on."""
+    """How much longer the original is before the first of `token_ends`, between the first and the second, and so
+    on."""
 
-    def original_position(self, position: int) -> int:
-        """The position in the original text. No token begins or ends inside an alias."""
-        return position + self.shifts[bisect_right(self.alias_ends, position)]
+    def position(self, original: int) -> int:
+        """The position in `text`. The original one is not inside a special token."""
+        return original - self.shifts[bisect_right(self.token_ends, original)]
 
 
 class SpecialTokenEscaper:
@@ -115,22 +115,28 @@ class SpecialTokenEscaper:
             parts += [marked[at : match.start()], new]
             length += match.start() - at + len(new)
             if found in self._alias:
-                ends.append(length)
-                shifts.append(len(found) - len(new))
+                shifts.append(shifts[-1] + len(found) - len(new))
+                ends.append(length + shifts[-1])
             at = match.end()
-        return AliasedText("".join([*parts, marked[at:]]), ends, list(accumulate(shifts)))
+        return AliasedText("".join([*parts, marked[at:]]), ends, shifts)
 
     def encode(self, aliased: AliasedText) -> tuple[list[int], list[Span]]:
-        """Token ids and their spans in the original text. Raises RowError if this tokenizer cannot
-        write a special token as text."""
+        """Token ids and their spans in `aliased.text`. Raises RowError if this tokenizer cannot write a special token
+        as text."""
         if self._copy is None:
             self._copy = self._tokenizer_with_aliases()
             self._inseparable = {content for content in self._special if not self._is_separable(content)}
         if inseparable := self._inseparable.intersection(self._any_special.findall(aliased.text)):
             raise RowError(f"{min(inseparable)} in a message: this tokenizer can write it only as the special token")
-        encoded = self._copy.encode(aliased.text, add_special_tokens=False)
-        position = aliased.original_position
-        return encoded.ids, [(position(start), position(end)) for start, end in encoded.offsets]
+        return self.encode_part(aliased.text)
+
+    def encode_part(self, text: str) -> tuple[list[int], list[Span]]:
+        """Token ids of a part of an aliased text, and their spans. Call encode() first."""
+        encoded = self._copy.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._copy.decode(ids, skip_special_tokens=False))
 
     def _is_separable(self, content: str) -> bool:
         """Whether the copy knows a special token by its alias, and does not make one of its letters."""

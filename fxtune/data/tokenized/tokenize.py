@@ -39,7 +39,7 @@ from fxtune.system.host import cores
 from fxtune.system.progress import phase
 from fxtune.upstream.transformers import import_code_of_models
 
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
 LAST_VERSION = 3
 """Part of a table's fingerprint, in place of ENCODING_VERSION, if all rows get the same tokens as with this version.

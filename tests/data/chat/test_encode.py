@@ -57,30 +57,26 @@ def test_text_with_a_tokenizer_without_special_tokens() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_prompt_and_completion_are_tokenized_as_one_text(style: str) -> None:
+def test_prompt_and_completion_have_one_text_and_the_prompts_own_tokens(style: str) -> None:
     tokenizer = families.build_tokenizer(style, "<s>", "</s>")
     encoder = Encoder(tokenizer, RowFormat.prompt_completion)
     for prompt, completion in (("what is two?", " it is four."), ("what 😀 é ", "two 😀  "), ("two  ", "  two")):
         document = encoded(encoder, {"prompt": prompt, "completion": completion})
-        assert document.ids == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
-        boundary = document.supervised.index(True)
-        assert document.supervised == [index >= boundary for index in range(len(document.ids))]
-        before, through = (
-            tokenizer.decode(document.ids[:end], skip_special_tokens=True).removeprefix(
-                " " if "prefixed" in style else ""
-            )
-            for end in (boundary, boundary + 1)
+        assert tokenizer.decode(document.ids) == tokenizer.decode(
+            [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
         )
-        assert prompt.startswith(before)
-        assert len(through) > len(prompt)
-        assert boundary > 0
+        boundary = document.supervised.index(True)
+        assert document.ids[:boundary] == tokenizer(prompt)["input_ids"]
+        assert document.supervised == [index >= boundary for index in range(len(document.ids))]
 
 
-def test_token_across_the_prompt_boundary_is_learned() -> None:
+def test_a_word_across_the_border_is_learned_as_the_model_writes_it() -> None:
     tokenizer = families.build_tokenizer("bytelevel", None, "</s>")
-    (token,) = tokenizer("assistant", add_special_tokens=False)["input_ids"]
+    assert len(tokenizer("assistant", add_special_tokens=False)["input_ids"]) == 1
     document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), {"prompt": "assis", "completion": "tant"})
-    assert document == Document([token, tokenizer.eos_token_id], [True, True])
+    prompt, completion = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("assis", "tant"))
+    assert document.ids == [*prompt, *completion, tokenizer.eos_token_id]
+    assert document.supervised == [False] * len(prompt) + [True] * (len(completion) + 1)
 
 
 def test_prompt_and_completion_as_messages_use_the_chat_template() -> None:

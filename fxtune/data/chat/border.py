@@ -1,0 +1,120 @@
+"""The border between a prompt and its answer, in tokens as sampling makes them.
+
+Sampling tokenizes the prompt alone, and the model writes the next tokens. In one text of both, a token may lie across
+the border: a prompt that ends with a newline and an answer that begins with one make the token `\\n\\n`, `Ans: ` and
+`yes` make ` yes`. Sampling never asks for such a token, and the tokens before it are no prompt of it either. So where
+the tokens of the whole text do not begin with the prompt's own tokens, the prompt and the answer are tokenized apart.
+
+A tokenizer splits a text at its added tokens first (`<|im_start|>`), so only the text between the last added token and
+the border is tokenized again, in a chat the word `assistant` and a newline. Of a long prompt without added tokens, its
+end is enough to see a difference.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+Span = tuple[int, int]
+Encode = Callable[[str], tuple[list[int], list[Span]]]
+"""A text to its ids and their (start, end) characters, without special tokens around the text."""
+
+WINDOW = 2_000
+"""Characters before a border whose tokens are compared, if no added token is nearer."""
+TAIL = 32
+"""Tokens that are compared of a window that begins inside a text."""
+GUARD = "\U0010fad2"
+"""A private-use character before an answer. A tokenizer that begins each text with a space puts the space there."""
+CACHED = 256
+"""Longest text whose tokens are kept, in characters; and the number of such texts."""
+
+
+@dataclass
+class Borders:
+    """The tokens of a text with its borders."""
+
+    ids: list[int]
+    offsets: list[Span]
+    firsts: list[int] = field(default_factory=list)
+    """For each border the index of the first token behind it."""
+    is_apart: bool = False
+    """Whether a prompt and its answer were tokenized apart."""
+    is_crossed: bool = False
+    """Whether a token lies across a border, because no tokens of the answer alone spell the same text."""
+
+
+class BorderFinder:
+    """Finds borders for one tokenizer.
+
+    Args:
+        encode, decode: the tokenizer's.
+        added: ids of its added tokens.
+    """
+
+    def __init__(self, encode: Encode, decode: Callable[[list[int]], str], added: Collection[int]) -> None:
+        self._encode, self._decode, self._added = encode, decode, frozenset(added)
+        self._known: dict[str, list[int]] = {}
+
+    def find(self, text: str, ids: Sequence[int], offsets: Sequence[Span], starts: Sequence[int]) -> Borders:
+        """`ids`, `offsets`: the tokens of `text` as a whole. `starts`: where answers begin, ascending."""
+        found = Borders(list(ids), list(offsets))
+        for start in starts:
+            found.firsts.append(self._first(text, start, found))
+        return found
+
+    def _first(self, text: str, start: int, found: Borders) -> int:
+        ids, offsets = found.ids, found.offsets
+        first = bisect_left(offsets, (start,))
+        if not start or not first or (ids[first - 1] in self._added and offsets[first - 1][1] >= start):
+            return first
+        at = self._last_added(found, first, start - WINDOW)
+        is_whole = at == 0 or ids[at] in self._added
+        prompt = self._ids(text[offsets[at][0] if at else 0 : start])
+        compared = prompt if is_whole else prompt[-TAIL:]
+        if len(compared) <= first and ids[first - len(compared) : first] == compared:
+            return first
+        return self._tokenize_apart(text, start, first, found)
+
+    def _tokenize_apart(self, text: str, start: int, first: int, found: Borders) -> int:
+        """Replace the tokens between the added tokens around a border."""
+        ids, offsets = found.ids, found.offsets
+        at = self._last_added(found, first, -1)
+        begin = offsets[at][0] if at else 0
+        until = next((index for index in range(first, len(ids)) if ids[index] in self._added), len(ids))
+        end = offsets[until][0] if until < len(ids) else len(text)
+        prompt, prompt_offsets = self._encode(text[begin:start])
+        if ids[at : at + len(prompt)] == prompt:
+            return at + len(prompt)
+        written = self._decode(ids[at:until])
+        for guard in ("", GUARD):
+            answer, answer_offsets = self._encode(guard + text[start:end])
+            skipped = sum(stop <= len(guard) for _, stop in answer_offsets) if guard else 0
+            if self._decode(prompt + answer[skipped:]) == written:
+                ids[at:until] = prompt + answer[skipped:]
+                moved = start - len(guard)
+                offsets[at:until] = [(one + begin, stop + begin) for one, stop in prompt_offsets] + [
+                    (one + moved, stop + moved) for one, stop in answer_offsets[skipped:]
+                ]
+                found.is_apart = True
+                return at + len(prompt)
+        found.is_crossed = True
+        while first > 0 and offsets[first - 1][1] > start:
+            first -= 1
+        return first
+
+    def _last_added(self, found: Borders, before: int, lowest: int) -> int:
+        """The index of the last added token before an index, or of the first token from character `lowest` on."""
+        at = before - 1
+        while at > 0 and found.ids[at] not in self._added and found.offsets[at][0] > lowest:
+            at -= 1
+        return at
+
+    def _ids(self, text: str) -> list[int]:
+        if len(text) > CACHED:
+            return self._encode(text)[0]
+        if text not in self._known:
+            if len(self._known) > CACHED:
+                self._known.clear()
+            self._known[text] = self._encode(text)[0]
+        return self._known[text]

@@ -2,11 +2,12 @@
 
     fxtune chat runs/quickstart                # or its name: fxtune chat quickstart
     fxtune chat quickstart --show both         # the base and the tuned model, side by side
+    fxtune chat quickstart/step-70             # a checkpoint of it
     fxtune chat quickstart < prompts.txt       # answers each line of a file or a pipe, and ends
 
-RUN is a run's folder or name, or the folder of an adapter or a model. Prompts are written as in training, by the run's
-chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends. Each line of a pipe is a
-conversation of its own. Answers are the most likely ones, unless --temperature is above 0.
+RUN is a run's folder or name, one of its checkpoints, or the folder of an adapter or a model. Prompts are written as
+in training, by the run's chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends.
+Each line of a pipe is a separate conversation. Answers are the most likely ones, unless --temperature is above 0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from fxtune.cli.merge import open_adapter, stored_dtype
-from fxtune.cli.run_output import RunOutput, find_output
+from fxtune.cli.run_output import Kind, RunOutput, find_output
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.read.formats import RowFormat
 from fxtune.distributed.world import World
@@ -32,6 +33,7 @@ from fxtune.models.load import ModelConfig
 from fxtune.system import progress
 from fxtune.system.console import console, plain, say
 from fxtune.training.answers import question_of
+from fxtune.training.checkpoint_model import exported_model
 from fxtune.upstream.transformers import set_attention
 
 Write = Callable[[str], None]
@@ -83,20 +85,34 @@ def run(
 def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tuple[list[Speaker], Any]:
     """The speakers that `show` names (tuned, base or both), and the tokenizer of the run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if output.is_adapter:
-        adapter = open_adapter(str(output.folder), "loaded", trust_remote_code)
-        model = adapter.adapt(adapter.build_base(device)).to(device).eval()
+    folder = str(output.folder)
+    if output.kind is Kind.checkpoint:
+        tuned, tokenizer, _ = exported_model(output.folder, trust_remote_code)
+    elif output.kind is Kind.adapter:
+        adapter = open_adapter(folder, "loaded", trust_remote_code)
+        tuned, tokenizer = adapter.adapt(adapter.build_base(device)), adapter.tokenizer
+    else:
+        source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
+        tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
+    if hasattr(tuned, "peft_config"):
+        model = tuned.to(device).eval()
         speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
-        return [one for one in speakers if show in (one.label, "both")], adapter.tokenizer
-    paths = {"base": _base_of(output) if show != "tuned" else "", "tuned": str(output.folder)}
+        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer
     speakers = []
-    for label in ("base", "tuned") if show == "both" else (show,):
-        source = ModelConfig(path=paths[label], trust_remote_code=trust_remote_code)
-        hf_config = models.load_config(source)
-        source.dtype = stored_dtype(hf_config, paths[label])
-        set_attention(hf_config, "eager")  # the kernels that it names may not be installed
-        speakers.append(Speaker(label, models.build(source, hf_config, World(device), seed=0).eval()))
-    return speakers, models.load_tokenizer(ModelConfig(path=paths["tuned"], trust_remote_code=trust_remote_code))
+    if show != "tuned":
+        base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
+        speakers.append(Speaker("base", _whole(base, device)))
+    if show != "base":
+        speakers.append(Speaker("tuned", tuned.to(device).eval()))
+    return speakers, tokenizer
+
+
+def _whole(source: ModelConfig, device: torch.device) -> Any:
+    """A model without adapters, in the dtype in which it is stored."""
+    hf_config = models.load_config(source)
+    source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
+    set_attention(hf_config, "eager")  # the kernels that it names may not be installed
+    return models.build(source, hf_config, World(device), seed=0).eval()
 
 
 def _base_of(output: RunOutput) -> str:

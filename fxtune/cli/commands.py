@@ -210,21 +210,21 @@ COMMANDS = {
     ),
     "eval": Command(
         "fxtune.cli.evaluate",
-        "loss and exact match of a base model, an adapter or a trained model; or: eval RUN/checkpoints/step-70",
+        "loss and exact match of a recipe's model; or of what a run has trained: eval RUN [key=value ...]",
         reads_data=True,
-        positional="run_checkpoint",
+        positional="of_output",
         options=_TRUST,
         ranks=True,
     ),
     "merge": Command(
         "fxtune.cli.merge",
-        "merge an adapter into its base model; or: merge ADAPTER_OR_CHECKPOINT [FOLDER]",
+        "merge an adapter into its base model: merge RUN [FOLDER]",
         positional="merge",
         options={"--unmerged": _flag("of a checkpoint: write its adapter alone"), **_TRUST},
     ),
     "chat": Command(
         "fxtune.cli.chat",
-        "talk to the model that a run has trained: chat RUN",
+        "talk to the model that a run has trained: chat RUN, or RUN/step-70",
         positional="run",
         positional_only=True,
         options={
@@ -277,7 +277,7 @@ COMMANDS = {
         options=_JSON,
     ),
     "sync": Command(
-        "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN_FOLDER", positional="run", positional_only=True
+        "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN", positional="run", positional_only=True
     ),
     "recipes": Command(
         "fxtune.cli.recipes",

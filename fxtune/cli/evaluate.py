@@ -3,7 +3,9 @@
     fxtune eval +recipe=quickstart                                              # the base model
     fxtune eval +recipe=quickstart model.adapter=runs/quickstart/adapter        # with the adapter of a LoRA run
     fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
-    fxtune eval runs/quickstart/checkpoints/step-70                             # any checkpoint, with its run's config
+    fxtune eval quickstart                        # what a run has exported, on the held-out data of its config
+    fxtune eval quickstart/step-70                # any checkpoint, adapter or model of a run
+    fxtune eval quickstart 'data.eval_sources=[{path: new.jsonl}]'              # the same on other data; any key
 
 Data, masks and loss are those of training, so the figures compare with those of a run. Several GPUs share the held-out
 data of a recipe; the first one answers the questions.
@@ -18,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fxtune.cli.run_output import Kind, find_output
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.data.batches.build import prepare_evaluation
@@ -31,21 +34,24 @@ from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
-from fxtune.training.checkpoint_model import find_checkpoint, load_checkpoint, run_folder
+from fxtune.training.checkpoint_model import load_checkpoint
 from fxtune.training.oom_advice import MemoryPhase
 
 
-def run_checkpoint(checkpoint: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """run() with the config of a run and the weights of one of its checkpoints: RUN/checkpoints/step-70."""
-    found = find_checkpoint(checkpoint)
-    if found is None:
+def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """run() with the config of a run, changed by `keys`, and the weights that the run has exported or one of its
+    checkpoints. Raises ConfigError for an adapter or a model that lies in no run."""
+    found = find_output(output)
+    if found.run is None:
         raise ConfigError(
-            f"{checkpoint} is no checkpoint of a run (runs/NAME/checkpoints/step-70). An adapter or a model is "
-            "evaluated by its recipe: fxtune eval +recipe=NAME model.adapter=FOLDER, or model.path=FOLDER."
+            f"{found.folder} lies in no run, whose config would say what to evaluate on. Give a recipe: fxtune eval "
+            f"+recipe=NAME model.{'path' if found.kind is Kind.model else 'adapter'}={found.folder}"
         )
     # The run may have divided its weights over more ranks than there are here.
-    config = replace(compose.of_run(run_folder(found), trust_remote_code), parallel=ParallelConfig())
-    return run(config, found)
+    config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
+    if found.kind is Kind.checkpoint:
+        return run(config, found.folder)
+    return run(replace(config, model=models.starting_from(config.model, found.folder)))
 
 
 def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:

@@ -165,20 +165,25 @@ def _run_parsed(
         from fxtune.system.console import console
 
         console().quiet = True  # rank 0 talks to the user
-    given_words = [text for text in options.overrides if not _in_folder(text)]
-    has_keys = any(text.startswith("+") or "=" in text for text in given_words) or options.cfg or options.info
+    named = [text for text in options.overrides if not _is_key(text)]
     if not argv or (options.help and argv[0] not in (name, "help")) or argv == ["help"]:
         print(_help())
     elif options.help:
         print(_explained(parser, command), end="")
-    elif command.positional and (command.positional_only or (options.overrides and not has_keys)):
-        _call_positional(name, command.positional, options.overrides, own)
+    elif command.positional and (command.positional_only or (named and not (options.cfg or options.info))):
+        words = options.overrides if command.positional_only else sorted(options.overrides, key=_is_key)
+        _call_positional(name, command.positional, words, own)
     elif options.version:
         print(_versions())
     elif options.shell_completion:
         _complete(options.overrides)
     else:
         _run_command(command, options, own)
+
+
+def _is_key(text: str) -> bool:
+    """Whether a word is a recipe, a group or a key, and names no run, adapter or model."""
+    return text.startswith(("+", "~")) or ("=" in text and not _in_folder(text))
 
 
 def _in_folder(text: str) -> bool:

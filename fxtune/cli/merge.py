@@ -1,7 +1,10 @@
 """`fxtune merge`: write a LoRA adapter and its base as one safetensors model, which plain transformers loads.
 
-    fxtune merge runs/NAME/adapter FOLDER        fxtune merge +recipe=NAME
-    fxtune merge runs/NAME/checkpoints/step-70   # any checkpoint, into runs/NAME/merged-step-70
+    fxtune merge quickstart              # the adapter of a run, into runs/quickstart/merged
+    fxtune merge quickstart FOLDER       # or into another folder
+    fxtune merge quickstart/step-70      # any checkpoint, into runs/quickstart/merged-step-70
+    fxtune merge me/lamps FOLDER         # an adapter of the hub, or the folder of an adapter
+    fxtune merge +recipe=NAME            # the adapter of the recipe's newest run
 
 The checkpoint of a full fine-tuning is written as a model, with nothing to merge.
 
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 
 from fxtune.checkpoint.folder import step_of
-from fxtune.cli.run_output import is_run
+from fxtune.cli.run_output import RUNS, Kind, RunOutput, find_folder, find_output, is_run, unknown
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
@@ -41,7 +44,7 @@ from fxtune.models.untrusted import inspect_folder
 from fxtune.system.hub import Origin, locate, locate_adapter
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
-from fxtune.training.checkpoint_model import exported_model, find_checkpoint, run_folder
+from fxtune.training.checkpoint_model import exported_model, run_folder
 from fxtune.upstream.peft import alone
 from fxtune.upstream.transformers import set_attention
 
@@ -51,7 +54,7 @@ MIB = 2**20
 def run(config: Config, unmerged: bool = False, trust_remote_code: bool = False) -> Path:
     """Merge the adapter of the recipe's newest run into its run folder. Raises ConfigError if there is none."""
     if unmerged:
-        raise ConfigError("--unmerged writes the adapter of a checkpoint: fxtune merge RUN/checkpoints/step-70")
+        raise ConfigError("--unmerged writes the adapter of a checkpoint: fxtune merge RUN/step-70")
     root = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
     folders = [root] if config.run.dir else [path for path in root.parent.glob("*") if is_run(path.name, root.name)]
     adapters = [path / "adapter" for path in folders if (path / "adapter").is_dir()]
@@ -72,21 +75,36 @@ def merge(
     unmerged: bool = False,
     card: dict[str, Any] | None = None,
 ) -> Path:
-    """Write an adapter (a folder, a checkpoint of a run or a hub id) and the base that it names as one model into
-    `out`, and return `out`. Without `out`: `merged` beside a folder, RUN/merged-step-70 for a checkpoint. `unmerged`:
-    write the adapter of a checkpoint alone. `card`: more for the model card of an adapter's folder, see write_card().
+    """Write an adapter (a run, a checkpoint of it, a folder or a hub id) and the base that it names as one model into
+    `out`, and return `out`. Without `out`: `merged` beside the adapter, RUN/merged-step-70 for a checkpoint.
+    `unmerged`: write the adapter of a checkpoint alone. `card`: more for the model card of an adapter's folder, see
+    write_card().
 
     Raises ConfigError if the adapter cannot be used, StorageError if `out` exists or cannot be written, or if weights
     do not fit or are not finite.
     """
     name = str(adapter)
-    if checkpoint := find_checkpoint(name):
-        return _merge_checkpoint(checkpoint, out, unmerged, trust_remote_code)
+    found = _find(name)
+    if found and found.kind is Kind.checkpoint:
+        return _merge_checkpoint(found.folder, out, unmerged, trust_remote_code)
     if unmerged:
-        raise ConfigError(f"--unmerged is for a checkpoint, and {name} is an adapter already.")
-    if out is None and not Path(name).is_dir():
+        raise ConfigError(f"--unmerged is for a checkpoint, and {name} is no checkpoint.")
+    if found and found.kind is Kind.model:
+        raise ConfigError(f"{found.folder} is a whole model, without adapters, so there is nothing to merge.")
+    if found:
+        name, out = str(found.folder), out or found.folder.with_name("merged")
+    elif out is None:
         raise ConfigError(f"Where shall the merged model go? Name a new folder: fxtune merge {name} FOLDER.")
-    return _merge(name, Path(name).with_name("merged") if out is None else Path(out), card or {}, trust_remote_code)
+    return _merge(name, Path(out), card or {}, trust_remote_code)
+
+
+def _find(name: str) -> RunOutput | None:
+    """What `name` means on this machine; None for a name of the hub's. Raises ConfigError for a name of neither."""
+    if find_folder(name) is not None:
+        return find_output(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", f"{RUNS}/")):
+        raise unknown(name)
+    return None
 
 
 def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, trust_remote_code: bool) -> Path:
@@ -185,7 +203,7 @@ def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> Opened
         raise kind(
             f"adapter {name}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: "
             f"{shortened(error, 400)} "
-            "If the base has moved, write where it is into that file."
+            "If the base has moved, write where it is into that file, and remove proof.json beside it."
         ) from error
     model = ModelConfig(**source, dtype=stored_dtype(hf_config, source["path"]))
     set_attention(hf_config, "eager")  # the kernels that it names may not be installed

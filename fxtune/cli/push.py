@@ -3,10 +3,11 @@
     fxtune push quickstart me/lamps                # the adapter, into a private repository
     fxtune push quickstart me/lamps --merged       # the base with the adapter in its weights, as one model
     fxtune push quickstart me/lamps --public       # for everyone to see, if the repository is new
+    fxtune push quickstart/step-70 me/lamps        # a checkpoint, written as an adapter or a model first
 
-RUN is a run's folder or name, or the folder of an adapter or a model. Only the files that load a model are uploaded:
-weights, configs, tokenizer, model card. Checkpoints, metrics and data are not, and a file with a secret in it is
-refused. It needs a token that may write: hf auth login, or HF_TOKEN.
+RUN is a run's folder or name, one of its checkpoints, or the folder of an adapter or a model. Only the files that load
+a model are uploaded: weights, configs, tokenizer, model card. Checkpoints, metrics and data are not, and a file with a
+secret in it is refused. It needs a token that may write: hf auth login, or HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.cli.merge import merge
-from fxtune.cli.run_output import ADAPTER_FILE, RunOutput, find_output
+from fxtune.cli.run_output import ADAPTER_FILE, Kind, RunOutput, find_output
 from fxtune.errors import ConfigError, HubError, StorageError, first_line
-from fxtune.models.export_proof import PROOF
+from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.system.console import say
+from fxtune.system.hub import Origin
 from fxtune.system.redact import redact
 
 CARD = "README.md"
@@ -66,18 +68,21 @@ def run(run: str, name: str, *, merged: bool = False, public: bool = False, trus
         raise ConfigError(f"`{name}` is no name of the hub's: give ORGANISATION/NAME or USER/NAME, as in me/lamps.")
     if not (token := get_token()):
         raise ConfigError("There is no token of the Hugging Face hub: log in with `hf auth login`, or set HF_TOKEN.")
-    if merged and not output.is_adapter:
+    if merged and output.kind is Kind.model:
         raise ConfigError(f"{output.folder} was trained without adapters, so there is nothing to merge.")
     api = HfApi(token=token)
-    as_adapter = output.is_adapter and not merged
-    with _hub_errors(api.endpoint, name):
-        exists = _require_same_kind(api, name, as_adapter)
     with tempfile.TemporaryDirectory(prefix="fxtune-push-") as scratch:
         folder = output.folder
-        if merged:
+        if output.kind is Kind.checkpoint:
+            folder = merge(folder, Path(scratch) / "trained", unmerged=not merged, trust_remote_code=trust_remote_code)
+        as_adapter = (folder / ADAPTER_FILE).exists() and not merged
+        with _hub_errors(api.endpoint, name):
+            exists = _require_same_kind(api, name, as_adapter)
+        if merged and output.kind is Kind.adapter:
             card = {"title": name.partition("/")[2], "figures": _figures(output), "config": output.config}
             folder = merge(folder, Path(scratch) / "model", trust_remote_code=trust_remote_code, card=card)
         operations = _operations(folder, name)
+        require_unchanged(Origin(folder, str(folder)), run)
         if as_adapter and (base := _local_base(folder)):
             say(f"The adapter's base is {base}, a folder of this machine: others can load it with --merged only.")
         enable_progress_bars()

@@ -1,60 +1,144 @@
-"""Finds the model or adapter that a run has written, for the commands that take a RUN."""
+"""Finds what a word of a command line means: a run, a checkpoint of a run, an adapter or a model.
+
+    quickstart                               # the newest run of a name: runs/quickstart, runs/quickstart-2, ...
+    runs/quickstart-2                        # the folder of a run
+    quickstart/step-70                       # a checkpoint, with or without leading zeros
+    runs/quickstart/checkpoints/step-70
+    quickstart/adapter, downloads/lamps      # the folder of an adapter or of a model
+
+All commands that take such a word take it from here.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import CHECKPOINTS, read_config
+from fxtune.checkpoint import folder as stored
+from fxtune.checkpoint.run_folder import CHECKPOINTS, holds_run, read_config
+from fxtune.config import discovery
 from fxtune.errors import ConfigError, did_you_mean
 
 RUNS = Path("runs")
 ADAPTER_FILE = "adapter_config.json"
+STEP = re.compile(r"step-(\d+)")
+
+
+class Kind(str, Enum):
+    checkpoint = "checkpoint"
+    adapter = "adapter"
+    model = "model"
 
 
 @dataclass(frozen=True)
 class RunOutput:
     folder: Path
-    """The folder of the adapter or of the whole model."""
-    is_adapter: bool
-    config: dict[str, Any]
-    """The run's config as plain data; empty for a folder that is not in a run."""
+    """The folder of the checkpoint, of the adapter or of the whole model."""
+    kind: Kind
+    run: Path | None
+    """The folder of the run that wrote it; None for a folder that lies in no run."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's config as plain data; empty without a run. Raises StorageError if it cannot be read."""
+        return (read_config(self.run) if self.run else None) or {}
 
 
-def find_output(run: str) -> RunOutput:
-    """The output of a run: its folder, its name (the newest of runs/NAME, runs/NAME-2, ...), or an adapter's or a
-    model's folder. Raises ConfigError, or StorageError for a config that cannot be read."""
-    folder = run_folder(run)
+def find_output(name: str) -> RunOutput:
+    """The checkpoint, adapter or model that `name` means; of a run, what the run has exported. Raises ConfigError."""
+    folder = find_folder(name)
+    if folder is None:
+        raise unknown(name)
+    if is_checkpoint(folder):
+        return RunOutput(folder, Kind.checkpoint, _run_of(folder))
     for found in (folder / "adapter", folder / "model", folder):
-        if (found / ADAPTER_FILE).is_file():
-            return RunOutput(found, True, read_config(folder) or read_config(folder.parent) or {})
-        if (found / "config.json").is_file():
-            return RunOutput(found, False, read_config(folder) or read_config(folder.parent) or {})
-    if (folder / "config.yaml").exists():
+        for file, kind in ((ADAPTER_FILE, Kind.adapter), ("config.json", Kind.model)):
+            if (found / file).exists():
+                return RunOutput(found, kind, _run_of(found))
+    if holds_run(folder):
+        steps = [stored.step_of(path) for path in stored.paths(folder / CHECKPOINTS)]
+        use = f", or use a checkpoint: {folder / f'step-{steps[-1]}'}" if steps else ""
         raise ConfigError(
             f"{folder} has no adapter and no model yet: the training has not finished. Give its command again; it "
-            "continues."
-        )
-    if folder.parent.name == CHECKPOINTS:
-        raise ConfigError(
-            f"{folder} is a checkpoint. Write its model first, and name that: fxtune merge {folder} FOLDER"
+            f"continues{use}."
         )
     raise ConfigError(f"{folder} is no run, adapter or model of fxtune: it holds no config.yaml and no config.json.")
 
 
-def run_folder(run: str) -> Path:
-    """The folder `run`, or the newest of runs/NAME, runs/NAME-2 and so on. Raises ConfigError if there is none."""
-    if Path(run).expanduser().is_dir():
-        return Path(run).expanduser()
-    named = [folder for folder in RUNS.glob("*") if folder.is_dir() and is_run(folder.name, run)]
-    if named:
-        return max(named, key=lambda folder: folder.stat().st_mtime)
+def run_folder(name: str) -> Path:
+    """The run that `name` means, or a folder of runs; of the adapter or the model of a run, that run. Raises
+    ConfigError."""
+    folder = find_folder(name)
+    if folder is None:
+        raise unknown(name)
+    run = _run_of(folder)
+    if run and is_checkpoint(folder):
+        raise ConfigError(f"{name} is a checkpoint, and this command takes a run: {run}")
+    return run or folder
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder that `name` means; None if there is none. Raises ConfigError for a step that the run lacks."""
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # unlike Path.is_dir, it accepts a name that is too long
+        return path
+    head, *rest = path.parts or (name,)
+    newest = _newest(head)
+    for place in (path, newest.joinpath(*rest) if newest else path):
+        if os.path.isdir(place):
+            return place
+        if STEP.fullmatch(place.name) and (found := _checkpoint(place, name)):
+            return found
+    return None
+
+
+def unknown(name: str) -> ConfigError:
+    """The error for a name that means nothing here."""
+    if name in discovery.recipes():
+        return ConfigError(f"`{name}` is a recipe that has no run here: write +recipe={name} for the recipe.")
     known = [folder.name for folder in sorted(RUNS.glob("*")) if folder.is_dir()]
-    raise ConfigError(f"there is no run `{run}` (looked for ./{run} and runs/{run}){did_you_mean(run, known)}")
+    known += [str(RUNS / run) for run in known]
+    tried = f"runs/{name}" if len(Path(name).parts) == 1 else None
+    looked = " and ".join(filter(None, [f"./{name}" if tried else name, tried]))
+    return ConfigError(f"there is no run `{name}` (looked for {looked}){did_you_mean(name, known)}")
 
 
 def is_run(name: str, root: str) -> bool:
     """Whether a folder is a run of the recipe `root`: NAME, NAME-2, NAME-3, ..."""
     number = name.removeprefix(root)
     return name.startswith(root) and (not number or (number.startswith("-") and number[1:].isdigit()))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the place and the name of a checkpoint."""
+    return STEP.fullmatch(folder.name) is not None and folder.absolute().parent.name == CHECKPOINTS
+
+
+def _newest(name: str) -> Path | None:
+    """The newest of runs/NAME, runs/NAME-2 and so on."""
+    named = [folder for folder in RUNS.glob("*") if folder.is_dir() and is_run(folder.name, name)]
+    return max(named, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def _checkpoint(place: Path, name: str) -> Path | None:
+    """The checkpoint of this step in the folder of checkpoints, or in that of a run; None if `place` is in neither."""
+    for folder in (place.parent, place.parent / CHECKPOINTS):
+        if folder.absolute().name == CHECKPOINTS and os.path.isdir(folder):
+            found = {stored.step_of(path): path for path in stored.paths(folder)}
+            step = int(place.name.removeprefix("step-"))
+            if step not in found:
+                there = ", ".join(map(str, found)) or "none"
+                raise ConfigError(f"{name}: there is no such checkpoint. The steps in {folder}: {there}.")
+            return found[step]
+    return None
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run that a folder is or lies in: its checkpoint, or what it has exported."""
+    levels = 2 if is_checkpoint(folder) else 1
+    above = (folder if len(folder.parts) > levels else folder.absolute()).parents[levels - 1]
+    return next((run for run in (folder, above) if holds_run(run)), None)

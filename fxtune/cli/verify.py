@@ -3,7 +3,7 @@
     fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step
     fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
     fxtune verify +recipe=quickstart --each    # the same with each technique off in turn
-    fxtune verify runs/quickstart              # are its adapter, model and merged model still what was proven?
+    fxtune verify quickstart                   # are its adapter, model and merged model still what was proven?
 
 The first rows are the evidence that training itself requires before its first step. The others need data or a backward
 pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step costs. Nothing is
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import nn
 
+from fxtune.checkpoint import folder as stored
 from fxtune.cli.options import write_json
-from fxtune.cli.run_output import ADAPTER_FILE, find_output, run_folder
+from fxtune.cli.run_output import ADAPTER_FILE, find_folder, find_output, is_checkpoint, unknown
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
@@ -34,7 +35,7 @@ from fxtune.diagnostics import parity
 from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.dims import EXPERTS
-from fxtune.models.export_proof import PROOF, changed_since
+from fxtune.models.proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, observed, parameter_counts
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.plugins import OBJECTIVES
@@ -95,11 +96,19 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
 
 
 def saved(run: str) -> None:
-    """Compare what a run has saved, or the folder of an adapter or a model, with the proof in it (proof.json).
+    """Compare what a run has saved, or the folder of an adapter or a model, with the proof in it (proof.json); the
+    files of a checkpoint with the digests that were taken as it was written.
 
     Needs no base and no GPU. Raises CheckError for a file that changed since, StorageError for a folder without proof.
     """
-    folder = run_folder(run)
+    folder = find_folder(run)
+    if folder is None:
+        raise unknown(run)
+    if is_checkpoint(folder):
+        if damage := stored.damage_of(folder):
+            raise CheckError(f"{folder}: {damage.reason}. Use another checkpoint of the run.")
+        say(f"{folder}: as it was written.")
+        return
     exported = [path.parent for name in (ADAPTER_FILE, "config.json") for path in folder.glob(f"*/{name}")]
     proven = [path.parent for path in folder.glob(f"*/{PROOF}")]
     folders = sorted({*exported, *proven}) or [find_output(run).folder]
@@ -112,7 +121,7 @@ def saved(run: str) -> None:
     if changed:
         raise CheckError(
             f"{len(changed)} files are not those that were proven:\n" + "\n".join(changed) + "\nExport them again "
-            "(fxtune merge RUN/checkpoints/step-N), or use another copy."
+            "(fxtune merge RUN/step-N), or use another copy."
         )
 
 

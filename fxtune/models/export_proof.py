@@ -19,7 +19,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ from torch import nn
 
 from fxtune.distributed.chunks import is_divided
 from fxtune.distributed.world import World
-from fxtune.errors import StorageError, first_line, shortened
+from fxtune.errors import first_line, shortened
 from fxtune.models import shards
 from fxtune.models.exported_weights import LoadMismatch, Mismatch, bits
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.probe import Answer, kl, probe_logits
-from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
+from fxtune.models.proof import Proof
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class
@@ -45,84 +45,8 @@ ROUNDINGS = 8
 """Two ways to compute the same may differ by this many roundings of the input; see Answer.noise."""
 WRITTEN_BY_SAVING = ("inference_mode", "peft_version", "auto_mapping", "transformers_version", "_name_or_path")
 """Options that saving writes itself and that change nothing."""
-PROOF = "proof.json"
-UNPROVEN = {PROOF, "README.md"}
 TEXT = "Hello, wörld! 1+1=2\n\n\tdef f(x): return x  # 你好 <|im_start|>"
 CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What was compared, and how far apart it was."""
-
-    tensors: int
-    """Tensors that were read back and are the model's, bit by bit."""
-    kl: float | None = None
-    """Mean KL divergence of the plain model's answers to the probe from the trained model's, in nats a token."""
-    difference: float | None = None
-    """The largest difference of their logits."""
-    recomputed: int | None = None
-    """Of a merged model: tensors that are the base's plus scaling * B A, computed again from the files."""
-    left_out: str = ""
-    """What was not compared, and why."""
-    seconds: float = 0.0
-
-    def with_check(self, check: Callable[[], tuple[int, str]]) -> Proof:
-        """This, and what one more check has found: the tensors that it computed again, and what it left out."""
-        begin = time.perf_counter()
-        count, left_out = check()
-        seconds = self.seconds + time.perf_counter() - begin
-        left_out = "; ".join(filter(None, [self.left_out, left_out]))
-        return replace(self, recomputed=count, left_out=left_out, seconds=seconds)
-
-    def figures(self) -> dict[str, float]:
-        """The figures as metrics of the run, by name."""
-        found = {"kl": self.kl, "max_difference": self.difference, "proof_seconds": self.seconds}
-        return {f"export/{name}": value for name, value in found.items() if value is not None}
-
-    def sentence(self) -> str:
-        parts = [f"{self.tensors} tensors are the model's, bit by bit"]
-        if self.recomputed is not None:
-            parts.append(f"{self.recomputed} of them are the base's plus scaling * B A, computed again")
-        if self.kl is not None:
-            parts.append(
-                f"loaded with the plain libraries it gives the same logits (mean KL {self.kl:.1e} nats a token, "
-                f"largest difference {self.difference:.1e})"
-            )
-        left_out = f" Not compared: {self.left_out}." if self.left_out else ""
-        return f"Read back in {self.seconds:.1f} s: {'; '.join(parts)}.{left_out}"
-
-
-def write_proof(folder: Path, proof: Proof) -> None:
-    """Write proof.json: the figures, and the sha256 of each file but the model card, which its readers may edit."""
-    files = {name: asdict(digest(folder / name)) for name in files_of(folder)}
-    text = json.dumps({"proof": asdict(proof), "files": files}, indent=2)
-    (folder / PROOF).write_text(text + "\n")
-
-
-def changed_since(folder: Path) -> tuple[Proof, list[str]]:
-    """The proof of an exported folder, and a line for each file that is not the one that was proven.
-
-    Raises StorageError for a folder without a proof that can be read.
-    """
-    file = folder / PROOF
-    if not file.exists():
-        raise StorageError(f"{folder} holds no {PROOF}: fxtune has not proven what is in it. Export it again.")
-    try:
-        found = read_json(file)
-        files = {name: FileDigest(**one) for name, one in found["files"].items()}
-        proof = Proof(**found["proof"])
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise StorageError(f"{file} cannot be read: {error}. Export the folder again.") from error
-    damages = [damage.reason for name, one in files.items() if (damage := find_damage(folder / name, one))]
-    added = [name for name in files_of(folder) if name not in files and not name.startswith(".")]
-    return proof, damages + [f"{name} was added" for name in added]
-
-
-def files_of(folder: Path) -> list[str]:
-    """The files below `folder` that are proven, by their paths in it; named chat templates are in a folder."""
-    paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return [path.as_posix() for path in paths if path.name not in UNPROVEN]
 
 
 def prove(

@@ -24,6 +24,7 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
+from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
@@ -207,6 +208,9 @@ def build(
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
     random = model.init is Init.random
     origin = None if random else _locate(model)
+    if origin is not None and (origin.folder / PROOF).exists():
+        weights.readable_files(origin)  # fetches those of the hub
+        require_unchanged(origin, f"model.path={model.path}", (world.rank, world.size))
     empty = by_rows or world.degrees.shard > 1
     if not empty and shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
         world = dataclasses.replace(world, device=torch.device("cpu"))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError, StorageError, shortened
+from fxtune.models.proof import require_unchanged
 from fxtune.models.weights import misfits
 from fxtune.system.console import say
 from fxtune.system.hub import Origin, fetch, locate_adapter
@@ -72,7 +73,10 @@ def require_same_options(adapter: str, options: Mapping[str, Any]) -> None:
 
 
 def fetch_adapter(origin: Origin, name: str, key: str) -> None:
-    """Make the two files of an adapter local, or raise StorageError. `key`, `name`: as the user wrote them."""
+    """Make the two files of an adapter local. `key`, `name`: as the user wrote them.
+
+    Raises StorageError if a file is missing, or is not the file that was proven when it was saved.
+    """
     pickles = sorted(path.name for path in origin.folder.glob("adapter_model*.bin"))
     if origin.revision is None and pickles and not (origin.folder / WEIGHTS).exists():
         raise StorageError(
@@ -81,6 +85,7 @@ def fetch_adapter(origin: Origin, name: str, key: str) -> None:
             "save_pretrained write safetensors."
         )
     fetch(origin, FILES, key=key)
+    require_unchanged(origin, f"{key}={name}")
 
 
 def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:

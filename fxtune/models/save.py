@@ -13,10 +13,11 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError
-from fxtune.models.export_proof import Proof, prove, write_proof
+from fxtune.models.export_proof import prove
 from fxtune.models.exported_weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.model_card import write_card
 from fxtune.models.probe import Answer
+from fxtune.models.proof import Proof, write_proof
 from fxtune.system.atomic_files import replace_folder, sync
 
 

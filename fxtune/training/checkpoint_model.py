@@ -1,9 +1,7 @@
-"""The model of any checkpoint of a run, built from the run's own config: `fxtune merge` and `fxtune eval` take it."""
+"""The model of any checkpoint of a run, built from the run's own config."""
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import TrainState, read
 from fxtune.checkpoint.run_folder import CHECKPOINTS, SETTING, read_config
 from fxtune.config import compose
@@ -25,22 +22,6 @@ from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.run_state import copy_weights, trained_weights, weights_note
 from fxtune.upstream.transformers import set_attention
-
-
-def find_checkpoint(name: str) -> Path | None:
-    """The checkpoint that `name` means: RUN/checkpoints/step-70, with or without leading zeros. None if it means none.
-
-    Raises ConfigError for a step that the run does not have.
-    """
-    path = Path(os.path.expanduser(name))
-    step = re.fullmatch(r"step-(\d+)", path.name)
-    if step is None or not path.parent.is_dir():
-        return None
-    found = {stored.step_of(one): one for one in stored.paths(path.parent)}
-    if int(step[1]) not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise ConfigError(f"{name}: there is no such checkpoint. The steps in {path.parent}: {there}.")
-    return found[int(step[1])]
 
 
 def run_folder(checkpoint: Path) -> Path:

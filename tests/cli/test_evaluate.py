@@ -49,6 +49,7 @@ def with_adapter(small, cwd, **changes):
     )
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    (adapter / "proof.json").unlink()  # the adapter is another one now, on purpose
     return replace(small, model=replace(small.model, adapter=str(adapter)))
 
 

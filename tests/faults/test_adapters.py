@@ -43,8 +43,8 @@ def trained_adapter(base) -> Path:
 
 @pytest.fixture
 def adapter(trained_adapter, tmp_path) -> Path:
-    """A copy of the adapter, which a test may change."""
-    return shutil.copytree(trained_adapter, tmp_path / "adapter")
+    """A copy of the adapter, which a test may change: without proof.json, as a stranger's."""
+    return shutil.copytree(trained_adapter, tmp_path / "adapter", ignore=shutil.ignore_patterns("proof.json"))
 
 
 def change(adapter: Path, **tensors) -> None:
@@ -129,6 +129,7 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     base = on_disk(tmp_path / "base", dtype=dtype)
     model = ModelConfig(path=str(base))
     adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    (adapter / "proof.json").unlink()
     change(
         adapter,
         **{name: lambda tensor: torch.full_like(tensor, size) for name in (UP, UP.replace("lora_A", "lora_B"))},

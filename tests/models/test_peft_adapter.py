@@ -61,6 +61,7 @@ def test_damaged_adapters_and_those_of_another_base_are_refused(base, adapter, t
     model = ModelConfig(path=str(base), adapter=str(adapter))
     weights = load_file(adapter / "adapter_model.safetensors")
     name = sorted(weights)[0]
+    (adapter / "proof.json").unlink()
     for change, message in (
         ({}, f"weights are missing, such as {name}"),
         ({name: torch.zeros(1, 1)}, "another shape"),

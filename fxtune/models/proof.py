@@ -1,0 +1,120 @@
+"""What was proven of an export, and the digests of its files: `proof.json`.
+
+export_proof.py compares a new export with the trained model. proof.json says what was compared, and holds the sha256
+of each file. An export with a proof.json is read only if its files still have these digests: an adapter with a flipped
+bit loads without an error and gives other answers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from fxtune.errors import StorageError
+from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
+from fxtune.system.hub import Origin
+
+PROOF = "proof.json"
+UNPROVEN = {PROOF, "README.md"}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared, and how far apart it was."""
+
+    tensors: int
+    """Tensors that were read back and are the model's, bit by bit."""
+    kl: float | None = None
+    """Mean KL divergence of the plain model's answers to the probe from the trained model's, in nats a token."""
+    difference: float | None = None
+    """The largest difference of their logits."""
+    recomputed: int | None = None
+    """Of a merged model: tensors that are the base's plus scaling * B A, computed again from the files."""
+    left_out: str = ""
+    """What was not compared, and why."""
+    seconds: float = 0.0
+
+    def with_check(self, check: Callable[[], tuple[int, str]]) -> Proof:
+        """This, and what one more check has found: the tensors that it computed again, and what it left out."""
+        begin = time.perf_counter()
+        count, left_out = check()
+        seconds = self.seconds + time.perf_counter() - begin
+        left_out = "; ".join(filter(None, [self.left_out, left_out]))
+        return replace(self, recomputed=count, left_out=left_out, seconds=seconds)
+
+    def figures(self) -> dict[str, float]:
+        """The figures as metrics of the run, by name."""
+        found = {"kl": self.kl, "max_difference": self.difference, "proof_seconds": self.seconds}
+        return {f"export/{name}": value for name, value in found.items() if value is not None}
+
+    def sentence(self) -> str:
+        parts = [f"{self.tensors} tensors are the model's, bit by bit"]
+        if self.recomputed is not None:
+            parts.append(f"{self.recomputed} of them are the base's plus scaling * B A, computed again")
+        if self.kl is not None:
+            parts.append(
+                f"loaded with the plain libraries it gives the same logits (mean KL {self.kl:.1e} nats a token, "
+                f"largest difference {self.difference:.1e})"
+            )
+        left_out = f" Not compared: {self.left_out}." if self.left_out else ""
+        return f"Read back in {self.seconds:.1f} s: {'; '.join(parts)}.{left_out}"
+
+
+def write_proof(folder: Path, proof: Proof) -> None:
+    """Write proof.json: the figures, and the sha256 of each file but the model card, which its readers may edit."""
+    files = {name: asdict(digest(folder / name)) for name in files_of(folder)}
+    text = json.dumps({"proof": asdict(proof), "files": files}, indent=2)
+    (folder / PROOF).write_text(text + "\n")
+
+
+def changed_since(folder: Path) -> tuple[Proof, list[str]]:
+    """The proof of an exported folder, and a line for each file that is not the one that was proven.
+
+    Raises StorageError for a folder without a proof that can be read.
+    """
+    if not (folder / PROOF).exists():
+        raise StorageError(f"{folder} holds no {PROOF}: fxtune has not proven what is in it. Export it again.")
+    proof, files = _read(folder)
+    damages = [damage.reason for name, one in files.items() if (damage := find_damage(folder / name, one))]
+    added = [name for name in files_of(folder) if name not in files and not name.startswith(".")]
+    return proof, damages + [f"{name} was added" for name in added]
+
+
+def require_unchanged(origin: Origin, place: str, share: tuple[int, int] = (0, 1)) -> None:
+    """Raise StorageError if a proven file in the folder of `origin` is another one now. A folder without proof.json
+    passes. `place`: the option and its value, for the message. `share`: (n, of m): only each m-th file is read, from
+    the n-th on, because other ranks read the others.
+
+    Files that were added are not looked at: `fxtune verify` names them. Of a hub's repository, only fetched files are.
+    """
+    folder = origin.folder
+    if not (folder / PROOF).exists():
+        return
+    files = _read(folder)[1]
+    for name, written in list(files.items())[share[0] :: share[1]]:
+        if origin.revision is not None and not (folder / name).exists():
+            continue
+        if damage := find_damage(folder / name, written):
+            raise StorageError(
+                f"{place}: {folder} is not what was proven when it was saved ({PROOF}): {damage.reason}. Use another "
+                f"copy, or export it again (fxtune merge RUN/step-N). If you have edited {name} yourself, "
+                f"remove {folder / PROOF}."
+            )
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files below `folder` that are proven, by their paths in it; named chat templates are in a folder."""
+    paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return [path.as_posix() for path in paths if path.name not in UNPROVEN]
+
+
+def _read(folder: Path) -> tuple[Proof, dict[str, FileDigest]]:
+    file = folder / PROOF
+    try:
+        found = read_json(file)
+        return Proof(**found["proof"]), {name: FileDigest(**one) for name, one in found["files"].items()}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise StorageError(f"{file} cannot be read: {error}. Export the folder again.") from error

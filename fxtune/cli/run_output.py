@@ -115,7 +115,7 @@ def is_run(name: str, root: str) -> bool:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has the place and the name of a checkpoint."""
-    return STEP.fullmatch(folder.name) is not None and folder.absolute().parent.name == CHECKPOINTS
+    return folder in stored.paths(folder.parent)
 
 
 def _newest(name: str) -> Path | None:
@@ -127,8 +127,10 @@ def _newest(name: str) -> Path | None:
 def _checkpoint(place: Path, name: str) -> Path | None:
     """The checkpoint of this step in the folder of checkpoints, or in that of a run; None if `place` is in neither."""
     for folder in (place.parent, place.parent / CHECKPOINTS):
-        if folder.absolute().name == CHECKPOINTS and os.path.isdir(folder):
-            found = {stored.step_of(path): path for path in stored.paths(folder)}
+        if not os.path.isdir(folder):
+            continue
+        found = {stored.step_of(path): path for path in stored.paths(folder)}
+        if found or folder.name == CHECKPOINTS:
             step = int(place.name.removeprefix("step-"))
             if step not in found:
                 there = ", ".join(map(str, found)) or "none"

@@ -150,7 +150,7 @@ def test_a_full_run_learns_as_in_bfloat16_resumes_and_exports_a_plain_model(narr
     monkeypatch.undo()
     monkeypatch.chdir(cwd)
     checkpoint = max((cwd / "run-True" / "checkpoints").glob("step-*"))
-    assert 0 < evaluate.run_checkpoint(str(checkpoint))["eval/loss"] < seen[1][0]  # on a CPU, without fp8
+    assert 0 < evaluate.of_output(str(checkpoint))["eval/loss"] < seen[1][0]  # on a CPU, without fp8
     folder = cwd / "run-True" / "model"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert next(theirs.parameters()).dtype is torch.bfloat16

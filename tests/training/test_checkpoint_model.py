@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_evaluation_of_a_checkpoint_gives_the_figures_of_its_run(narrow, cwd):
     trainer.run(narrow)
     ran = {line["train/step"]: line["eval/loss"] for line in history(Path("run")) if "eval/loss" in line}
     for step, loss in ran.items():
-        assert evaluate.run_checkpoint(f"run/checkpoints/step-{step}")["eval/loss"] == pytest.approx(loss, rel=1e-6)
+        assert evaluate.of_output(f"run/checkpoints/step-{step}")["eval/loss"] == pytest.approx(loss, rel=1e-6)
     assert ran[3] != ran[6]
 
 
@@ -165,8 +166,8 @@ def test_checkpoints_that_are_not_there_or_damaged_are_refused_with_the_steps_th
     trainer.run(narrow)
     with pytest.raises(ConfigError, match=r"step-5: there is no such checkpoint. The steps in run/checkpoints: 3, 6"):
         merge("run/checkpoints/step-5", "out")
-    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
-        evaluate.run_checkpoint("run/adapter")
+    with pytest.raises(ConfigError, match=r"lies in no run.*fxtune eval \+recipe=NAME model\.adapter="):
+        evaluate.of_output(str(shutil.copytree("run/adapter", "elsewhere")))
     (Path("run/checkpoints/step-00000003") / "weights.safetensors").unlink()
     with pytest.raises(StorageError, match=r"step-00000003: weights\.safetensors cannot be read"):
         merge("run/checkpoints/step-3", "out")
@@ -182,7 +183,7 @@ def test_run_folder_of_a_stranger_runs_no_code(narrow, cwd, section):
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     (config["model"] if section == "model" else config["techniques"]["attention"])["trust_remote_code"] = True
     Path("run/config.yaml").write_text(yaml.safe_dump(config))
-    for command in (merge, evaluate.run_checkpoint):
+    for command in (merge, evaluate.of_output):
         with pytest.raises(ConfigError, match=r"run/config\.yaml: trust_remote_code runs code of a stranger"):
             command("run/checkpoints/step-6")
 

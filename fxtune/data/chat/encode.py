@@ -25,7 +25,15 @@ from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import Coverage
-from fxtune.data.chat.normalize import SURROGATE, Conversation, RowError, read_conversation, require_text, short
+from fxtune.data.chat.normalize import (
+    SURROGATE,
+    Conversation,
+    RowError,
+    read_conversation,
+    require_answer,
+    require_text,
+    short,
+)
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.split import SplitChat, split_chat, truncate_chat
 from fxtune.data.chat.template import ChatTemplate, Span, unused_characters
@@ -226,9 +234,9 @@ class Encoder:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
             return self._chat(row)
-        text = require_text(prompt, "prompt") + require_text(completion, "completion")
-        if not completion:
-            raise RowError("completion is empty")
+        prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
+        text = prompt + completion
+        require_answer(completion, "completion")
         self._coverage.check_columns(row, text)
         return _Text(text, [(len(text) - len(completion), len(text))], is_plain=True)
 

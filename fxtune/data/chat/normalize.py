@@ -7,6 +7,7 @@ cannot be read is a `RowError` whose message names the wrong key, because users'
 This file also decides what the model learns (`Conversation.supervised`): the turns that `data.learn` names, by default
 all assistant turns with their tool calls, except those that the row switches off (`weight: 0` or `train: false`) and
 those of a prompt. An assistant turn that the row switches on (`weight: 1` or `train: true`) is learned in any case.
+An empty answer, or a call that no program could run, is a bad row: the model would learn to write it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     switched: list[bool | None] = field(default_factory=list)
     """For each message, whether the row itself says that it is learned; None: it does not say."""
+    places: list[str] = field(default_factory=list)
+    """For each message, where the row has its text, for a message to the user."""
     supervised: list[bool] = field(default_factory=list)
     """For each message, whether the model learns to write it."""
     tools: list[dict[str, Any]] | None = None
@@ -64,8 +67,9 @@ class Conversation:
     is_newly_read: bool = False
     """Whether the row has parts that encoding version 3 read differently: tool calls, or `history` of Alpaca."""
 
-    def add(self, message: dict[str, Any], switched: bool | None = None) -> None:
+    def add(self, message: dict[str, Any], place: str, switched: bool | None = None) -> None:
         self.messages.append(message)
+        self.places.append(place)
         self.switched.append(switched)
 
 
@@ -91,7 +95,21 @@ def read_conversation(
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn or LearnConfig())
+    _require_answers(chat)
     return chat
+
+
+def _require_answers(chat: Conversation) -> None:
+    """Raise RowError for a turn that is learned and has neither a text nor calls. Reasoning is no answer."""
+    for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
+        if learned and "tool_calls" not in message:
+            require_answer(message["content"].rpartition("</think>")[2], place)
+
+
+def require_answer(text: str, place: str) -> None:
+    """Raise RowError if a text that is learned is empty."""
+    if not text.strip():
+        raise RowError(f"{place} is empty, so the model would learn to answer nothing")
 
 
 def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
@@ -134,6 +152,7 @@ def _messages(row: Mapping[str, Any]) -> Conversation:
     system = row.get("system")
     if system is not None and chat.messages[0]["role"] != "system" and require_text(system, "system"):
         chat.messages.insert(0, {"role": "system", "content": system})
+        chat.places.insert(0, "system")
         chat.switched.insert(0, None)
     return chat
 
@@ -141,18 +160,18 @@ def _messages(row: Mapping[str, Any]) -> Conversation:
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
     chat = Conversation()
     if row.get("system") is not None and require_text(row["system"], "system"):
-        chat.add({"role": "system", "content": row["system"]})
-    for question, answer in _history(row.get("history")):
-        chat.add({"role": "user", "content": question})
-        chat.add({"role": "assistant", "content": answer})
+        chat.add({"role": "system", "content": row["system"]}, "system")
+    for index, (question, answer) in enumerate(_history(row.get("history"))):
+        chat.add({"role": "user", "content": question}, f"history[{index}][0]")
+        chat.add({"role": "assistant", "content": answer}, f"history[{index}][1]")
         chat.is_newly_read = True
     instruction = require_text(row.get("instruction"), "instruction")
     extra = require_text("" if row.get("input") is None else row["input"], "input")
     question = "\n\n".join(part for part in (instruction, extra) if part)
     if not question.strip():
         raise RowError("instruction is empty")
-    chat.add({"role": "user", "content": question})
-    chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")})
+    chat.add({"role": "user", "content": question}, "instruction")
+    chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, "output")
     return chat
 
 
@@ -197,10 +216,9 @@ def _add_turn(chat: Conversation, turn: Any, where: str) -> None:
 
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
-        # ShareGPT writes calls as the text of an answer: an object or a list of them. A call that is not JSON is text.
+        # ShareGPT writes calls as the text of an answer: an object or a list of them.
         chat.is_newly_read = True
-        calls = _calls_in_text(content)
-        content = None if calls else content
+        calls, content = _calls_in_text(content, f"{where}.{content_key}"), None
     if content is not None or not calls:
         message["content"] = _content(content, f"{where}.{content_key}")
     if calls:
@@ -209,10 +227,20 @@ def _add_turn(chat: Conversation, turn: Any, where: str) -> None:
     for name in ("tool_call_id", "name"):
         if turn.get(name) is not None:
             message[name] = require_text(turn[name], f"{where}.{name}")
+    if role == "tool" and message.get("tool_call_id"):
+        _require_call(chat, message["tool_call_id"], where)
     if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
         # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
-    chat.add(message, switched)
+    chat.add(message, f"{where}.{content_key}", switched)
+
+
+def _require_call(chat: Conversation, wanted: str, where: str) -> None:
+    """Raise RowError if no earlier turn has a call with this id."""
+    ids = [call.get("id") for message in chat.messages for call in message.get("tool_calls", ())]
+    if wanted not in ids:
+        known = f"the calls before it have {', '.join(map(short, ids))}" if ids else "no turn before it has a call"
+        raise RowError(f"{where}.tool_call_id is {short(wanted)}, and {known}")
 
 
 def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -279,23 +307,33 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
             )
         if not isinstance(call["function"].get("name"), str):
             raise RowError(f"{where}.tool_calls[{index}] has no function name")
-        parsed.append({"type": "function", **call, "function": _with_parsed_arguments(call["function"])})
+        function = _with_parsed_arguments(call["function"], f"{where}.tool_calls[{index}]")
+        parsed.append({"type": "function", **call, "function": function})
     return parsed
 
 
-def _with_parsed_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    # APIs give arguments as a JSON string. Chat templates expect the object and would quote the string once more.
-    arguments = _json_object(function.get("arguments"))
-    return {**function} if arguments is None else {**function, "arguments": arguments}
+def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`function` with its arguments as an object. APIs give a JSON string, which chat templates would quote once
+    more."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
+    if arguments is None:
+        if others := [key for key in function if key not in ("name", "arguments")]:
+            raise RowError(f"{where} has no arguments, but {', '.join(map(short, others))}")
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise RowError(f"{where}.arguments is {type_name(arguments)}, not an object")
+    return {**function, "arguments": dict(arguments)}
 
 
-def _calls_in_text(text: Any) -> list[dict[str, Any]] | None:
-    """The calls that a ShareGPT turn holds as JSON; None if it holds none."""
-    try:
-        calls = _parse_json(text, "") if isinstance(text, str) else text
-        return _tool_calls({"tool_calls": calls if isinstance(calls, list) else [calls]}, "")
-    except RowError:
-        return None
+def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
+    """The calls that a ShareGPT turn holds as JSON: an object or a list of them."""
+    value = _parse_json(text, where) if isinstance(text, str) else text
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
+        raise RowError(f"{where} is no call: an object with `name` and `arguments`, or a list of them")
+    return _tool_calls({"tool_calls": calls}, where) or []
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -319,12 +357,3 @@ def _parse_json(text: str, where: str) -> Any:
     if is_too_deep(text, value):
         raise RowError(f"{where}: {TOO_DEEP}")
     return value
-
-
-def _json_object(text: Any) -> dict[str, Any] | None:
-    """The object that a JSON string holds; None if it holds none."""
-    try:
-        value = _parse_json(text, "") if isinstance(text, str) else None
-    except RowError:
-        return None
-    return value if isinstance(value, dict) else None

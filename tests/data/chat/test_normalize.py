@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 
 from fxtune.data.chat.normalize import RowError, read_conversation
+from fxtune.data.config import LearnConfig
 from fxtune.data.read.formats import RowFormat
 
 USER = {"role": "user", "content": "u"}
 ANSWER = {"role": "assistant", "content": "a"}
+CALLING = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}]}
 
 
 def test_the_formats_agree() -> None:
@@ -121,14 +124,36 @@ def test_tool_calls_reach_the_template_as_objects() -> None:
         chat = read_conversation({"messages": [USER, turn]}, RowFormat.messages)
         assert chat.messages[1] == {"role": "assistant", "tool_calls": expected}
         assert chat.supervised == [False, True]
-    unreadable = read_conversation({"conversations": [{"from": "function_call", "value": "f(1)"}]}, RowFormat.sharegpt)
-    assert unreadable.messages == [{"role": "assistant", "content": "f(1)"}]
-    assert unreadable.supervised == [True]
+
+
+@pytest.mark.parametrize(
+    "function", [{"arguments": ""}, {"arguments": " "}, {"arguments": None}, {}, {"arguments": {}}]
+)
+def test_a_call_without_arguments_has_an_empty_object(function: dict[str, Any]) -> None:
+    named = {"name": "f", **function}
+    for turn in (
+        {"role": "assistant", "tool_calls": [{"id": "c1", "function": named}]},
+        {"from": "function_call", "value": json.dumps(named)},
+    ):
+        chat = read_conversation({"messages": [USER, turn]}, RowFormat.messages)
+        (call,) = chat.messages[1]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": {}}
+
+
+def test_an_empty_turn_is_used_where_it_is_not_learned() -> None:
+    empty, call = {**ANSWER, "content": ""}, {"function": {"name": "f", "arguments": {}}}
+    for turns in ([{**empty, "train": False}, USER, ANSWER], [{**empty, "tool_calls": [call]}, USER, ANSWER]):
+        read_conversation({"messages": [USER, *turns]}, RowFormat.messages)
+    last = LearnConfig(last_turn_only=True)
+    assert (
+        read_conversation({"messages": [USER, empty, USER, ANSWER]}, RowFormat.messages, last).supervised[1] is False
+    )
+    read_conversation({"prompt": [USER, empty, USER], "completion": [ANSWER]}, RowFormat.prompt_completion)
 
 
 def test_tools_and_tool_results() -> None:
     row = {
-        "messages": [USER, ANSWER, {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}],
+        "messages": [USER, CALLING, {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}],
         "tools": '[{"type": "function"}]',
     }
     chat = read_conversation(row, RowFormat.messages)
@@ -144,6 +169,10 @@ def test_reasoning_is_read_under_all_its_names() -> None:
 
 def messages(*turns: Any, **rest: Any) -> dict[str, Any]:
     return {"messages": [USER, *turns], **rest}
+
+
+def calling(arguments: Any, **function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments, **function}}]}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +224,62 @@ def messages(*turns: Any, **rest: Any) -> dict[str, Any]:
         ("alpaca", {"instruction": "u"}, "output is null"),
         ("alpaca", {"instruction": " ", "output": "a"}, "instruction is empty"),
         ("alpaca", {"instruction": ["u"], "output": "a"}, "instruction is a list, not a string"),
+        ("messages", messages({**ANSWER, "content": ""}), "messages[1].content is empty"),
+        ("messages", messages({**ANSWER, "content": " \n"}, USER, ANSWER), "messages[1].content is empty"),
+        ("messages", messages({**ANSWER, "content": [{"type": "text", "text": ""}]}), "messages[1].content is empty"),
+        ("messages", messages({"role": "assistant", "value": ""}), "messages[1].value is empty"),
+        ("messages", messages({**ANSWER, "content": "", "reasoning": "r"}), "messages[1].content is empty"),
+        ("messages", messages({**ANSWER, "content": "<think>r</think>\n"}), "messages[1].content is empty"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": ""}]}, "conversations[0].value is empty"),
+        ("alpaca", {"instruction": "u", "output": ""}, "output is empty"),
+        ("alpaca", {"instruction": "u", "output": "a", "history": [["v", ""]]}, "history[0][1] is empty"),
+        (
+            "prompt_completion",
+            {"prompt": [USER], "completion": [{**ANSWER, "content": ""}]},
+            "completion[0].content is empty",
+        ),
+        (
+            "messages",
+            messages(calling('{"city": "Par')),
+            "messages[1].tool_calls[0].arguments is not valid JSON: Unterminated string",
+        ),
+        ("messages", messages(calling("[1]")), "messages[1].tool_calls[0].arguments is a list, not an object"),
+        ("messages", messages(calling(5)), "messages[1].tool_calls[0].arguments is a number, not an object"),
+        (
+            "messages",
+            messages(calling(None, parameters={"a": 1})),
+            "messages[1].tool_calls[0] has no arguments, but 'parameters'",
+        ),
+        (
+            "messages",
+            messages({"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
+            "messages[1].tool_calls[0].arguments is not valid JSON",
+        ),
+        (
+            "messages",
+            messages(CALLING, {"role": "tool", "content": "4", "tool_call_id": "c2"}),
+            "messages[2].tool_call_id is 'c2', and the calls before it have 'c1'",
+        ),
+        (
+            "messages",
+            messages({"role": "tool", "content": "4", "tool_call_id": "c1"}, CALLING),
+            "messages[1].tool_call_id is 'c1', and no turn before it has a call",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            "conversations[0].value is not valid JSON",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": "{"}'}]},
+            "conversations[0].value.tool_calls[0].arguments is not valid JSON",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "5"}]},
+            "conversations[0].value is no call",
+        ),
         ("prompt_completion", {"prompt": [USER], "completion": [USER]}, "no assistant turn in completion"),
         ("prompt_completion", {"prompt": [USER], "completion": "a"}, "completion is a string, not a list of messages"),
     ],

@@ -55,6 +55,10 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "two 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "two and two", "parameters": {}}}]
 
 
+def is_answer(content: str) -> bool:
+    return bool(content.rpartition("</think>")[2].strip())
+
+
 @st.composite
 def conversations(draw: st.DrawFn, family: str) -> dict:
     messages: list[dict] = []
@@ -65,7 +69,7 @@ def conversations(draw: st.DrawFn, family: str) -> dict:
         if family in WITH_TOOLS and draw(st.booleans()):
             messages.append({"role": "assistant", "content": draw(CONTENT), "tool_calls": [CALL]})
             messages.append({"role": "tool", "content": draw(CONTENT)})
-        answer = {"role": "assistant", "content": draw(CONTENT)}
+        answer = {"role": "assistant", "content": draw(CONTENT.filter(is_answer))}
         if family in ("qwen3", "gptoss") and draw(st.booleans()):
             answer["reasoning_content"] = draw(CONTENT)
         if draw(st.integers(0, 4)) == 0:
@@ -169,12 +173,6 @@ def test_answer_inside_a_user_turn_is_not_supervised() -> None:
     assert isinstance(reason, str)
     assert "messages[0]" in reason
     assert isinstance(document, Document)
-
-
-def test_an_empty_answer_teaches_the_end_of_turn() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
-    assert supervised_text("llama31", messages) == ["<|eot_id|>"]
-    assert supervised_text("gemma3", messages) == ["<end_of_turn>"]
 
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]

@@ -2,7 +2,7 @@
 
     fxtune chat runs/quickstart                # or its name: fxtune chat quickstart
     fxtune chat quickstart --show both         # the base and the tuned model, side by side
-    fxtune chat quickstart/step-70             # a checkpoint of it
+    fxtune chat quickstart/step-87             # a checkpoint of it
     fxtune chat quickstart < prompts.txt       # answers each line of a file or a pipe, and ends
 
 RUN is a run's folder or name, one of its checkpoints, or the folder of an adapter or a model. Prompts are written as

@@ -4,7 +4,7 @@
     fxtune eval +recipe=quickstart model.adapter=runs/quickstart/adapter        # with the adapter of a LoRA run
     fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
     fxtune eval quickstart                        # what a run has exported, on the held-out data of its config
-    fxtune eval quickstart/step-70                # any checkpoint, adapter or model of a run
+    fxtune eval quickstart/step-87                # any checkpoint, adapter or model of a run
     fxtune eval quickstart 'data.eval_sources=[{path: new.jsonl}]'              # the same on other data; any key
 
 Data, masks and loss are those of training, so the figures compare with those of a run. Several GPUs share the held-out

@@ -3,7 +3,7 @@
     fxtune push quickstart me/lamps                # the adapter, into a private repository
     fxtune push quickstart me/lamps --merged       # the base with the adapter in its weights, as one model
     fxtune push quickstart me/lamps --public       # for everyone to see, if the repository is new
-    fxtune push quickstart/step-70 me/lamps        # a checkpoint, written as an adapter or a model first
+    fxtune push quickstart/step-87 me/lamps        # a checkpoint, written as an adapter or a model first
 
 RUN is a run's folder or name, one of its checkpoints, or the folder of an adapter or a model. Only the files that load
 a model are uploaded: weights, configs, tokenizer, model card. Checkpoints, metrics and data are not, and a file with a

@@ -2,8 +2,8 @@
 
     quickstart                               # the newest run of a name: runs/quickstart, runs/quickstart-2, ...
     runs/quickstart-2                        # the folder of a run
-    quickstart/step-70                       # a checkpoint, with or without leading zeros
-    runs/quickstart/checkpoints/step-70
+    quickstart/step-87                       # a checkpoint, with or without leading zeros
+    runs/quickstart/checkpoints/step-87
     quickstart/adapter, downloads/lamps      # the folder of an adapter or of a model
 
 All commands that take such a word take it from here.

@@ -142,9 +142,11 @@ def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
         saved = type(tokenizer).from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
         raise Mismatch(f"the tokenizer cannot be read back: {first_line(error)}") from error
+    chosen = tokenizer.pad_token
     for what, read in {
         "its chat template": lambda one: one.chat_template,
-        "its special tokens": lambda one: one.special_tokens_map,
+        # Where the files of the base have no pad token, load_tokenizer() has chosen one.
+        "its special tokens": lambda one: {**one.special_tokens_map, "pad_token": one.pad_token or chosen},
         "its added tokens": lambda one: {str(token) for token in one.added_tokens_decoder.values()},
         "its vocabulary": lambda one: one.get_vocab(),
         "the ids of a text": lambda one: one(TEXT)["input_ids"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.models import vllm
+from fxtune.models.exported_config import versions_of_readers
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
@@ -51,6 +52,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         "Trained with fxtune.",
         _table(summary),
         f"## How to load it\n\n```python\n{_loading_code(base, bool(adapter), bool(hf_config))}```",
+        f"Read by {versions_of_readers(folder)}.",
         *_rope_notes(hf_config, base, adapter, refused),
     ]
     if adapter:

@@ -14,6 +14,8 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError
 from fxtune.models.export_proof import prove
+from fxtune.models.exported_config import copy_processors, write_rope_for_4
+from fxtune.models.exported_tokenizer import write_tokenizer
 from fxtune.models.exported_weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.model_card import write_card
 from fxtune.models.probe import Answer
@@ -42,8 +44,8 @@ def save_model(
 
     With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
     config.json next to it; the card says so, and with_adapter_rope() reads it.
-    Without adapters: the whole model in safetensors, and a config.json with rope_parameters and the raised
-    max_position_embeddings, the keys that transformers 5 and vLLM read.
+    Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
+    with RoPE as transformers 5, transformers 4 and vLLM read it.
 
     The folder is proven before it counts (export_proof.py). `answer`: see prove(). `check`: one more check of the
     written files, see Proof.with_check(). `record` gets the figures of the proof, which are also in the card and, with
@@ -68,6 +70,12 @@ def save_model(
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
 
+    def complete() -> None:
+        write_rope_for_4(staging, model.config)
+        if not hasattr(model, "peft_config"):
+            copy_processors(model.config, staging)
+        write_tokenizer(tokenizer, staging)
+
     def prove_files() -> Proof:
         proof = prove(model, tokenizer, staging, len(written.files), answer, world)
         return proof.with_check(partial(check, staging)) if check else proof
@@ -85,7 +93,7 @@ def save_model(
     try:
         on_main(world, begin)
         written = ExportedWeights.write(model, staging, world)
-        on_main(world, lambda: _write_tokenizer(tokenizer, staging))
+        on_main(world, complete)
         written.compare(world)
         proof = on_main(world, prove_files)
         on_main(world, end)
@@ -108,12 +116,3 @@ def save_model(
     if record is not None:
         record(proof.figures())
     return folder
-
-
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises bare Exception where a disk refuses a file
-        if "os error" not in str(error):
-            raise
-        raise OSError(str(error)) from error

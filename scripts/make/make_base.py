@@ -76,6 +76,8 @@ def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    from fxtune.models.exported_tokenizer import rename_for_4
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -103,6 +105,7 @@ def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    rename_for_4(folder / "tokenizer_config.json")
 
 
 def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
@@ -149,9 +152,12 @@ def ship(trained: Path, tokenizer: Path, figures: dict[str, float], spent: float
     import torch
     from transformers import AutoModelForCausalLM
 
+    from fxtune.models.exported_config import write_rope_for_4
+
     shutil.rmtree(ASSET, ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.save_pretrained(ASSET)
+    write_rope_for_4(ASSET, model.config)
     shutil.copytree(tokenizer, ASSET, dirs_exist_ok=True)
     machine = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {threads} threads"

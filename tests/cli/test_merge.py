@@ -209,7 +209,7 @@ def test_scaled_rope_and_the_tokenizer_are_kept(base, tmp_path):
     merged = plain(merge(adapter, tmp_path / "merged"))
     assert merged.config.rope_parameters["rope_type"] == "yarn"
     torch.testing.assert_close(logits(merged), logits(mine), rtol=0, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").pad_token == "t1"
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "t1"
     card = (tmp_path / "merged" / "README.md").read_text()
     assert f"| merged from | {adapter} |" in card
     assert "peft" not in card

@@ -82,7 +82,7 @@ def in_index(change: Callable[[dict[str, str]], object]) -> Mutation:
 
 def scaled_rope(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"]["factor"] = 8.0
+    config["rope_parameters"]["factor"] = config["rope_scaling"]["factor"] = 8.0
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -188,13 +188,13 @@ def save_mutated(monkeypatch, tmp_path, tokenizer):
     """save_model() with a mutation of the files that it has written. Returns the error's text."""
 
     def attempt(model: Any, mutate: Mutation) -> str:
-        real = save._write_tokenizer
+        real = save.write_tokenizer
 
         def write(given: Any, folder: Path) -> None:
             real(given, folder)
             mutate(folder)
 
-        monkeypatch.setattr(save, "_write_tokenizer", write)
+        monkeypatch.setattr(save, "write_tokenizer", write)
         with pytest.raises(StorageError) as raised:
             save_model(model, tokenizer, tmp_path / "out", keeps="The weights are in the checkpoint.")
         assert not list(tmp_path.iterdir()), "nothing of it is left"

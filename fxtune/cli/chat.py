@@ -29,6 +29,7 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.models import load as models
+from fxtune.models.generation import end_tokens
 from fxtune.models.load import ModelConfig
 from fxtune.system import progress
 from fxtune.system.console import console, plain, say
@@ -202,8 +203,7 @@ class Chat:
             write("(The conversation is longer than the model can read: /new starts another one.)")
             return
         with speaker.speaking() as model:
-            generation = model.generation_config
-            known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+            known = end_tokens(model.generation_config)
             given = torch.tensor([ids], device=model.device)
             streamer = _streamer(self.tokenizer, write)
             written = model.generate(

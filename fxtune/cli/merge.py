@@ -35,6 +35,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
 from fxtune.models import load as models
 from fxtune.models import weights
+from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType, ModelConfig
 from fxtune.models.merged_weights import recompute
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
@@ -167,7 +168,9 @@ class OpenedAdapter:
         return locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
 
     def build_base(self, device: torch.device) -> Any:
-        return models.build(self.model, self.hf_config, World(device), seed=0)
+        base = models.build(self.model, self.hf_config, World(device), seed=0)
+        add_end_tokens(base, read_end_tokens(self.origin.folder))
+        return base
 
     def adapt(self, base: Any) -> Any:
         """The base with the adapter as a model of peft. Raises ConfigError if they do not fit each other."""

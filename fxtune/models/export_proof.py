@@ -5,11 +5,14 @@
     tokenizer   the one that is read back has the same tokens, ids and chat template
     modules     plain peft adapts the same modules with the same ranks and scalings, and gives them the same weights
     logits      plain peft over plain transformers answers a probe as the trained model does
+    ending      plain generation with the exported generation config ends its answer to a question of the data; if it
+                does not, the export counts all the same, and the proof says so
 
-For the last two, the plain model is built from the files without weights and borrows those of the base from the model
-in memory: no base is read again, and none is copied. Its code is transformers' and peft's own, without fused adapters,
-Liger or compiled layers. A quantized base stays quantized, experts in fp8 with the operator that computes them, and
-PiSSA and OLoRA keep what they took from the base, so what is compared is the export and not the quantization.
+For the last three, the plain model is built from the files without weights and borrows those of the base from the
+model in memory: no base is read again, and none is copied. Its code is transformers' and peft's own, without fused
+adapters, Liger or compiled layers. A quantized base stays quantized, experts in fp8 with the operator that computes
+them, and PiSSA and OLoRA keep what they took from the base, so what is compared is the export and not the
+quantization.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import set_stance
 
 from fxtune.distributed.chunks import is_divided
 from fxtune.distributed.world import World
 from fxtune.errors import first_line, shortened
 from fxtune.models import shards
 from fxtune.models.exported_weights import LoadMismatch, Mismatch, bits
+from fxtune.models.generation import GENERATION_CONFIG, added_ends, end_tokens
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
@@ -50,12 +55,19 @@ CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErr
 
 
 def prove(
-    model: Any, tokenizer: Any, folder: Path, tensors: int, answer: Callable[[], Answer] | None, world: World
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    tensors: int,
+    answer: Callable[[], Answer] | None,
+    world: World,
+    question: tuple[list[int], int] | None = None,
 ) -> Proof:
     """Compare the files in `folder` with the model and the tokenizer that they were written from. Rank 0 calls it.
 
     `tensors`: how many of them were compared already. `answer`: gives the trained model's answer to the probe; None:
-    the model's own. Raises Mismatch: which file, what in it, and how it differs.
+    the model's own. `question`: the token ids of a question of the data, and how many tokens the
+    plain model may write as its answer. Raises Mismatch: which file, what in it, and how it differs.
     """
     begin = time.perf_counter()
     adapted = hasattr(model, "peft_config")
@@ -85,7 +97,34 @@ def prove(
             f"(at most {allowed:.1e})"
         )
     difference = (wanted.logits.float() - seen.float()).abs().max().item()
-    return replace(proof, kl=distance, difference=difference, seconds=time.perf_counter() - begin)
+    proof = replace(proof, kl=distance, difference=difference)
+    if question is not None:
+        try:
+            proof = replace(proof, asked=question[1], ended_after=_ended_after(plain, model, folder, *question))
+        except CODE_ERRORS as error:
+            why = out_of_memory_reason(error) or first_line(error)
+            proof = replace(proof, left_out=f"how an answer ends, because generation fails here: {why}")
+    return replace(proof, seconds=time.perf_counter() - begin)
+
+
+def _ended_after(plain: Any, model: Any, folder: Path, prompt: list[int], room: int) -> int | None:
+    """How many tokens the plain model writes up to an end token of the exported generation config; None if there is no
+    end token among the first `room`."""
+    from transformers import GenerationConfig
+
+    exported = (folder / GENERATION_CONFIG).exists()
+    generation = GenerationConfig.from_pretrained(folder) if exported else copy.deepcopy(model.generation_config)
+    ids = torch.tensor([prompt], device=next(plain.parameters()).device)
+    with torch.inference_mode(), torch.autocast(ids.device.type, enabled=False), set_stance("force_eager"):
+        written = plain.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=generation,
+            do_sample=False,
+            max_new_tokens=room,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+    return len(written) if written and written[-1] in end_tokens(generation) else None
 
 
 def _require_same_configs(model: Any, folder: Path, adapted: bool) -> None:
@@ -103,8 +142,9 @@ def _require_same_configs(model: Any, folder: Path, adapted: bool) -> None:
         raise Mismatch("config.json is missing")
     if file.exists():
         _require_same(file.name, model.config.to_dict(), _loaded(type(model.config), file))
-    generation, file = getattr(model, "generation_config", None), folder / "generation_config.json"
-    if not adapted and generation is not None and model.can_generate():
+    generation, file = getattr(model, "generation_config", None), folder / GENERATION_CONFIG
+    written = bool(added_ends(model)) if adapted else model.can_generate()
+    if generation is not None and written:
         _require_same(file.name, generation.to_dict(), _loaded(type(generation), file))
 
 

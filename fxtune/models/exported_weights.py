@@ -22,6 +22,7 @@ import torch
 
 from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
+from fxtune.models.generation import GENERATION_CONFIG, added_ends
 from fxtune.system.atomic_files import DTYPES, write_tensors
 from fxtune.upstream.transformers import as_stored, saved_names
 
@@ -172,6 +173,9 @@ def _write_adapter(model: Any, folder: Path, world: World) -> ExportedWeights:
             raise OSError(str(error)) from error
         if model.config_edited:
             model.config.save_pretrained(folder)
+        if added_ends(model):
+            # Not save_pretrained(), which refuses a base whose sampling options contradict each other.
+            model.generation_config.to_json_file(folder / GENERATION_CONFIG)
 
     on_main(world, write)
     with warnings.catch_warnings(action="ignore"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from fxtune.models import vllm
 from fxtune.models.exported_config import versions_of_readers
+from fxtune.models.generation import GENERATION_CONFIG
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
@@ -51,8 +52,9 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         f"# {facts.get('title') or folder.name}",
         "Trained with fxtune.",
         _table(summary),
-        f"## How to load it\n\n```python\n{_loading_code(base, bool(adapter), bool(hf_config))}```",
+        f"## How to load it\n\n```python\n{_loading_code(folder, base, bool(adapter), bool(hf_config))}```",
         f"Read by {versions_of_readers(folder)}.",
+        *_ending_note(folder, bool(adapter)),
         *_rope_notes(hf_config, base, adapter, refused),
     ]
     if adapter:
@@ -68,24 +70,41 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _loading_code(base: str, adapter: bool, config: bool) -> str:
+def _loading_code(path: Path, base: str, adapter: bool, config: bool) -> str:
     """The Python lines that load the model or adapter. `config`: an adapter's folder has a config.json."""
     classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
     scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
+    ends = adapter and (path / GENERATION_CONFIG).exists()
     if adapter:
         lines = [
             "from peft import PeftModel",
-            f"from transformers import {'AutoConfig, ' * config}{classes}",
+            f"from transformers import {'AutoConfig, ' * config}{classes}{', GenerationConfig' * ends}",
             "",
             folder,
             *([scaled] if config else []),
             f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}"{", config=config" * config})',
+            *(
+                ["base.generation_config = GenerationConfig.from_pretrained(folder)  # stops where answers end"]
+                if ends
+                else []
+            ),
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:
         load = "model = AutoModelForCausalLM.from_pretrained(folder)"
         lines = [f"from transformers import {classes}", "", folder, load]
     return "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", ""])
+
+
+def _ending_note(folder: Path, adapter: bool) -> list[str]:
+    """What the user of an adapter with a generation config must know."""
+    if not adapter or not (folder / GENERATION_CONFIG).exists():
+        return []
+    return [
+        f"Its answers end with a token at which the base does not stop. {GENERATION_CONFIG} names both: the code "
+        "above passes it, `fxtune merge` writes it into the merged model, and a server of base and adapter needs it "
+        "(vLLM: `--generation-config .`)."
+    ]
 
 
 def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refused: list[str]) -> list[str]:

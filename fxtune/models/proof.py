@@ -33,6 +33,10 @@ class Proof:
     """The largest difference of their logits."""
     recomputed: int | None = None
     """Of a merged model: tensors that are the base's plus scaling * B A, computed again from the files."""
+    asked: int | None = None
+    """Tokens that the plain model could write as its answer to one question of the data; None: it was not asked."""
+    ended_after: int | None = None
+    """Tokens after which generation stopped by itself; None: it did not, or it was not asked."""
     left_out: str = ""
     """What was not compared, and why."""
     seconds: float = 0.0
@@ -48,7 +52,10 @@ class Proof:
     def figures(self) -> dict[str, float]:
         """The figures as metrics of the run, by name."""
         found = {"kl": self.kl, "max_difference": self.difference, "proof_seconds": self.seconds}
-        return {f"export/{name}": value for name, value in found.items() if value is not None}
+        figures = {f"export/{name}": value for name, value in found.items() if value is not None}
+        if self.asked is not None:
+            figures["export/answer_ended"] = float(self.ended_after is not None)
+        return figures
 
     def sentence(self) -> str:
         parts = [f"{self.tensors} tensors are the model's, bit by bit"]
@@ -59,8 +66,18 @@ class Proof:
                 f"loaded with the plain libraries it gives the same logits (mean KL {self.kl:.1e} nats a token, "
                 f"largest difference {self.difference:.1e})"
             )
+        if ended := self.ending():
+            parts.append(ended)
         left_out = f" Not compared: {self.left_out}." if self.left_out else ""
         return f"Read back in {self.seconds:.1f} s: {'; '.join(parts)}.{left_out}"
+
+    def ending(self) -> str:
+        """Whether the answer to the question ended, as a clause; empty if none was asked."""
+        if self.asked is None:
+            return ""
+        if self.ended_after is None:
+            return f"its answer to a question of the data did not end within {self.asked} tokens"
+        return f"its answer to a question of the data ended by itself, after {self.ended_after} tokens"
 
 
 def write_proof(folder: Path, proof: Proof) -> None:

@@ -37,19 +37,21 @@ def save_model(
     *,
     answer: Callable[[], Answer] | None = None,
     check: Callable[[Path], tuple[int, str]] | None = None,
-    record: Callable[[dict[str, float]], None] | None = None,
+    question: tuple[list[int], int] | None = None,
+    record: Callable[[Proof], None] | None = None,
     keeps: str = "",
 ) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
     With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
-    config.json next to it; the card says so, and with_adapter_rope() reads it.
+    config.json next to it; the card says so, and with_adapter_rope() reads it. The same holds for a generation config
+    to which training has added end tokens (generation.py).
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
     with RoPE as transformers 5, transformers 4 and vLLM read it.
 
     The folder is proven before it counts (export_proof.py). `answer`: see prove(). `check`: one more check of the
-    written files, see Proof.with_check(). `record` gets the figures of the proof, which are also in the card and, with
-    the sha256 of each file, in proof.json.
+    written files, see Proof.with_check(). `question`: see prove(). `record` gets the proof, which is also in the card
+    and, with the sha256 of each file, in proof.json.
 
     The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
     one. `world`: the ranks that hold the model, which all call this; rank 0 writes. Raises StorageError, on all of
@@ -77,7 +79,7 @@ def save_model(
         write_tokenizer(tokenizer, staging)
 
     def prove_files() -> Proof:
-        proof = prove(model, tokenizer, staging, len(written.files), answer, world)
+        proof = prove(model, tokenizer, staging, len(written.files), answer, world, question)
         return proof.with_check(partial(check, staging)) if check else proof
 
     def end() -> None:
@@ -114,5 +116,5 @@ def save_model(
             f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."
         ) from error
     if record is not None:
-        record(proof.figures())
+        record(proof)
     return folder

@@ -16,17 +16,20 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.system.redact import redact_arguments
 
+ENDS = "end_tokens"
+"""The key of the tokens with which answers of the data end."""
 BINS = 12
 """Ranges of lengths that documents are counted in."""
 
 
-def describe_run(data: PreparedData) -> dict[str, Any]:
-    """The file's values. Lengths are tokens."""
+def describe_run(data: PreparedData, ends: list[int]) -> dict[str, Any]:
+    """The file's values. Lengths are tokens. `ends`: learned_ends() of the data."""
     return {
         "command": _command(),
         "fxtune": __version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),
+        ENDS: ends,
         "training": _describe(data.training),
         "held_out": data.evaluation and _describe(data.evaluation),
     }

@@ -10,16 +10,19 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint.manager import TrainState, read
-from fxtune.checkpoint.run_folder import CHECKPOINTS, SETTING, read_config
+from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, SETTING, read_config
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models import load as models
+from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType
 from fxtune.system.atomic_files import read_json
+from fxtune.system.hub import locate_adapter
 from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
+from fxtune.training.about import ENDS
 from fxtune.training.run_state import copy_weights, trained_weights, weights_note
 from fxtune.upstream.transformers import set_attention
 
@@ -60,6 +63,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[A
     tokenizer = models.load_tokenizer(source)
     model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model)
+    add_end_tokens(model, _ends(run, config))
     card = {
         "data": state.data_fingerprint,
         "weights": weights_note(state.step, state) or f"weights of step {state.step}",
@@ -67,6 +71,15 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[A
         "config": read_config(run),
     }
     return model, tokenizer, card
+
+
+def _ends(run: Path, config: Config) -> list[int]:
+    """The end tokens of the run's data, and those of the adapter that it started from."""
+    earlier = read_end_tokens(locate_adapter(config.model.adapter).folder) if config.model.adapter else []
+    try:
+        return [*earlier, *map(int, read_json(run / ABOUT)[ENDS])]
+    except (ValueError, KeyError, TypeError):
+        return earlier
 
 
 def _dtype(run: Path, config: Config) -> DType:

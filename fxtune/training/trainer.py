@@ -20,15 +20,19 @@ from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
+from fxtune.data.tokenized.ends import learned_ends, short_question
 from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
+from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.probe import Answer
+from fxtune.models.proof import Proof
 from fxtune.models.save import save_model
 from fxtune.objectives.base import Objective
 from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.plugins import OBJECTIVES
 from fxtune.system import progress
+from fxtune.system.hub import locate_adapter
 from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
@@ -58,6 +62,8 @@ from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
 
+MORE_TOKENS = 16
+"""Tokens that the answer in the proof of the export may have beyond those of the right one."""
 LARGE_METRICS = 200 * 2**20
 """Bytes of metrics.jsonl, of some 300,000 log lines, beyond which a run writes no page when it ends."""
 
@@ -182,12 +188,14 @@ class Trainer:
         self.questions = AnswerEvaluation.open(
             data.own_questions(), self.tokenizer, folder.path, data.chat_template, data.system
         )
+        self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:
-            folder.write(ABOUT, describe_run(self.data))
+            folder.write(ABOUT, describe_run(self.data, self.ends))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.language_model, evidence = builder.proven_model()
         self.model = self.language_model.model
+        self._add_end_tokens()
         evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
         resume_check.check_model(self.model, builder.techniques.options())
         folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
@@ -257,6 +265,17 @@ class Trainer:
         """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
         self.unlogged_lr: float | None = None
         """The learning rate of a step whose log line is due; None: no line is due."""
+
+    def _add_end_tokens(self) -> None:
+        """Let the trained model stop where the answers of the data end, and say so where its base does not."""
+        adapter = self.config.model.adapter
+        earlier = read_end_tokens(locate_adapter(adapter).folder) if adapter else []
+        if new := add_end_tokens(self.model, [*earlier, *self.ends]):
+            tokens = ", ".join(self.tokenizer.convert_ids_to_tokens(new))
+            place = "model's generation_config.json names them too"
+            if self.techniques.lora.enabled:
+                place = "adapter gets a generation_config.json, which merging and the code of its model card read"
+            self.screen.note(f"answers end with {tokens}, at which generation by the base does not stop; the {place}")
 
     def _extend(self) -> None:
         """Extend a run that was started for fewer steps to the last step of the plan. Raises ConfigError if it was
@@ -650,6 +669,16 @@ class Trainer:
             "facts": self.facts,
             "config": self.recipe,
         }
+        question, unended = short_question(self.data.tables, self.ends), list[str]()
+
+        def record(proof: Proof) -> None:
+            figures.update(proof.figures())
+            if proof.asked is not None and proof.ended_after is None:
+                unended.append(
+                    f"The {kind} has not learned to end: {proof.ending()}. Train longer, or look at the ends of the "
+                    "rows with `fxtune preview`"
+                )
+
         self.world.heartbeat.doing(EXPORTING)
         with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
             if self.world.main:
@@ -661,7 +690,8 @@ class Trainer:
                 card=card,
                 world=self.world,
                 answer=self._answer,
-                record=figures.update,
+                question=question and (question.prompt, question.answer_tokens + MORE_TOKENS),
+                record=record,
                 keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
             )
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
@@ -684,7 +714,9 @@ class Trainer:
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
         spent = [line] if (line := sentence(used)) else []
-        self.log.ended(self.questions, [*self.monitor.summary(self.plan.steps), *recorded, *page, exported, *spent])
+        self.log.ended(
+            self.questions, [*self.monitor.summary(self.plan.steps), *recorded, *unended, *page, exported, *spent]
+        )
         return figures
 
     def _answer(self) -> Answer:

@@ -237,7 +237,7 @@ def test_unmutated_exports_are_proven(adapted, full, tokenizer, tmp_path, monkey
     monkeypatch.setattr(exported_weights, "FILE_BYTES", 60_000)
     figures: dict[str, float] = {}
     for model, name in ((adapted, "adapter"), (full, "model")):
-        folder = save_model(model, tokenizer, tmp_path / name, record=figures.update)
+        folder = save_model(model, tokenizer, tmp_path / name, record=lambda proof: figures.update(proof.figures()))
         assert figures.keys() == {"export/kl", "export/max_difference", "export/proof_seconds"}
         assert figures["export/kl"] < 1e-9
         card = (folder / "README.md").read_text()
@@ -264,7 +264,7 @@ def test_fused_adapters_are_proven_over_the_frozen_weights_that_they_share(tmp_p
     figures: dict[str, float] = {}
     model = trained(built(lora(fused=Switch.on), random_model("llama")))
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    save_model(model, tokenizer, tmp_path / "out", record=figures.update)
+    save_model(model, tokenizer, tmp_path / "out", record=lambda proof: figures.update(proof.figures()))
     assert figures["export/kl"] < 1e-9
     after = model.state_dict()
     assert all(torch.equal(one, after[name]) for name, one in before.items()), "the trained model is untouched"

@@ -79,7 +79,7 @@ def test_an_export_is_proven_without_the_code_of_its_base(stranger, canary, tmp_
     config = ModelConfig(path=str(stranger))
     model = build(config, load_config(config), World(torch.device("cpu")), 0)
     figures: list = []
-    save_model(model, load_tokenizer(config), tmp_path / "model", record=figures.append)
+    save_model(model, load_tokenizer(config), tmp_path / "model", record=lambda proof: figures.append(proof.figures()))
     assert "auto_map" in json.loads((tmp_path / "model" / "config.json").read_text())
     assert "export/kl" in figures[0], "the proof must have built the plain model"
     assert not canary.exists()

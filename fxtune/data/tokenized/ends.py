@@ -1,0 +1,66 @@
+"""How answers end in tokenized data: the special tokens after which nothing is learned, and a question to try.
+
+A chat template may end a turn with another token than the tokenizer's end-of-text token (`<|im_end|>` on a base whose
+`eos_token_id` is `<|endoftext|>`). A model that was trained with it writes it and goes on, unless generation stops
+there too. The tokens are read off the data and not off the template, so rows of every format count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from fxtune.data.tokenized.table import TokenTable
+
+BLOCK = 1 << 24
+"""Tokens that are in memory at a time."""
+TRIED = 256
+"""Documents of a source among which a question is chosen."""
+LONGEST = 256
+"""Tokens of the longest answer that a question may ask for."""
+
+
+@dataclass(frozen=True)
+class ShortQuestion:
+    """A question of the data that has a short answer."""
+
+    prompt: list[int]
+    """Token ids up to the answer."""
+    answer_tokens: int
+    """Tokens of the answer, with the token that ends it."""
+
+
+def learned_ends(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:
+    """The special tokens that end a run of supervised tokens in a document, ascending."""
+    special = np.array(sorted(number for number, one in tokenizer.added_tokens_decoder.items() if one.special), int)
+    found: set[int] = set()
+    for table in tables:
+        last = np.asarray(table.offsets[1:]) - 1
+        for begin in range(0, len(table.ids), BLOCK):
+            supervised = np.asarray(table.supervised[begin : begin + BLOCK + 1])
+            size = min(BLOCK, len(table.ids) - begin)
+            ends = np.ones(size, np.bool_)  # the last token of the table ends a document
+            ends[: len(supervised) - 1] = ~supervised[1:][:size]
+            ends[last[np.searchsorted(last, begin) : np.searchsorted(last, begin + size)] - begin] = True
+            ids = np.unique(np.asarray(table.ids[begin : begin + size])[ends & supervised[:size]])
+            found |= set(ids[np.isin(ids, special)].tolist())
+    return sorted(found)
+
+
+def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optional[ShortQuestion]:
+    """Of the first documents of each table, the question with the fewest tokens whose answer ends with one of `ends`;
+    None if there is none."""
+    best: Optional[ShortQuestion] = None
+    for table in tables:
+        for begin, end in zip(table.offsets[:TRIED], table.offsets[1 : TRIED + 1], strict=False):
+            ids, supervised = table.ids[begin:end], np.asarray(table.supervised[begin:end])
+            start = int(supervised.argmax())
+            length = int((~supervised[start:]).argmax()) or len(supervised) - start
+            if not supervised.any() or start == 0 or length > LONGEST or int(ids[start + length - 1]) not in ends:
+                continue
+            if best is None or start + length < len(best.prompt) + best.answer_tokens:
+                best = ShortQuestion(ids[:start].tolist(), length)
+    return best

@@ -1,0 +1,60 @@
+"""Where generation stops: the end tokens of a model's generation config, and the tokens that training has added.
+
+A whole model's generation_config.json holds all of them. PEFT's layout has no place for a generation config, so that
+of an adapter lies beside it where training has added a token; the model card's code reads it, and so does merging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fxtune.errors import StorageError, first_line
+from fxtune.system.atomic_files import read_json
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def end_tokens(generation: Any) -> list[int]:
+    """The token ids at which a generation config stops."""
+    ends = generation.eos_token_id
+    return list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
+
+
+def add_end_tokens(model: Any, ends: Iterable[int]) -> list[int]:
+    """Let generation by `model` stop at `ends`, too. Returns the ids that are new; added_ends() has all such ids."""
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return []
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    known = end_tokens(generation)
+    new = [end for end in dict.fromkeys(ends) if end not in known]
+    if new:
+        generation.eos_token_id = [*known, *new]
+        base.added_ends = [*added_ends(model), *new]
+    return new
+
+
+def added_ends(model: Any) -> list[int]:
+    """The end tokens that add_end_tokens() has added to the generation config of `model`."""
+    return list(getattr(model, "added_ends", ()))
+
+
+def read_end_tokens(folder: Path) -> list[int]:
+    """The end tokens of the generation config beside an adapter; none if there is no such file. Raises StorageError
+    for a file that cannot be read."""
+    file = folder / GENERATION_CONFIG
+    if not file.exists():
+        return []
+    try:
+        ends = read_json(file).get("eos_token_id")
+        found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(end) is int and end >= 0 for end in found):
+            raise ValueError(f"eos_token_id is {str(ends)[:80]}")
+    except (ValueError, AttributeError) as error:
+        raise StorageError(
+            f"{file} cannot be used: {first_line(error)}. It names the tokens that end an answer: use a complete "
+            "copy of the adapter."
+        ) from error
+    return found

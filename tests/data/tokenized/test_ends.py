@@ -1,0 +1,58 @@
+"""Which special tokens end answers in tokenized data, and which question is tried."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.tokenized import ends
+from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.models import load as models
+
+START, END = 1, 2
+"""`<|im_start|>` and `<|im_end|>` of the built-in tokenizer, whose end of text is `<|im_end|>`."""
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A function that tokenizes rows."""
+    tokenizer = AutoTokenizer.from_pretrained(models.locate("builtin:tiny", None, "model.path").folder)
+
+    def build(*rows):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = DataConfig(cache_dir=str(tmp_path / "cache"))
+        return tokenize(SourceConfig(path=str(file)), data, tokenizer, progress=False), tokenizer
+
+    return build
+
+
+def row(ids: list[int], learned: list[int]) -> dict:
+    return {"input_ids": ids, "labels": [one if keep else -100 for one, keep in zip(ids, learned, strict=True)]}
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 24])
+def test_only_special_tokens_that_end_a_supervised_run_count(table, monkeypatch, block):
+    monkeypatch.setattr(ends, "BLOCK", block)
+    built, tokenizer = table(row([5, 6, START, 7], [0, 1, 1, 1]), row([START, 8, END, 9], [0, 1, 1, 0]))
+    assert ends.learned_ends([built], tokenizer) == [END]
+    built, tokenizer = table(row([5, 6, 7], [0, 1, 1]), row([START, 8, 9], [0, 0, 1]))
+    assert ends.learned_ends([built], tokenizer) == []
+
+
+@pytest.mark.parametrize("block", [2, 1 << 24])
+def test_the_end_of_a_document_ends_a_run(table, monkeypatch, block):
+    monkeypatch.setattr(ends, "BLOCK", block)
+    built, tokenizer = table(row([5, 0], [1, 1]), row([6, 7, 8], [1, 1, 1]))
+    assert ends.learned_ends([built], tokenizer) == [0]
+
+
+def test_the_shortest_question_that_ends_is_tried(table):
+    built, _ = table(row([5, 6, 7, 8, END], [0, 0, 0, 1, 1]), row([5, 9, END], [0, 1, 1]), row([4, 9], [0, 1]))
+    assert ends.short_question([built], [END]) == ends.ShortQuestion([5], 2)
+    assert ends.short_question([built], []) is None
+    built, _ = table(row([5, END], [1, 1]))
+    assert ends.short_question([built], [END]) is None, "an answer without a question"

@@ -84,7 +84,10 @@ COMMANDS = {
         "memory, time, cost and disk of a run by arithmetic, for any card, without a GPU",
         reads_data=True,
         options={
-            "--gpu": {"metavar": "NAME", "help": "the card (H200, A100-80GB, L4, ...); without it: every known card"},
+            "--gpu": {
+                "metavar": "NAME",
+                "help": "the card (H200, L4, ...), or cpu; without it: every known card",
+            },
             "--gpus": {"metavar": "N", "type": whole_number(1), "help": "how many of them (1)"},
             "--price": {
                 "metavar": "PER_HOUR",

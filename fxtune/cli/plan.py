@@ -4,6 +4,8 @@
     fxtune plan +recipe=llama_lora --gpu H200                     # one card: memory by part, time, tokens, disk
     fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two of them, at 3.5 an hour each
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
+    fxtune plan +recipe=llama_lora model=llama_8b_shape           # without the hub: the shape of the model
+    fxtune plan +recipe=quickstart --gpu cpu                      # on the cores of this machine
 
 No weight is loaded and no GPU is needed. docs/performance.md compares the forecasts with measurements. Time counts the
 start, the steps and the evaluations; the first start compiles for a minute more.
@@ -17,11 +19,20 @@ from typing import TYPE_CHECKING, Any, Optional
 from rich.text import Text
 
 from fxtune.cli.options import write_json
-from fxtune.errors import ConfigError, UserError
+from fxtune.config import discovery
+from fxtune.errors import ConfigError, HubError
+from fxtune.models.load import load_config
 from fxtune.system.console import plain, say, table, unicode
-from fxtune.system.units import GIB
+from fxtune.system.units import GIB, size
 from fxtune.techniques.estimate.machines import MODELS, machine
-from fxtune.training.run_forecast import Lengths, RunForecast, changes_to_fit, count_tokens, forecast_run
+from fxtune.training.run_forecast import (
+    Lengths,
+    RunForecast,
+    changes_to_fit,
+    count_tokens,
+    fitting_count,
+    forecast_run,
+)
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -44,10 +55,19 @@ def run(
 ) -> None:
     """Print the plan. `price`: of one GPU for an hour; `tokens`: those of an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
-    counted = count_tokens(config) if tokens is None else Lengths.full_rows(int(tokens), config)
+    try:
+        counted = count_tokens(config) if tokens is None else Lengths.full_rows(int(tokens), config)
+        load_config(config.model)
+    except HubError as error:
+        raise HubError(f"{error} {_shapes(str(config.model.path))}") from error
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
-        rows = [_figures(name, _try(config, name, gpus, host_gib, lengths), gpus, price) for name in MODELS]
+        rows = []
+        for name in MODELS:
+            found = _try(config, name, gpus, host_gib, lengths)
+            rows.append(_figures(name, found, gpus, price))
+            if isinstance(found, RunForecast) and not found.fits:
+                rows[-1]["fitting_gpus"] = fitting_count(config, found, gpus, lengths)
         say(_cards_table(rows, gpus))
         _say_lengths(counted)
         say("One of them in detail: --gpu NAME.")
@@ -65,6 +85,16 @@ def run(
         _say_changes(config, forecast, gpus, host_gib, lengths)
     if json is not None:
         write_json(json, figures)
+
+
+def _shapes(path: str) -> str:
+    """What stands for the model `path` where the hub cannot be reached."""
+    shapes = [name for name in discovery.groups()["model"] if name.endswith("_shape")]
+    like = [name for name in shapes if f"-{name.split('_')[1]}" in path.lower()]  # llama_8b_shape: "-8b"
+    return (
+        f"To plan without the hub, give a shape: {' or '.join(f'model={name}' for name in like or shapes)}, or "
+        "model.init=random with a model.architecture."
+    )
 
 
 def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths | None) -> RunForecast | str:
@@ -107,13 +137,13 @@ def _bar(forecast: RunForecast) -> Text:
     block, empty = ("█", "░") if unicode() else ("#", ".")
     bar, legend, shown = Text(), Text(), 0
     total = 0
-    for (name, size), colour in zip(forecast.need.parts.items(), COLOURS, strict=False):
-        total += size
+    for (name, part), colour in zip(forecast.need.parts.items(), COLOURS, strict=False):
+        total += part
         end = round(BAR * total / whole)
         bar.append(block * (end - shown), colour)
         shown = end
         legend.append(f"  {block} ", colour)
-        legend.append(f"{name} {size / GIB:,.1f}")
+        legend.append(f"{name} {size(part)}")
     bar.append(empty * (BAR - shown), "dim")
     free = forecast.facts.free_memory / GIB
     fits = forecast.need.device <= forecast.facts.free_memory
@@ -135,11 +165,12 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
         ),
         ("time", "not known" if seconds is None else _duration(seconds)),
         ("cost", "" if figures["cost"] is None else f"{figures['cost']:,.2f} at {price:g} per GPU and hour"),
+        ("allocated", f"{size(forecast.need.allocated)} at the peak, as `bench` measures it: without fragmentation"),
         ("host memory", f"{forecast.need.host / GIB:,.1f} GiB pinned by each rank" if forecast.need.host else ""),
         (
             "disk",
-            f"{forecast.disk_bytes / GIB:,.2f} GiB: up to {forecast.checkpoints} checkpoints of "
-            f"{forecast.checkpoint_bytes / GIB:,.2f} GiB, the export {forecast.export_bytes / GIB:,.2f} GiB",
+            f"{size(forecast.disk_bytes)}: up to {forecast.checkpoints} checkpoints of "
+            f"{size(forecast.checkpoint_bytes)}, the export {size(forecast.export_bytes)}",
         ),
     ]
     return table(f"Calculated for {cards}; nothing was run", ["", ""], [row for row in rows if row[1]])
@@ -151,7 +182,8 @@ def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
         if "refused" in row:
             cells.append([row["gpu"], plain(row["refused"]), "", "", "", ""])
             continue
-        fits = Text("fits", "green") if row["fits"] else Text("does not fit", "red")
+        more = f", --gpus {row['fitting_gpus']} fits" if row.get("fitting_gpus") else ""
+        fits = Text("fits", "green") if row["fits"] else Text(f"does not fit{more}", "red")
         memory = Text.assemble(f"{row['memory_gib']:,.1f} of {row['free_gib']:,.1f} GiB: ", fits)
         time = "" if row["seconds"] is None else _duration(row["seconds"])
         cost = "" if row["cost"] is None else f"{row['cost']:,.2f}"
@@ -182,16 +214,8 @@ def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: flo
     ]
     if fitting:
         say(f"  a larger card: --gpu {fitting[0]}")
-    if gpus == 1:
-        name = forecast.facts.device_name
-        for count in (2, 4, 8):
-            try:
-                more = forecast_run(config, forecast.facts, count, lengths)
-            except UserError:
-                continue
-            if more.fits:
-                say(f"  {count} x {name}: --gpus {count}")
-                break
+    if count := fitting_count(config, forecast, gpus, lengths):
+        say(f"  {count} x {forecast.facts.device_name}: --gpus {count}")
 
 
 def _duration(seconds: float) -> str:

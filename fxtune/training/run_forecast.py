@@ -20,6 +20,7 @@ from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
+from fxtune.errors import UserError
 from fxtune.models.load import DType, load_config, load_tokenizer
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
@@ -37,8 +38,9 @@ WHOLE_BYTES = 16 << 20
 """Files of a source up to this size in all are tokenized whole."""
 HEAD_BYTES = 2 << 20
 """Of larger JSONL and text files, so much is tokenized."""
-START_SECONDS = 40.0
-"""From the start of the process to the second step of a large model, with warm caches (docs/performance.md)."""
+START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
+"""From the start of the process to the second step, with warm caches: of a large model on a card
+(docs/performance.md), of a small one on a CPU (README)."""
 FORWARD = 0.35
 """The time of a forward pass as a share of a training step's, without recomputation."""
 
@@ -96,7 +98,8 @@ class RunForecast:
         """Seconds of the whole run, with its start and its evaluations."""
         if self.steps is None:
             return None
-        return START_SECONDS + self.steps * self.step_seconds + self.evaluations * self.evaluation_seconds
+        start, evaluations = START_SECONDS[self.facts.device], self.evaluations * self.evaluation_seconds
+        return start + self.steps * self.step_seconds + evaluations
 
     @property
     def tokens(self) -> float | None:
@@ -188,6 +191,19 @@ def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, 
     freeing = in_backward.change_for(config, facts)
     _, changes = oom_advice.advice(facts, facts.techniques, config.optimizer, MemoryPhase.training, freeing)
     return [(one, forecast.need.device - one.saves <= facts.free_memory) for one in changes]
+
+
+def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Lengths | None) -> int | None:
+    """The least of 2, 4 and 8 cards of the forecast's kind that the run fits; None if it fits none. `gpus`: the number
+    that it does not fit."""
+    facts = forecast.facts
+    for count in (count for count in (2, 4, 8) if count > gpus):
+        try:
+            if forecast_run(config, facts, count, lengths).fits:
+                return count
+        except UserError:  # a number that does not divide a step
+            continue
+    return None
 
 
 def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:

@@ -1,9 +1,13 @@
-"""Compares `fxtune plan` with measurements: memory and step time of cases in docs/, on an H200.
+"""Compares `fxtune plan` with measurements: memory and step time of the cases in benchmarks/baselines/plan_*.json.
 
     python scripts/study/plan_accuracy.py               # the table, in seconds, on any machine
     python scripts/study/plan_accuracy.py --json FILE   # also as JSON
+    python scripts/study/plan_accuracy.py --measure     # on a card: run cases of bench_peers.py, write them to the file of
+    python scripts/study/plan_accuracy.py --measure --gpus 2 --cases 8b_4x4096,8b_full_2x8192   # this card, and compare
 
-MEASURED has the figures of docs/performance.md and docs/techniques.md, each printed by the command beside it there.
+The figures of one H200 are those of docs/performance.md and docs/techniques.md, each printed by the command beside it
+there. The forecast of the allocator's peak is compared with the allocator's peak. What must be free is more, by
+fragmentation and workspaces; it is compared with the memory that the allocator has reserved, where that was measured.
 Speeds are compared only where every row is one document: packed documents of unknown lengths attend to less.
 """
 
@@ -11,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,90 +26,46 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from ablate import SHAPES, TECHNIQUES  # noqa: E402
-from bench_peers import MIXED, MIXED_FP8  # noqa: E402
+import bench_peers  # noqa: E402
+from ablate import SHAPES  # noqa: E402
 
 from fxtune.config import compose  # noqa: E402
+from fxtune.system.process_group import run_process  # noqa: E402
 from fxtune.system.units import GIB  # noqa: E402
-from fxtune.techniques.estimate.machines import machine  # noqa: E402
+from fxtune.techniques.estimate.machines import MODELS, machine  # noqa: E402
 from fxtune.training.run_forecast import Lengths, forecast_run  # noqa: E402
+from fxtune.tuning import trial  # noqa: E402
 
-FAST, MEMORY = ("techniques=[fast,lora]",), ("techniques=[fast,lora,memory]",)
-FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
-PLAIN = ("techniques=lora", "techniques.attention.enabled=true", "techniques.attention.backend=sdpa")
-FULL, FULL_FP8 = ("techniques=[full,fast]",), ("techniques=[full_fp8,fast]",)
-ROUNDED = "optimizer.stochastic_rounding=true"
+BASELINES = ROOT / "benchmarks" / "baselines"
 HOST_GIB = 128.0
+MEASURED_HERE = ("8b_4x4096", "8b_4x4096_fp8", "1b_8x4096", "moe_4x4096", "1b_full_8x4096", "8b_full_2x8192")
+"""Cases of bench_peers.py that --measure runs, if it is given no others."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    name: str
+    """An object of the files in BASELINES."""
+
+    case: str
     shape: str
     rows: int
+    """Rows of a micro-batch of one card."""
     length: int
-    words: tuple[str, ...]
-    gib: float | None
-    """Peak of torch's allocator. None: it ran out of memory."""
+    gpu: str
+    """The card, by its name in `fxtune plan --gpu`."""
+    gpus: int
+    keys: list[str]
+    allocated_gib: float | None
+    """Peak of torch's allocator on the fullest card. None: it ran out of memory."""
     tokens_per_second: float | None = None
+    """Of all cards."""
+    reserved_gib: float | None = None
+    """Peak of the memory that the allocator has taken from the device."""
 
 
-def added(*names: str) -> tuple[str, ...]:
-    """The overrides of ablate.py's rows: techniques added to plain peft."""
-    return (*PLAIN, *(word for name in names for word in TECHNIQUES[name]))
-
-
-def mixed(**layers: int) -> tuple[str, ...]:
-    """The overrides for a mix of levels. `layers`: how many layers have each level."""
-    kept = ",".join(f"{level}:{count}" for level, count in layers.items())
-    return "techniques.checkpointing.policy=mix", f"techniques.checkpointing.mix={{{kept}}}"
-
-
-MEASURED = (
-    # scripts/bench/bench_peers.py
-    Measured("8b_4x4096", "8b", 4, 4096, FAST, 71.3, 17532),
-    Measured("8b_4x4096_fp8", "8b", 4, 4096, FP8, 71.2, 24633),
-    Measured("1b_8x4096", "1b", 8, 4096, FAST, 33.4, 87352),
-    Measured("1b_8x4096_fp8", "1b", 8, 4096, FP8, 33.3, 106425),
-    Measured("8b_1x65536", "8b", 1, 65536, FAST, 125.5, 6570),
-    Measured("8b_1x65536_fp8", "8b", 1, 65536, FP8, 123.4, 7457),
-    Measured("8b_1x65536_30gib", "8b", 1, 65536, (*FAST, "run.memory_gib=30"), 24.2, 6150),
-    Measured("1b, full fine-tuning", "1b", 8, 4096, ("techniques=[full,fast]",), 47.1, 69032),
-    Measured("1b, full, float32 moments", "1b", 8, 4096, (*FULL, ROUNDED), 51.7, 67454),
-    Measured("1b, full, fp8", "1b", 8, 4096, FULL_FP8, 42.1, 84672),
-    # What `auto` kept in this run: its forecast was 20 GiB higher then.
-    Measured("8b, full", "8b", 2, 8192, (*FULL, *mixed(wide=8, everything=24)), 112.0, 11334),
-    Measured("8b, full, fp8", "8b", 2, 8192, FULL_FP8, 108.6, 15690),
-    Measured("8b, full, 8-bit moments", "8b", 2, 8192, (*FULL, "optimizer.name=adamw_8bit", ROUNDED), 102.8, 9496),
-    Measured("moe", "moe", 4, 4096, MIXED, 29.0, 95404),
-    # The speed of this run, 75,344, is that of a model that was not compiled, which the forecast of time leaves out.
-    Measured("moe, fp8 experts", "moe", 4, 4096, (*MIXED_FP8, "techniques.compile.enabled=false"), 30.8),
-    Measured("gpt-oss", "gpt_oss", 4, 4096, MIXED, 75.6, 28144),
-    Measured("70b, fp8", "70b", 1, 4096, FP8, 123.0, 3166),
-    # scripts/bench/ablate.py
-    *(Measured("fast", "8b", rows, length, FAST, 71.3) for rows, length in ((4, 4096), (1, 16384))),
-    *(Measured("memory", "8b", rows, length, MEMORY, 17.4) for rows, length in ((4, 4096), (1, 16384))),
-    Measured("memory", "8b", 1, 65536, MEMORY, 22.3),
-    *(Measured("fast", "1b", rows, length, FAST, 18.3) for rows, length in ((4, 4096), (1, 16384))),
-    Measured("fast", "1b", 1, 65536, FAST, 64.2),
-    *(Measured("memory", "1b", rows, length, MEMORY, 3.8) for rows, length in ((4, 4096), (1, 16384))),
-    Measured("memory", "1b", 1, 65536, MEMORY, 5.9),
-    Measured("plain", "8b", 1, 16384, added(), 101.3),
-    Measured("plain + full", "8b", 1, 16384, added("full"), 43.4),
-    Measured("plain + fused_loss", "8b", 1, 16384, added("fused_loss"), 79.1),
-    Measured("plain + liger", "8b", 1, 16384, added("liger"), 93.3),
-    Measured("plain + compile", "8b", 1, 16384, added("compile"), 93.4),
-    Measured("plain + nf4", "8b", 1, 16384, added("nf4"), 91.5),
-    Measured("plain + offload", "8b", 1, 16384, added("offload"), 39.5),
-    Measured("plain + full + fused_loss", "8b", 1, 65536, added("full", "fused_loss"), 45.7),
-    Measured("plain + full + fused_loss + nf4", "8b", 1, 65536, added("full", "fused_loss", "nf4"), 35.9),
-    Measured("plain", "1b", 1, 16384, added(), 42.6),
-    Measured("plain + full", "1b", 1, 16384, added("full"), 27.1),
-    Measured("plain + compile", "1b", 1, 16384, added("compile"), 40.7),
-    Measured("plain", "8b", 1, 65536, added(), None),
-    Measured("plain", "1b", 1, 65536, added(), None),
-    Measured("plain + selective + fused_loss", "8b", 1, 65536, added("selective", "fused_loss"), None),
-)
+def read() -> list[Measured]:
+    files = sorted(BASELINES.glob("plan_*.json"), reverse=True)
+    return [Measured(**case) for file in files for case in json.loads(file.read_text())]
 
 
 @dataclass(frozen=True)
@@ -117,6 +79,7 @@ class Row:
     measured: float | None
     calculated: float | None
     """Tokens a second, where they are compared."""
+    reserved_gib: float | None = None
 
     @property
     def memory_error(self) -> float | None:
@@ -134,42 +97,99 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    for one in MEASURED:
-        architecture = ",".join(f"{key}:{str(value).lower()}" for key, value in SHAPES[one.shape].items())
-        words = [
-            "model.path=null",
-            "model.tokenizer=builtin:tiny",
-            "model.init=random",
-            "model.dtype=bfloat16",
-            f"model.architecture={{{architecture}}}",
-            f"data.sequence_length={one.length}",
-            "data.packing=true",
-            "train.max_steps=10",
-            f"train.micro_batch_size={one.rows}",
-            f"train.global_batch_size={one.rows}",
-            *one.words,
-        ]
-        config = compose.load(words)
-        length = Lengths(10**9, 10**9, 1.0, one.length)
-        found = forecast_run(config, machine("H200", HOST_GIB, config.run.memory_gib), 1, length)
-        yield Row(
-            f"{one.name}: {one.shape}, {one.rows} x {one.length:,}",
-            one.gib,
-            found.need.allocated / GIB,
-            found.need.device / GIB,
-            found.fits,
-            one.tokens_per_second,
-            found.step_tokens / found.step_seconds if one.tokens_per_second else None,
-        )
+    return map(compare, read())
+
+
+def compare(one: Measured) -> Row:
+    """A case with its forecast."""
+    architecture = ",".join(f"{key}:{str(value).lower()}" for key, value in SHAPES[one.shape].items())
+    words = [
+        "model.path=null",
+        "model.tokenizer=builtin:tiny",
+        "model.init=random",
+        "model.dtype=bfloat16",
+        f"model.architecture={{{architecture}}}",
+        f"data.sequence_length={one.length}",
+        "data.packing=true",
+        "train.max_steps=10",
+        f"train.micro_batch_size={one.rows}",
+        f"train.global_batch_size={one.rows * one.gpus}",
+        *one.keys,
+    ]
+    config = compose.load(words)
+    length = Lengths(10**9, 10**9, 1.0, one.length)
+    found = forecast_run(config, machine(one.gpu, HOST_GIB, config.run.memory_gib), one.gpus, length)
+    cards = f" on {one.gpus} x {one.gpu}" if one.gpus > 1 or one.gpu != "H200" else ""
+    return Row(
+        f"{one.case}: {one.shape}, {one.rows} x {one.length:,}{cards}",
+        one.allocated_gib,
+        found.need.allocated / GIB,
+        found.need.device / GIB,
+        found.fits,
+        one.tokens_per_second,
+        found.step_tokens / found.step_seconds if one.tokens_per_second else None,
+        one.reserved_gib,
+    )
+
+
+def measure(names: list[str], gpus: int) -> list[Measured]:
+    """Run cases of bench_peers.py on `gpus` cards of this machine, and put them into the file of its card. A case
+    that fails is printed and left out."""
+    import torch
+
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    device = torch.cuda.get_device_name()
+    gpu = next((name for name, model in MODELS.items() if model.device_name == device), None)
+    if gpu is None:
+        sys.exit(f"{device} is no card of fxtune plan.")
+    file, found = BASELINES / f"plan_{gpu.lower()}.json", []
+    with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
+        given = argparse.Namespace(steps=None, scratch=Path(folder), smoke=False, set=[])
+        for name in names:
+            case, out = bench_peers.CASES[name], Path(folder) / "bench.json"
+            words = bench_peers.fxtune_words(name, given, gpus)
+            command = trial.bench_command(words, case.steps, case.warm_up, out)
+            code, output, _ = run_process(command)
+            if code:
+                print(f"{name} failed:\n{output[-2000:]}", flush=True)
+                continue
+            figures = json.loads(out.read_text())
+            one = Measured(
+                name,
+                case.shape,
+                case.rows,
+                case.length,
+                gpu,
+                gpus,
+                list(case.keys(gpus)),
+                round(figures["memory_gib"], 2),
+                round(figures["tokens_per_second"]),
+                round(figures["memory_reserved_gib"], 2),
+            )
+            print(json.dumps(asdict(one)), flush=True)
+            found.append(one)
+    new = {(one.case, one.gpus) for one in found}
+    before = [Measured(**case) for case in json.loads(file.read_text())] if file.exists() else []
+    kept = [one for one in before if (one.case, one.gpus) not in new]
+    lines = ",\n".join(f" {json.dumps(asdict(one))}" for one in [*kept, *found])
+    file.write_text(f"[\n{lines}\n]\n")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", action="store_true", help="first run cases on this machine's cards")
+    parser.add_argument("--gpus", type=int, default=1, help="--measure: how many cards (1)")
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(MEASURED_HERE))
     given = parser.parse_args()
-    found = list(rows())
-    print("| case | GiB measured | calculated | off by | tokens/s measured | calculated | step time off by |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    found = [compare(one) for one in measure(given.cases, given.gpus)] if given.measure else list(rows())
+    if not found:
+        sys.exit("No case was measured.")
+    print(
+        "| case | GiB measured | calculated | off by | GiB reserved | must be free | tokens/s measured | calculated | off by |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row in found:
         memory = "does not fit" if row.measured_gib is None else f"{row.measured_gib:.1f}"
         off = "" if row.memory_error is None else f"{row.memory_error:+.1%}"
@@ -177,10 +197,18 @@ def main() -> None:
         if row.measured and row.calculated and row.time_error is not None:
             speeds = f"{row.measured:,.0f} | {row.calculated:,.0f} | {row.time_error:+.1%}"
         fits = "" if row.fits else ", does not fit"
-        print(f"| {row.case} | {memory} | {row.calculated_gib:.1f}{fits} | {off} | {speeds} |")
+        reserved = "" if row.reserved_gib is None else f"{row.reserved_gib:.1f}"
+        print(
+            f"| {row.case} | {memory} | {row.calculated_gib:.1f}{fits} | {off} | {reserved} | {row.needed_gib:.1f} | "
+            f"{speeds} |"
+        )
     memories = [abs(row.memory_error) for row in found if row.memory_error is not None]
     times = [abs(row.time_error) for row in found if row.time_error is not None]
-    print(f"\nMemory: median error {statistics.median(memories):.1%}, {len(memories)} cases.")
+    short = [row.case for row in found if row.reserved_gib is not None and row.needed_gib < row.reserved_gib]
+    print(
+        f"\nMemory: median error {statistics.median(memories):.1%}, at most {max(memories):.1%}, {len(memories)} cases."
+    )
+    print(f"Less must be free than was reserved: {', '.join(short) or 'in no case'}.")
     print(f"Fits or not: wrong in {sum(not row.right for row in found)} of {len(found)} cases.")
     print(f"Step time: median error {statistics.median(times):.1%}, at most {max(times):.1%}, {len(times)} cases.")
     if given.json:

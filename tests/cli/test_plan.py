@@ -26,6 +26,45 @@ def test_one_card_has_its_memory_time_and_cost(tmp_path, capsys):
     assert found["tokens"] == pytest.approx(2e7, rel=0.01)
 
 
+def test_each_card_that_is_too_small_says_how_many_would_do(tmp_path, capsys):
+    found = {row["gpu"]: row for row in figures(tmp_path, *BIG)}
+    shown = capsys.readouterr().out
+    assert not found["L4"]["fits"]
+    count = found["L4"]["fitting_gpus"]
+    assert f"does not fit, --gpus {count} fits" in shown
+    assert figures(tmp_path, *BIG, "--gpu", "L4", "--gpus", str(count))["fits"]
+    assert not any(figures(tmp_path, *BIG, "--gpu", "L4", "--gpus", str(n))["fits"] for n in (1, 2) if n < count)
+    assert "fitting_gpus" not in found["H200"]
+
+
+def test_the_cores_of_this_machine_are_a_card_too(tmp_path, capsys):
+    found = figures(tmp_path, "plan", "+recipe=quickstart", "--gpu", "cpu")
+    shown = capsys.readouterr().out
+    assert found["fits"]
+    assert 1 < found["seconds"] < 3600
+    assert "cores of this machine" in shown
+    assert "0.00 GiB" not in shown
+    assert "0.0 GiB" not in shown
+
+
+@pytest.mark.parametrize(
+    "words", [["techniques=[lora,fast]"], ["techniques=[full,fast]"], ["techniques.liger.enabled=auto"]]
+)
+def test_what_is_decided_for_a_card_is_not_decided_for_this_machine(words, capsys):
+    assert main([*BIG, "--gpu", "H100", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "needs a GPU" not in shown
+    assert "rms_norm" in shown
+
+
+def test_without_the_hub_a_shape_is_proposed(capsys):
+    assert main(["plan", "+recipe=llama_lora", "--gpu", "H100", "--tokens", "2e7"]) == 6
+    message = capsys.readouterr().err
+    assert "To plan without the hub, give a shape: model=llama_8b_shape, or" in message
+    assert main(["plan", "+recipe=qwen_lora", "--tokens", "2e7"]) == 6
+    assert "model=llama_8b_shape" in capsys.readouterr().err
+
+
 def test_too_small_a_card_gets_a_list_of_changes(tmp_path, capsys):
     found = figures(tmp_path, *BIG, "--gpu", "RTX-4090")
     shown = capsys.readouterr().out

@@ -57,7 +57,9 @@ def test_time_is_start_steps_and_evaluations():
     )
     assert run.steps == round(16_000_000 / (16 * 4096))
     assert run.evaluations == 1 + run.steps // 100
-    assert run.seconds == START_SECONDS + run.steps * run.step_seconds + run.evaluations * run.evaluation_seconds
+    assert (
+        run.seconds == START_SECONDS["cuda"] + run.steps * run.step_seconds + run.evaluations * run.evaluation_seconds
+    )
     assert run.tokens == run.steps * 16 * 4096
     assert 0.25 < run.evaluation_seconds / run.step_seconds / (800_000 / (16 * 4096)) < 0.5
 

@@ -8,7 +8,7 @@ other cards scaled by their datasheets. Only their ratios matter, so an unknown 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,7 +44,8 @@ RTX_5090 = Rates(190e12, 380e12, 140e12, 1.5e12, 50e9, 20e9)
 A10G = Rates(56e12, 56e12, 40e12, 0.5e12, 24e9, 10e9)
 L4 = Rates(60e12, 110e12, 40e12, 0.25e12, 12e9, 10e9)
 RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9, 20e9)
-CPU = Rates(1e12, 1e12, 0.5e12, 50e9, 50e9, 2e9)
+CPU = Rates(140e9, 140e9, 70e9, 7e9, 50e9, 2e9)
+"""Of one core: what the quickstart reaches on two cores of a Xeon."""
 GENERATIONS = {8: A100, 9: H200, 10: B200, 12: L40S}
 """Rates by the major number of the compute capability."""
 
@@ -115,7 +116,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 def rates(machine: MachineFacts) -> Rates:
     """The rates of the machine's device."""
     if machine.device != "cuda":
-        return CPU
+        each = {name: machine.cores * getattr(CPU, name) for name in ("matmul", "fp8", "attention", "memory")}
+        return replace(CPU, **each)
     card = _card(machine.device_name)
     if card and card.rates:
         return card.rates

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fxtune.errors import ConfigError, did_you_mean
 from fxtune.system.facts import MachineFacts, installed_packages
+from fxtune.system.host import cores, memory
 from fxtune.system.units import GIB
 
 CONTEXT_MIB = 600
@@ -59,21 +60,34 @@ PACKAGES = {
 
 
 def machine(name: str, host_gib: float, free_gib: float | None = None) -> MachineFacts:
-    """The facts of a machine with cards of this name and fxtune's packages for GPUs.
+    """The facts of a machine with cards of this name and fxtune's packages for GPUs; `cpu`: of this machine without
+    its cards.
 
     `host_gib`: a rank's share of the host's memory; `free_gib`: the part of the card that the run may use (None: all
     but the context). Raises ConfigError for a name that is not in MODELS.
     """
+    if name.lower() == "cpu":
+        whole, free = memory()
+        return MachineFacts(
+            device="cpu",
+            device_name=f"{cores()} cores of this machine",
+            memory=whole,
+            free_memory=min(free, int(free_gib * GIB)) if free_gib else free,
+            host_memory=int(host_gib * GIB),
+            cores=cores(),
+            packages=installed_packages(),
+        )
     found = {known.lower(): model for known, model in MODELS.items()}.get(name.lower())
     if found is None:
-        raise ConfigError(f"--gpu {name}: no such card{did_you_mean(name, MODELS)} Known are {', '.join(MODELS)}.")
-    memory = int(found.gib * GIB)
-    free = memory - CONTEXT_MIB * 2**20
+        names = [*MODELS, "cpu"]
+        raise ConfigError(f"--gpu {name}: no such card{did_you_mean(name, names)} Known are {', '.join(names)}.")
+    total = int(found.gib * GIB)
+    free = total - CONTEXT_MIB * 2**20
     return MachineFacts(
         device="cuda",
         device_name=found.device_name,
         capability=found.capability,
-        memory=memory,
+        memory=total,
         free_memory=min(free, int(free_gib * GIB)) if free_gib else free,
         host_memory=int(host_gib * GIB),
         cores=8,

@@ -44,8 +44,8 @@ def test_weights_are_cut_where_a_copy_does_not_fit():
     assert chosen == Degrees(replicate=2, shard=2)
     assert need.device <= facts.free_memory
     assert need.weights < 70 * GIB
-    # The head, the embedding, and two layers.
-    assert need.exchange > 2 * (2 * 128256 * 8192 + 2 * 855_638_016)
+    # The head and two layers, without the embedding, which is freed after its use.
+    assert 2 * (128256 * 8192 + 2 * 855_638_016) < need.exchange < 2 * (2 * 128256 * 8192 + 2 * 855_638_016) + 1e9
 
 
 def test_rows_are_cut_where_one_does_not_fit():

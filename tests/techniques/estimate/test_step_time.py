@@ -54,7 +54,7 @@ def test_recomputed_flops_equal_torch_s_counter():
         flops[level] = counter.get_total_flops()
     facts = replace(facts_of(random_model("llama")), rows=(24,))
     layer = step_time.layer_time(facts)
-    card_flops = cards.CPU.matmul
+    card_flops = cards.rates(facts).matmul
     assert flops["wide"] == flops["everything"]
     assert flops["narrow"] - flops["wide"] == pytest.approx(2 * layer.wide * card_flops)  # two layers
     assert flops["attention"] - flops["narrow"] == pytest.approx(2 * layer.narrow * card_flops)

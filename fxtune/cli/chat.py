@@ -135,7 +135,8 @@ class Chat:
         template, self.system = data.get("chat_template"), data.get("system")
         self.encoder: Encoder | None = None
         if template or tokenizer.chat_template:
-            self.encoder = Encoder(tokenizer, RowFormat.messages, template)
+            variables = data.get("chat_template_kwargs")
+            self.encoder = Encoder(tokenizer, RowFormat.messages, template, variables=variables)
         else:
             say("The model has no chat template, so it continues your text.")
         self.start_anew()

@@ -47,6 +47,11 @@ class Slot:
         return _fields(self.kind) if is_section else {}
 
     @property
+    def switches(self) -> tuple[str, ...]:
+        """The keys of a section that a word in place of the section sets to true: `data.learn=since_last_question`."""
+        return getattr(self.kind, "SWITCHES", ()) if self.fields else ()
+
+    @property
     def choices(self) -> list[str]:
         """The members of an enum and what plugins add to it; empty for anything else."""
         is_enum = isinstance(self.kind, type) and issubclass(self.kind, Enum)

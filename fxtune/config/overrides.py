@@ -80,6 +80,8 @@ class RecipeStore:
         key, value = parsed.key_or_group, text.partition("=")[2]
         validator, keys = Validator(self.schema, lambda _: place, from_file), tuple(key.split("."))
         slot = validator.find(keys)
+        if slot is not None and value in slot.switches:
+            return self.override(f"{key}.{value}=true", place, from_file)
         if slot is not None:
             for one in _values(parsed, ()):
                 validator.check(slot, one, keys)

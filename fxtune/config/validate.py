@@ -106,11 +106,16 @@ class Validator:
                 self._check_below(slot, str(index), item, keys)
         elif slot.fields or slot.container is dict or (slot.kind is Any and isinstance(value, dict)):
             if not isinstance(value, dict):
-                self.add(keys, f"`{name}` has keys of its own ({expected(slot)}) and cannot be {_shown(value)}")
+                words = f" or the word{'s' * (len(slot.switches) > 1)} {', '.join(slot.switches)}" * bool(
+                    slot.switches
+                )
+                self.add(keys, f"`{name}` has keys of its own ({expected(slot)}){words} and cannot be {_shown(value)}")
                 return
             for key, item in value.items():
                 if isinstance(item, bool) and (below := slot.below(str(key))) and {"on", "off"} <= {*below.choices}:
                     item = value[key] = "on" if item else "off"  # YAML reads an unquoted `off` as false
+                if isinstance(item, str) and (below := slot.below(str(key))) and item in below.switches:
+                    item = value[key] = {item: True}
                 self._check_below(slot, str(key), item, keys)
         elif slot.choices:
             self._check_choice(slot.choices, value, keys, f". {PLUGIN_ADDS}" if slot.words else "")

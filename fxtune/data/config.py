@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from omegaconf import BooleanNode
 
@@ -31,6 +31,12 @@ class OnLong(str, Enum):
 class OnOverlap(str, Enum):
     error = "error"
     drop = "drop"
+    keep = "keep"
+
+
+class OnRewritten(str, Enum):
+    split = "split"  # type: ignore[assignment]  # str has a method of that name
+    context = "context"
     keep = "keep"
 
 
@@ -65,6 +71,12 @@ class LearnConfig:
     """Learn assistant turns that call tools. False: they are context only."""
     last_turn_only: bool = False
     """Learn only the last of these turns in each chat."""
+    since_last_question: bool = False
+    """Learn only those of these turns that follow the last question that is answered: the last answer, and the tool
+    rounds before it."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("last_turn_only", "since_last_question")
+    """A word in place of this section, as in `data.learn=since_last_question`, sets this key to true."""
 
 
 @dataclass
@@ -177,8 +189,15 @@ class DataConfig:
     on_bad_row: OnBadRow = OnBadRow.error
     """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
     the run folder and goes on."""
+    on_rewritten: OnRewritten = OnRewritten.split
+    """What to do with turns that the chat template writes otherwise once another turn follows, as Qwen3 and gpt-oss
+    drop the reasoning of earlier answers. `split`: one document for each question, rendered as it is sampled.
+    `context`: such turns are not learned. `keep`: learn them as the whole chat has them."""
     chat_template: Optional[str] = None
     """A Jinja file that replaces the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, in training, evaluation and questions: {enable_thinking: false}. A column of
+    this name sets them for its row."""
     system: Optional[str] = None
     """A system message for each chat that has none, in training, evaluation and questions. Null: none is added."""
     workers: int = field(default=0, metadata={"min": 0})

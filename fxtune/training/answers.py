@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -50,9 +50,14 @@ class Question:
 
 
 def load_questions(
-    config: QuestionsConfig, tokenizer: Any, chat_template: str | None = None, system: str | None = None
+    config: QuestionsConfig,
+    tokenizer: Any,
+    chat_template: str | None = None,
+    system: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[Question]:
-    """The first `config.limit` rows of `config.path` as questions. `chat_template`, `system`: as in DataConfig.
+    """The first `config.limit` rows of `config.path` as questions. `chat_template`, `system`, `variables` (of the
+    chat template): as in DataConfig.
 
     Raises DataError if the data does not exist, or with file and line if a row cannot be read or has no answer.
     """
@@ -71,7 +76,7 @@ def load_questions(
     values = [row.value for row in rows if row.value is not None]
     questions = []
     # Nothing is learned from questions, so they may have columns that are not read.
-    documents = Encoder(tokenizer, form, chat_template, system, unused=None).encode(values)
+    documents = Encoder(tokenizer, form, chat_template, system, None, None, variables).encode(values)
     for row, value, document in zip(rows, values, documents, strict=True):
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
@@ -160,11 +165,12 @@ class AnswerEvaluation:
         folder: Path,
         chat_template: str | None = None,
         system: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> AnswerEvaluation | None:
         """None if the config has no questions. Errors as in load_questions."""
         if config.path is None:
             return None
-        questions = load_questions(config, tokenizer, chat_template, system)
+        questions = load_questions(config, tokenizer, chat_template, system, variables)
         evaluation = AnswerEvaluation(config, tokenizer, questions, folder)
         for when in ("before", "after"):
             evaluation._read(when)

@@ -186,7 +186,12 @@ class Trainer:
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         data = config.data
         self.questions = AnswerEvaluation.open(
-            data.own_questions(), self.tokenizer, folder.path, data.chat_template, data.system
+            data.own_questions(),
+            self.tokenizer,
+            folder.path,
+            data.chat_template,
+            data.system,
+            data.chat_template_kwargs,
         )
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:

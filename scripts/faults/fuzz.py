@@ -458,6 +458,7 @@ class Fuzzer:
         return table
 
     def _look(self, file: Path, table: TokenTable, family: str, marks: bool, untouched: set[bytes]) -> None:
+        table = table.whole or table  # one document a row; those of single questions are made of the same rows
         quarantine = self.folder / "quarantine.jsonl"
         entries = [json.loads(line) for line in quarantine.read_text().splitlines()] if quarantine.exists() else []
         everything = file.read_bytes().split(b"\n")

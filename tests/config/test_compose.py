@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from fxtune.config.compose import load, typed
 from fxtune.config.root import Config
+from fxtune.data.config import LearnConfig
 from fxtune.errors import ConfigError
 
 
@@ -35,6 +36,17 @@ def test_nearer_to_the_user_wins(cwd):
     assert optimizer.momentum == 0.95, "a group that a recipe names comes after the recipe that it builds on"
     assert optimizer.weight_decay == 2, "the recipe wins over what it builds on, wherever its defaults list has _self_"
     assert optimizer.eps == 3, "a key of the command line wins over all"
+
+
+def test_a_word_in_place_of_a_section_is_one_of_its_switches(cwd):
+    (cwd / "recipes").mkdir()
+    (cwd / "recipes" / "mine.yaml").write_text("# @package _global_\ndata: {learn: since_last_question}\n")
+    for argv in (["+recipe=mine"], ["data.learn=since_last_question"], ["data.learn.since_last_question=true"]):
+        learn = load(argv).data.learn
+        assert (learn.since_last_question, learn.last_turn_only) == (True, False)
+    assert load(["+recipe=mine", "data.learn.since_last_question=false"]).data.learn == LearnConfig()
+    with pytest.raises(ConfigError, match=r"`data.learn` has keys.*or the words last_turn_only, since_last_question"):
+        load(["data.learn=since_last"])
 
 
 def test_pointers_between_keys_are_resolved(cwd):

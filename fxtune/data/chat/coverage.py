@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, Conversation, RowError
+from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, VARIABLES, Conversation, RowError
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.read.formats import RowFormat, preference_columns
 
@@ -42,10 +42,10 @@ KNOWN_ENDINGS = tuple(
 """Names with these endings describe a row, too."""
 
 READ: dict[RowFormat, frozenset[str]] = {
-    RowFormat.messages: frozenset((*LIST_KEYS, "tools", "prompt", "text")),
-    RowFormat.sharegpt: frozenset((*LIST_KEYS, "tools", "prompt", "text")),
-    RowFormat.alpaca: frozenset(("instruction", "input", "output", "history", "tools", "text")),
-    RowFormat.prompt_completion: frozenset(("prompt", "completion", "text")),
+    RowFormat.messages: frozenset((*LIST_KEYS, "tools", VARIABLES, "prompt", "text")),
+    RowFormat.sharegpt: frozenset((*LIST_KEYS, "tools", VARIABLES, "prompt", "text")),
+    RowFormat.alpaca: frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text")),
+    RowFormat.prompt_completion: frozenset(("prompt", "completion", VARIABLES, "text")),
     RowFormat.tokens: frozenset(
         ("input_ids", "labels", "assistant_masks", "token_type_ids", "position_ids", "special_tokens_mask", "text")
     ),
@@ -233,6 +233,10 @@ def _parts(message: Mapping[str, Any]) -> tuple[str, str]:
         before, _, content = content.rpartition("</think>")
         reasoning = reasoning or before.partition("<think>")[2]
     return reasoning.strip(), content.strip()
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    return _parts(message)[0]
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ template, one that does not compile, a slow tokenizer) raises DataError at once.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
-from fxtune.data.chat.coverage import Coverage
+from fxtune.data.chat.coverage import REASONING_REMARK, Coverage, reasoning_of
 from fxtune.data.chat.normalize import (
     SURROGATE,
+    VARIABLES,
     Conversation,
     RowError,
     read_conversation,
@@ -35,13 +37,13 @@ from fxtune.data.chat.normalize import (
     short,
 )
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
-from fxtune.data.chat.split import SplitChat, split_chat, truncate_chat
-from fxtune.data.chat.template import ChatTemplate, Span, unused_characters
-from fxtune.data.config import LearnConfig
+from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
+from fxtune.data.chat.template import RESERVED, ChatTemplate, Span, undeclared_variables, unused_characters
+from fxtune.data.config import LearnConfig, OnRewritten
 from fxtune.data.read.files import require_file
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import type_name
-from fxtune.errors import DataError
+from fxtune.errors import DataError, did_you_mean
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 IGNORE_INDEX = -100
@@ -49,6 +51,24 @@ IGNORE_INDEX = -100
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 NO_TOKEN = "the tokenizer makes no token of this text"
+MAX_TEMPLATES = 100
+"""Different variables of the chat template, set by rows."""
+REWRITTEN_REMARKS = {
+    OnRewritten.split: "the chat template writes an answer otherwise once another turn follows (it drops reasoning, "
+    "or ends the turn with another token), so each such question is a document of its own, as in sampling "
+    "(data.on_rewritten=context learns the last one alone)",
+    OnRewritten.context: "the chat template writes an answer otherwise once another turn follows (it drops reasoning, "
+    "or ends the turn with another token), so it is context only, by data.on_rewritten=context",
+}
+EMPTY_REASONING_REMARK = (
+    "answers without reasoning are learned with the empty block of reasoning that the chat template writes; to have "
+    "the block in the prompt, as in sampling without reasoning, set the template's variable, "
+    "data.chat_template_kwargs.enable_thinking=false (docs/data.md, Reasoning)"
+)
+PROMPT_REMARK = (
+    "the chat template begins an answer otherwise in sampling than in a whole chat, so what is learned is not what "
+    "will be asked; does a variable of data.chat_template_kwargs fit the reasoning of these rows?"
+)
 APART_REMARK = (
     "in one text, a token would lie across the border of a prompt and its answer, so the two are tokenized apart, as "
     "in sampling"
@@ -70,6 +90,8 @@ class Document:
     """What the chat template leaves out by design."""
     is_newly_read: bool = False
     """As Conversation.is_newly_read."""
+    is_rewritten: bool = False
+    """Whether a turn that is learned is not written as in sampling, because another one follows."""
 
 
 @dataclass
@@ -81,6 +103,7 @@ class _Text:
     is_plain: bool
     remarks: tuple[str, ...] = ()
     is_newly_read: bool = False
+    is_rewritten: bool = False
 
 
 class Encoder:
@@ -93,10 +116,12 @@ class Encoder:
         learn: which turns of a chat are learned.
         unused: columns and fields that are not used on purpose; None: no part of a row need be in the text.
         system: a system message for each chat that has none.
+        variables: variables of the chat template.
+        on_rewritten: what to do with turns that the template writes otherwise once another turn follows.
 
     Raises:
         DataError: the tokenizer is slow, has no chat template although the format needs
-            one, or the template is broken.
+            one, or the template is broken or reads none of `variables`.
     """
 
     def __init__(
@@ -107,6 +132,8 @@ class Encoder:
         system: str | None = None,
         learn: LearnConfig | None = None,
         unused: Collection[str] | None = (),
+        variables: Mapping[str, Any] | None = None,
+        on_rewritten: OnRewritten = OnRewritten.split,
     ) -> None:
         assert format is not RowFormat.auto, "the format is detected before rows are encoded"
         if not getattr(tokenizer, "is_fast", False):
@@ -119,18 +146,23 @@ class Encoder:
         self.unused = tuple(unused or ())
         self._coverage = Coverage(format, self.unused, enabled=unused is not None)
         self.system = system
+        self.variables = dict(variables or {})
+        self.on_rewritten = on_rewritten
         self.longest: int | None = None
         """Chats with more tokens are split into pieces; None: not here."""
+        self.by_question = False
+        """Whether split() makes documents of their own of questions whose answers are written otherwise later."""
         self.template_source = read_template(chat_template) if chat_template else None
         self._bos = _leading_special_ids(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1 if format is RowFormat.tokens else 0
-        self._templates: dict[bool, tuple[ChatTemplate, SpecialTokenEscaper]] = {}
+        self._templates: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper]] = {}
         encode, decode = partial(_encode, self._tokenizer), partial(_decode, self._tokenizer)
         self._borders = BorderFinder(encode, decode, tokenizer.added_tokens_decoder)
         if format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca):
             self._template(with_tools=False)
+            _require_variables(self.variables, self._tokenizer.chat_template, self.template_source)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | str]:
         """Return for each row, in order, its document or the reason why it cannot be used."""
@@ -159,9 +191,10 @@ class Encoder:
         return [next(documents) if isinstance(result, _Text) else result for result in results]
 
     def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
-        """The pieces, of at most `self.longest` tokens, of a chat that is longer. `whole`: the tokens of the chat."""
-        assert self.longest is not None
+        """The documents of a chat: those of its questions (`self.by_question`), and the pieces of those that have more
+        than `self.longest` tokens. `whole`: the tokens of the chat."""
         if self.format is RowFormat.prompt_completion and isinstance(row.get("prompt"), str):
+            assert self.longest is not None
             return truncate_chat(whole, self.longest)
 
         def encode(chat: Conversation) -> Document | None:
@@ -172,16 +205,18 @@ class Encoder:
             document = self._tokenize([rendered])[0] if isinstance(rendered, _Text) else rendered
             return document if isinstance(document, Document) else None
 
-        return split_chat(self._conversation(row), whole, encode, self.longest)
+        chat = self._conversation(row)
+        if not (self.by_question and whole.is_rewritten):
+            assert self.longest is not None
+            return split_chat(chat, whole, encode, self.longest)
+        return split_questions(chat, self._rewritten_turns(chat), encode, self.longest)
 
     def remarks(self) -> list[str]:
         """What a user should know about the chat template before training with it."""
-        if False not in self._templates:
-            return (
-                [f"data.system is for chats; nothing is added to {self.format.value} rows"]
-                if self.system is not None
-                else []
-            )
+        if not self._templates:
+            given = {"system": self.system is not None, VARIABLES: bool(self.variables)}
+            form = self.format.value
+            return [f"data.{key} is for chats; it changes no {form} rows" for key, is_set in given.items() if is_set]
         if self._template(with_tools=False)[0].frame.endings:
             return []
         return [
@@ -189,13 +224,27 @@ class Encoder:
             "where to stop; add one in a template of your own (data.chat_template=FILE)"
         ]
 
-    def _template(self, with_tools: bool) -> tuple[ChatTemplate, SpecialTokenEscaper]:
-        if with_tools not in self._templates:
-            template = _chat_template(self._tokenizer, self.template_source, with_tools)
+    def _template(
+        self, with_tools: bool, variables: Mapping[str, Any] | None = None
+    ) -> tuple[ChatTemplate, SpecialTokenEscaper]:
+        """`variables`: those that a row sets."""
+        used = self.variables | dict(variables or {})
+        key = with_tools, json.dumps(used, sort_keys=True, default=str)
+        if key not in self._templates:
+            if len(self._templates) > MAX_TEMPLATES:
+                raise RowError(
+                    f"{VARIABLES} has another value in each row. A template is measured once for each, so at most "
+                    f"{MAX_TEMPLATES} are used: write what differs from row to row into the messages"
+                )
+            try:
+                _require_variables(variables or {}, self._tokenizer.chat_template, self.template_source)
+            except DataError as error:
+                raise RowError(str(error).removeprefix("data.")) from None
+            template = _chat_template(self._tokenizer, self.template_source, with_tools, used)
             if self.system is not None:
                 _require_system(template)
-            self._templates[with_tools] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
-        return self._templates[with_tools]
+            self._templates[key] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
+        return self._templates[key]
 
     def _chat(self, row: Mapping[str, Any]) -> _Text | Document:
         return self._rendered(self._conversation(row), row)
@@ -209,9 +258,14 @@ class Encoder:
 
     def _rendered(self, chat: Conversation, row: Mapping[str, Any] | None = None) -> _Text | Document:
         """`row`: the row of the chat, to be found in the text; None for a part of a chat."""
-        template, escaper = self._template(chat.tools is not None)
-        messages = template.adapted(chat.messages)
-        text, spans = template.supervised_spans(messages, chat.supervised, chat.tools)
+        template, escaper = self._template(chat.tools is not None, chat.variables)
+        messages, supervised = template.adapted(chat.messages), chat.supervised
+        if chat.variables and escaper.is_quoted([], [chat.variables]):
+            raise RowError(f"{VARIABLES} holds a special token")
+        rewritten = self._rewritten_turns(chat)
+        if rewritten and self.on_rewritten is OnRewritten.context:
+            supervised = [learned and index > rewritten[-1] for index, learned in enumerate(supervised)]
+        text, spans = template.supervised_spans(messages, supervised, chat.tools)
         if not text.isascii() and SURROGATE.search(text):
             raise RowError("a lone surrogate in tools or tool_calls: not valid Unicode")
         aliased = None
@@ -219,21 +273,43 @@ class Encoder:
             aliased = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
         remarks: tuple[str, ...] = ()
         if row is not None:
-            remarks = tuple(self._coverage.check_conversation(row, chat, messages, text, template))
+            found = self._coverage.check_conversation(row, chat, messages, text, template)
+            if rewritten:
+                found = [REWRITTEN_REMARKS[self.on_rewritten], *(one for one in found if one != REASONING_REMARK)]
+            last = max((index for index, learned in enumerate(supervised) if learned), default=None)
+            if template.writes_empty_reasoning and any(
+                learned and message["role"] == "assistant" and not reasoning_of(message)
+                for message, learned in zip(messages, supervised, strict=True)
+            ):
+                found.append(EMPTY_REASONING_REMARK)
+            if last is not None and template.asks_otherwise(messages, last, chat.tools):
+                found.append(PROMPT_REMARK)
+            remarks = tuple(found)
         if aliased is None:
-            return _Text(text, spans, False, remarks, chat.is_newly_read)
+            return _Text(text, spans, False, remarks, chat.is_newly_read, bool(rewritten))
         ids, offsets = escaper.encode(aliased)
         if not ids:
             raise RowError(NO_TOKEN)
         finder = BorderFinder(escaper.encode_part, escaper.decode, self._tokenizer.added_tokens_decoder)
         spans = [(aliased.position(start), aliased.position(end)) for start, end in spans]
-        document = _document(_Text(aliased.text, spans, False, remarks, chat.is_newly_read), ids, offsets, finder)
+        document = _document(
+            _Text(aliased.text, spans, False, remarks, chat.is_newly_read, bool(rewritten)), ids, offsets, finder
+        )
         return replace(document, escaped=True)
+
+    def _rewritten_turns(self, chat: Conversation) -> list[int]:
+        """The turns that are learned and not written as in sampling, in ascending order."""
+        if self.on_rewritten is OnRewritten.keep:
+            return []
+        template, _ = self._template(chat.tools is not None, chat.variables)
+        return template.rewritten_turns(template.adapted(chat.messages), chat.supervised, chat.tools)
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> _Text | Document:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
             return self._chat(row)
+        if row.get(VARIABLES):
+            raise RowError(f"{VARIABLES} is for chats, and this prompt is a text")
         prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
         text = prompt + completion
         require_answer(completion, "completion")
@@ -323,7 +399,23 @@ def read_template(path: str) -> str:
     return source
 
 
-def _chat_template(tokenizer: Any, source: str | None, with_tools: bool) -> ChatTemplate:
+def _require_variables(variables: Mapping[str, Any], own: Any, replacement: str | None) -> None:
+    """Raise DataError for a variable that the chat template does not read. `own`: the tokenizer's templates;
+    `replacement`: the one in their place."""
+    if not variables:
+        return
+    sources = [replacement] if replacement else list(own.values()) if isinstance(own, dict) else [own]
+    known = {name for source in sources for name in undeclared_variables(source)} - RESERVED
+    for name in variables:
+        if name in RESERVED:
+            raise DataError(f"data.{VARIABLES}.{name}: fxtune sets this variable of the chat template itself")
+        if name not in known:
+            raise DataError(
+                f"data.{VARIABLES}.{name}: the chat template reads no such variable{did_you_mean(name, known)}"
+            )
+
+
+def _chat_template(tokenizer: Any, source: str | None, with_tools: bool, variables: Mapping[str, Any]) -> ChatTemplate:
     if source is None:
         if not tokenizer.chat_template:
             raise DataError(
@@ -338,7 +430,8 @@ def _chat_template(tokenizer: Any, source: str | None, with_tools: bool) -> Chat
                 f"the tokenizer's chat templates cannot be used: {error}; set data.chat_template=FILE"
             ) from None
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return ChatTemplate(source, dict(tokenizer.special_tokens_map), sorted(special | {tokenizer.eos_token or ""}))
+    ends = sorted(special | {tokenizer.eos_token or ""})
+    return ChatTemplate(source, {**tokenizer.special_tokens_map, **variables}, ends)
 
 
 def _require_system(template: ChatTemplate) -> None:
@@ -375,7 +468,8 @@ def _document(text: _Text, ids: list[int], offsets: Sequence[Span], finder: Bord
         last = bisect_left(borders.offsets, (end,))
         supervised[first:last] = [True] * (last - first)
     remarks = (*text.remarks, *[APART_REMARK] * borders.is_apart, *[CROSSED_REMARK] * borders.is_crossed)
-    return Document(borders.ids, supervised, False, remarks, text.is_newly_read or borders.is_apart)
+    is_newly_read = text.is_newly_read or borders.is_apart
+    return Document(borders.ids, supervised, False, remarks, is_newly_read, text.is_rewritten)
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:

@@ -46,6 +46,8 @@ SHAREGPT_ROLES = {
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 LIST_KEYS = ("messages", "conversations", "conversation")
+VARIABLES = "chat_template_kwargs"
+"""The column with variables of the chat template, as the key of `data` with variables for all rows."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -64,6 +66,8 @@ class Conversation:
     """For each message, whether the model learns to write it."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools that the model may call, or None."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the row sets."""
     is_newly_read: bool = False
     """Whether the row has parts that encoding version 3 read differently: tool calls, or `history` of Alpaca."""
 
@@ -92,6 +96,7 @@ def read_conversation(
         assert format in (RowFormat.messages, RowFormat.sharegpt), f"{format} rows hold no conversation"
         chat = _messages(row)
     chat.tools = _tools(row.get("tools"))
+    chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn or LearnConfig())
@@ -117,9 +122,12 @@ def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
         switched is not False and message["role"] in learn.roles and (learn.tool_calls or "tool_calls" not in message)
         for message, switched in zip(chat.messages, chat.switched, strict=True)
     ]
-    if learn.last_turn_only and True in chosen:
-        last = len(chosen) - 1 - chosen[::-1].index(True)
-        chosen = [index == last for index in range(len(chosen))]
+    if (learn.last_turn_only or learn.since_last_question) and True in chosen:
+        first = last = len(chosen) - 1 - chosen[::-1].index(True)
+        if not learn.last_turn_only:
+            questions = [index for index in range(last) if chat.messages[index]["role"] == "user"]
+            first = max(questions, default=-1) + 1
+        chosen = [learned and first <= index <= last for index, learned in enumerate(chosen)]
     return [
         learned or (switched is True and message["role"] == "assistant")
         for learned, message, switched in zip(chosen, chat.messages, chat.switched, strict=True)
@@ -347,6 +355,14 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
         if not isinstance(tool, Mapping):
             raise RowError(f"tools[{index}] is {type_name(tool)}, not a JSON schema")
     return [dict(tool) for tool in tools]
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _parse_json(value, VARIABLES) if value.strip() else None
+    if value is not None and not isinstance(value, Mapping):
+        raise RowError(f"{VARIABLES} is {type_name(value)}, not an object of variables")
+    return {name: item for name, item in (value or {}).items() if item is not None}  # Parquet has null for no variable
 
 
 def _parse_json(text: str, where: str) -> Any:

@@ -29,6 +29,10 @@ class SplitCounts:
     """Pieces that end before their last turn does."""
     lost_tokens: int = 0
     lost_supervised: int = 0
+    questions: int = 0
+    """Documents of chats whose questions are documents of their own."""
+    refused: int = 0
+    """Questions that the template refuses at the end of a chat; nothing of them is learned."""
 
     def __add__(self, other: SplitCounts) -> SplitCounts:
         return SplitCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -51,6 +55,30 @@ def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> 
         return truncate_chat(whole, longest)
     splitter.found.counts.pieces = len(splitter.found.pieces)
     return splitter.found
+
+
+def split_questions(chat: Conversation, rewritten: list[int], encode: Encode, longest: int | None) -> SplitChat:
+    """One document for each part of a chat in which all learned turns are written as in sampling. `rewritten`: the
+    turns after which such a part ends. A part has all messages before its end, and teaches the turns behind the
+    part before. `longest`: parts with more tokens are split; None: no part is."""
+    found, start = SplitChat(counts=SplitCounts()), 0
+    for end in (*(turn + 1 for turn in rewritten), len(chat.messages)):
+        learned = [start <= index and chosen for index, chosen in enumerate(chat.supervised[:end])]
+        start = end
+        if not any(learned):
+            continue
+        part = replace(chat, messages=chat.messages[:end], supervised=learned)
+        document = encode(part)
+        if document is None:
+            found.counts.refused += 1
+        elif longest is not None and len(document.ids) > longest:
+            pieces = split_chat(part, document, encode, longest)
+            found.pieces += pieces.pieces
+            found.counts += pieces.counts
+        elif any(document.supervised[1:]):
+            found.pieces.append(document)
+    found.counts.questions = len(found.pieces)
+    return found
 
 
 def truncate_chat(whole: Any, longest: int) -> SplitChat:

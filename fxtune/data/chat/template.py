@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from fxtune.data.chat.normalize import RowError
@@ -49,7 +49,12 @@ Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 Span = tuple[int, int]
 
+RESERVED = frozenset(
+    ("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+)
+"""Variables of a template that fxtune sets."""
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MARKS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 _ADVICE = "put {% generation %} marks around the assistant's turns in a template of your own (data.chat_template=FILE)"
 
 
@@ -85,7 +90,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        variables: bos_token, eos_token and the like, as `apply_chat_template` passes them.
+        variables: bos_token, eos_token and the like, as `apply_chat_template` passes them, and the user's.
         special_tokens: the tokenizer's special tokens, to recognize the end of a turn.
 
     Raises:
@@ -96,6 +101,8 @@ class ChatTemplate:
         self.source = source
         self.variables = variables
         alternatives = "|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token)
+        self._rewritten: dict[tuple[Any, ...], bool] = {}
+        self._asking: dict[tuple[Any, ...], bool] = {}
         self._ending = re.compile(rf"\s*(?:{alternatives or '(?!)'})")
         self.has_marks = bool(_MARK.search(source))
         frame = self._measure_frame()
@@ -104,6 +111,11 @@ class ChatTemplate:
             # turn: marks that miss the probe's content cannot be trusted on any row.
             self.has_marks = False
         self.frame = frame or TurnFrame()
+
+    @property
+    def writes_empty_reasoning(self) -> bool:
+        """Whether an answer without reasoning begins with an empty block of reasoning."""
+        return any("</think>" in lead for lead in self.frame.leads)
 
     def render(
         self, messages: Messages, tools: Tools = None, *, prompt: bool = False, marks: bool = False
@@ -136,10 +148,7 @@ class ChatTemplate:
         except MemoryError:
             raise  # the limit around all rows handles it
         except TemplateSyntaxError as error:
-            raise DataError(
-                f"the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or name "
-                "another in data.chat_template"
-            ) from None
+            raise _does_not_compile(error) from None
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None
         except TemplateError as error:
@@ -160,6 +169,60 @@ class ChatTemplate:
                 "data.chat_template=FILE"
             )
         return _with_call_style(messages, self._call_style)
+
+    def rewritten_turns(self, messages: Messages, supervised: Sequence[bool], tools: Tools = None) -> list[int]:
+        """The learned turns that this template writes otherwise once the next learned turn, or the last message,
+        follows.
+
+        Sampling has the text up to a turn's end as the template writes it when the turn is the last one. A template
+        that drops the reasoning of earlier answers, ends the last turn with another token, or moves the tools behind
+        earlier turns, writes another text later. This is tried with a short conversation of the same shape, once a
+        shape.
+        """
+        turns = [index for index, learned in enumerate(supervised) if learned]
+        ends = sorted({*turns, len(messages) - 1}) if turns else []
+        return [turn for turn, later in pairwise(ends) if self._is_rewritten(messages, turn, later, tools)]
+
+    def asks_otherwise(self, messages: Messages, turn: int, tools: Tools = None) -> bool:
+        """Whether the text up to a turn's end, written as the last one, does not begin with the turn's prompt in
+        sampling (DeepSeek-R1's prompt opens a block of reasoning, and its text of an answer has none)."""
+        if messages[turn]["role"] != "assistant":
+            return False
+        part, length, key = self._exchange(messages, turn, turn, tools)
+        if key not in self._asking:
+            try:
+                prompt, _ = self.render(part[: length - 1], [_PLAIN_TOOL] if tools else None, prompt=True)
+                text, _ = self.render(part, [_PLAIN_TOOL] if tools else None)
+            except RowError:
+                prompt = text = ""
+            self._asking[key] = not text.startswith(prompt)
+        return self._asking[key]
+
+    def _is_rewritten(self, messages: Messages, turn: int, later: int, tools: Tools) -> bool:
+        part, length, key = self._exchange(messages, turn, later, tools)
+        if key not in self._rewritten:
+            try:
+                learned, schemas = [index == length - 1 for index in range(length)], [_PLAIN_TOOL] if tools else None
+                alone, ((_, end),) = self.supervised_spans(part[:length], learned, schemas)
+                followed, _ = self.render(part, schemas)
+            except RowError:  # the template looks at what a part holds
+                alone, end, followed = "", 0, ""
+            self._rewritten[key] = not followed.startswith(alone[:end])
+        return self._rewritten[key]
+
+    def _exchange(
+        self, messages: Messages, turn: int, later: int, tools: Tools
+    ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...]]:
+        """(the system messages and the turns from the question of `turn` to `later`, with words of their own; how many
+        of these end with `turn`; their shape)."""
+        head = next((index for index, message in enumerate(messages) if message["role"] != "system"), 0)
+        begin = max((index for index in range(head, turn) if messages[index]["role"] == "user"), default=head)
+        part = [*messages[:head], *messages[begin : later + 1]]
+        length = head + turn - begin + 1
+        for known in (self._rewritten, self._asking):
+            if len(known) > 10_000:
+                known.clear()
+        return [_plain(message) for message in part], length, (length, bool(tools), *map(_shape, part))
 
     def supervised_spans(
         self, messages: Messages, supervised: Sequence[bool], tools: Tools = None
@@ -520,6 +583,67 @@ class ChatTemplate:
         """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""
         match = self._ending.match(tail)
         return match.group() if match else tail.rstrip()
+
+
+def undeclared_variables(source: str) -> set[str]:
+    """The variables that a template reads. Raises DataError if it does not compile."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return meta.find_undeclared_variables(environment.parse(_MARKS.sub("", source)))
+    except TemplateSyntaxError as error:
+        raise _does_not_compile(error) from None
+
+
+def _does_not_compile(error: Any) -> DataError:
+    return DataError(
+        f"the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or name another in "
+        "data.chat_template"
+    )
+
+
+_PLAIN_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
+    """All of a message that a template may look at, without its words."""
+    content, calls = message.get("content"), message.get("tool_calls", ())
+    return (
+        message["role"],
+        None if content is None else bool(content.strip()),
+        "content" in message,
+        "</think>" in (content or ""),
+        bool((message.get("reasoning_content") or "").strip()),
+        "reasoning_content" in message,
+        len(calls),
+        isinstance(calls[0]["function"].get("arguments"), str) if calls else False,
+        "tool_call_id" in message,
+    )
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the same shape, with words of its own."""
+    plain, content = {"role": message["role"]}, message.get("content")
+    if "content" in message:
+        plain["content"] = content and ("<think>\nr\n</think>\n\na" if "</think>" in content else "a")
+    if "reasoning_content" in message:
+        plain["reasoning_content"] = plain["thinking"] = message["reasoning_content"].strip() and "r"
+    if "tool_call_id" in message:
+        plain["tool_call_id"] = "0" * 9
+    if "tool_calls" in message:
+        plain["tool_calls"] = [
+            {
+                "type": "function",
+                "id": "0" * 9,
+                "function": {"name": "f", "arguments": '{"a": 1}' if isinstance(arguments, str) else {"a": 1}},
+            }
+            for arguments in (call["function"].get("arguments") for call in message["tool_calls"])
+        ]
+    return plain
 
 
 def _calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ class TokenTable:
         bad_rows: how many rows could not be used.
         escaped: in how many documents special tokens that a message quotes were tokenized as text.
         remarks: in how many documents the chat template left something out by design, by what that is.
-        split: what became of chats longer than a row, if they are stored as pieces with the digest of their chat.
+        rewritten: how many chats have a learned turn that is not written as in sampling.
+        split: what became of these chats and of those longer than a row, if they are stored as pieces with the digest
+            of their chat.
         whole: the same source with its chats unsplit, in that case.
     """
 
@@ -64,6 +66,7 @@ class TokenTable:
         self.escaped: int = meta["literal"]
         self.supervised_tokens: int = meta["supervised"]
         self.remarks: dict[str, int] = meta["remarks"]
+        self.rewritten: int = meta["rewritten"]
         self.split = SplitCounts(**meta.get("split", {}))
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
@@ -114,6 +117,7 @@ class EncodedShard:
     remarks: Counter[str] = field(default_factory=Counter)
     is_newly_read: bool = False
     """Whether encoding version 3 made other tokens of one of the rows."""
+    rewritten: int = 0
     split: SplitCounts = field(default_factory=SplitCounts)
 
 
@@ -122,7 +126,7 @@ class TableWriter:
 
     def __init__(self, folder: Path, files: list[str]) -> None:
         self.folder, self.files = folder, dict.fromkeys(files)
-        self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = 0
+        self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = self.rewritten = 0
         self.first_bad: Row | None = None
         self.remarks: Counter[str] = Counter()
         self.is_newly_read = False
@@ -142,6 +146,7 @@ class TableWriter:
         self.supervised += int(part.supervised.sum())
         self.bad_rows += len(part.bad)
         self.escaped += part.escaped
+        self.rewritten += part.rewritten
         self.remarks += part.remarks
         self.is_newly_read |= part.is_newly_read
         self.split += part.split
@@ -164,6 +169,7 @@ class TableWriter:
             supervised=self.supervised,
             bad_rows=self.bad_rows,
             literal=self.escaped,
+            rewritten=self.rewritten,
             remarks=dict(self.remarks),
             split=vars(self.split),
             files=list(self.files),

@@ -25,7 +25,7 @@ import numpy as np
 
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.chat.split import SplitCounts
-from fxtune.data.config import DataConfig, LearnConfig, OnBadRow, OnLong, SourceConfig
+from fxtune.data.config import DataConfig, LearnConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.read.formats import SPLIT_AT_TURNS, RowFormat
 from fxtune.data.read.row import Row, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
@@ -39,7 +39,7 @@ from fxtune.system.host import cores
 from fxtune.system.progress import phase
 from fxtune.upstream.transformers import import_code_of_models
 
-ENCODING_VERSION = 5
+ENCODING_VERSION = 6
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
 LAST_VERSION = 3
 """Part of a table's fingerprint, in place of ENCODING_VERSION, if all rows get the same tokens as with this version.
@@ -68,14 +68,25 @@ def tokenize(
     root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     format = opened.format()
-    encoder = Encoder(tokenizer, format, data.chat_template, data.system, data.learn, source.unused)
+    encoder = Encoder(
+        tokenizer,
+        format,
+        data.chat_template,
+        data.system,
+        data.learn,
+        source.unused,
+        data.chat_template_kwargs,
+        data.on_rewritten,
+    )
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
         table, cached = _open_or_build(folder, settings, opened, encoder, data)
-        if format in SPLIT_AT_TURNS and data.on_long is OnLong.split and table.longest > data.sequence_length:
+        encoder.by_question = bool(table.rewritten) and data.on_rewritten is OnRewritten.split
+        is_cut = format in SPLIT_AT_TURNS and data.on_long is OnLong.split
+        if encoder.by_question or (is_cut and table.longest > data.sequence_length):
             # A table of its own, because the tokens of all other sources do not depend on the row's length.
-            encoder.longest = data.sequence_length
-            settings.append(["split at turns", SPLIT_VERSION, data.sequence_length])
+            encoder.longest = data.sequence_length if is_cut else None
+            settings.append(["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question])
             pieces, found = _open_or_build(folder, settings, opened, encoder, data)
             table, pieces.whole, cached = pieces, table, cached and found
         if not cached and data.cache_days is not None:
@@ -133,7 +144,14 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
     if encoder.system is not None:
         settings.append({"system": encoder.system})
     if encoder.learn != LearnConfig():
-        settings.append({"learn": asdict(encoder.learn)})
+        learn = asdict(encoder.learn)
+        if not learn["since_last_question"]:
+            del learn["since_last_question"]  # versions without this key have the same tokens
+        settings.append({"learn": learn})
+    if encoder.variables:
+        settings.append({"chat template kwargs": encoder.variables})
+    if encoder.on_rewritten is not OnRewritten.split:
+        settings.append({"on rewritten": encoder.on_rewritten.value})
     return settings
 
 
@@ -237,7 +255,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     supervised: list[np.ndarray] = []
     digests: list[int] = []
     bad: list[Row] = []
-    escaped, is_newly_read, split = 0, False, SplitCounts()
+    escaped, rewritten, is_newly_read, split = 0, 0, False, SplitCounts()
     remarks: Counter[str] = Counter()
     # In batches, so that their Python lists of ids need little memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
@@ -252,7 +270,8 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
                 continue
             assert len(document.ids) == len(document.supervised) > 0
             pieces = [document]
-            if encoder.longest is not None and len(document.ids) > encoder.longest:
+            is_long = encoder.longest is not None and len(document.ids) > encoder.longest
+            if is_long or (encoder.by_question and document.is_rewritten):
                 found = encoder.split(row.value, document)
                 pieces, split = found.pieces, split + found.counts
             ids += [np.asarray(piece.ids, np.int32) for piece in pieces]
@@ -262,6 +281,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
             escaped += document.escaped
             remarks.update(document.remarks)
             is_newly_read |= document.is_newly_read
+            rewritten += document.is_rewritten
     return EncodedShard(
         ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
@@ -271,6 +291,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
         escaped=escaped,
         remarks=remarks,
         is_newly_read=is_newly_read,
+        rewritten=rewritten,
         split=split,
     )
 
@@ -324,6 +345,11 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     if table.escaped:
         documents = "1 document quotes" if table.escaped == 1 else f"{table.escaped:,} documents quote"
         lines.append(f"{documents} special tokens in a message; they are tokenized as plain text.")
-    lines += [f"{remark} ({count:,} of {len(table):,} documents)." for remark, count in table.remarks.items()]
+    chats = len(table.whole or table)
+    lines += [f"{remark} ({count:,} of {chats:,} documents)." for remark, count in table.remarks.items()]
+    if table.split.questions:
+        lines.append(f"the questions of these chats are {table.split.questions:,} documents.")
+    if table.split.refused:
+        lines.append(f"the chat template refuses {table.split.refused:,} of their questions, which are left out.")
     for line in [*lines, *encoder.remarks()]:
         say(f"{table.name}: {line}")

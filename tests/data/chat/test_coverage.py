@@ -90,20 +90,21 @@ def test_history_of_alpaca_becomes_turns() -> None:
 
 def test_what_a_template_leaves_out_by_design_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     early = {"messages": [USER, {**ANSWER, "reasoning_content": "I add"}, USER, ANSWER]}
-    assert encode("qwen3", early).remarks == (REASONING_REMARK,)
+    early["messages"][1]["train"] = False  # a learned one would be a document of its own (test_reasoning.py)
+    assert REASONING_REMARK in encode("qwen3", early).remarks
     thought = {"messages": [USER, {**ANSWER, "content": "<think>\nI add\n</think>\n\nfour."}, USER, ANSWER]}
-    assert encode("qwen3", thought).remarks == (REASONING_REMARK,)
+    thought["messages"][1]["train"] = False
+    assert REASONING_REMARK in encode("qwen3", thought).remarks
     beside = {"messages": [USER, {**CALLING, "content": "let me see"}]}
     for family in ("llama31", "mistral_v3", "hermes"):
         assert encode(family, beside).remarks == (CONTENT_REMARK,)
-    assert encode("qwen3", beside).remarks == ()
+    assert CONTENT_REMARK not in encode("qwen3", beside).remarks
     last = {"messages": [USER, {**ANSWER, "reasoning_content": "I add"}]}
     path = write_jsonl(tmp_path / "a.jsonl", [early, thought, last])
     data = DataConfig(cache_dir=str(tmp_path), workers=1)
     for _ in range(2):  # tokenized, and from the cache
-        assert tokenize(SourceConfig(path=str(path)), data, families.tokenizer("qwen3")).remarks == {
-            REASONING_REMARK: 2
-        }
+        remarks = tokenize(SourceConfig(path=str(path)), data, families.tokenizer("qwen3")).remarks
+        assert remarks[REASONING_REMARK] == 2
         assert f"{REASONING_REMARK} (2 of 3 documents)." in capsys.readouterr().out
 
 

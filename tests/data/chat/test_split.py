@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import families
 
 from fxtune.data.chat.encode import Document, Encoder
-from fxtune.data.chat.split import SplitChat
+from fxtune.data.chat.split import SplitChat, SplitCounts
 from fxtune.data.read.formats import RowFormat
 
 FAMILIES = ["chatml", "llama31", "gemma3", "phi3"]
@@ -102,7 +102,7 @@ def test_as_many_exchanges_as_fit_are_in_a_piece():
     two = len(encode("chatml", messages[:5]).ids)
     found = split("chatml", messages, two)
     assert [len(runs(piece)) for piece in found.pieces] == [2] * 5
-    assert vars(found.counts) == dict(chats=1, pieces=5, truncated=0, lost_tokens=0, lost_supervised=0)
+    assert found.counts == SplitCounts(chats=1, pieces=5)
 
 
 def test_the_steps_of_an_agent_stay_whole_and_each_piece_repeats_the_question():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fxtune.errors import StorageError
+from fxtune.errors import StorageError, shortened
 from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
 from fxtune.system.hub import Origin
 
@@ -132,6 +132,9 @@ def _read(folder: Path) -> tuple[Proof, dict[str, FileDigest]]:
     file = folder / PROOF
     try:
         found = read_json(file)
+        outside = [name for name in found["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
+        if outside:
+            raise ValueError(f"it names a file outside its folder ({shortened(outside[0])})")
         return Proof(**found["proof"]), {name: FileDigest(**one) for name, one in found["files"].items()}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise StorageError(f"{file} cannot be read: {error}. Export the folder again.") from error

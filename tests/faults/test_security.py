@@ -221,7 +221,7 @@ def stranger(cwd) -> Path:
 
 @pytest.fixture
 def adapter(cwd, stranger) -> Path:
-    """A valid adapter of `stranger`, which a test may change."""
+    """A valid adapter of `stranger`, which a test may change: it has no proof.json."""
     from peft import LoraConfig, get_peft_model
 
     config = ModelConfig(path=str(stranger))
@@ -230,7 +230,9 @@ def adapter(cwd, stranger) -> Path:
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     model.name_or_path, model.base_revision, model.config_edited = name, None, edited
     model.peft_config["default"].base_model_name_or_path = str(stranger)
-    return save_model(model, load_tokenizer(config), cwd / "adapter")
+    save_model(model, load_tokenizer(config), cwd / "adapter")
+    (cwd / "adapter" / "proof.json").unlink()
+    return cwd / "adapter"
 
 
 def change(path: Path, **values: object) -> None:

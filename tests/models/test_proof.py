@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.architectures import CPU, built, lora, trained
 
@@ -76,6 +78,9 @@ def test_of_a_hub_repository_only_fetched_files_are_compared(adapter):
 
 
 def test_a_proof_that_cannot_be_read_is_no_proof(adapter):
-    (adapter / "proof.json").write_text("{}")
-    with pytest.raises(StorageError, match=r"proof\.json cannot be read"):
-        require_unchanged(Origin(adapter, str(adapter)), "here")
+    before = json.loads((adapter / "proof.json").read_text())
+    outside = {**before, "files": {"../elsewhere": {"sha256": "", "bytes": 1}}}
+    for found in ({}, outside):
+        (adapter / "proof.json").write_text(json.dumps(found))
+        with pytest.raises(StorageError, match=r"proof\.json cannot be read"):
+            require_unchanged(Origin(adapter, str(adapter)), "here")

@@ -68,6 +68,8 @@ EVIDENCE = "evidence.json"
 """What each option was asked for and what was observed of it."""
 ABOUT = "about.json"
 """The command of the run, its versions, and its data in figures, for reports."""
+TEMPLATE_TIME = "template_time"
+"""The key, in that file, of the time that chat templates wrote into the tokens."""
 REPORT = "report.html"
 """A page about the run (fxtune/reports/page.py)."""
 _FILES = (".json", ".jsonl", ".yaml")
@@ -311,6 +313,15 @@ def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, 
     """`config` with the keys of LENGTH of `other`."""
     length = {key: (other.get("train") or {}).get(key) for key in LENGTH}
     return {**config, "train": {**(config.get("train") or {}), **length}}
+
+
+def read_template_time(path: Path) -> str | None:
+    """The time that chat templates wrote into the tokens of the run in `path`; None if it has none yet."""
+    try:
+        found = read_json(path / ABOUT).get(TEMPLATE_TIME)
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
 
 
 def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:

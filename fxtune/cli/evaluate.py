@@ -76,7 +76,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     questions = []
     if data.questions.path and world.main:
         questions = load_questions(
-            data.questions, tokenizer, data.chat_template, data.system, data.chat_template_kwargs
+            data.questions, tokenizer, data.chat_template, data.system, data.chat_template_kwargs, data.template_time
         )
     language_model, _ = builder.proven_model()
     if checkpoint is not None:

@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fxtune.checkpoint.run_folder import read_config
+from fxtune.checkpoint.run_folder import read_config, read_template_time
 from fxtune.config import discovery
 from fxtune.config.introspection import Slot, with_defaults
 from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, refuse
@@ -117,6 +117,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
             "the run is yours, add --trust-remote-code."
         )
     config.run.dir = config.train.pause_after = None
+    config.data.template_time = config.data.template_time or read_template_time(folder)
     if all(choice.key != "data.cache_dir" for choice in choices):
         config.data.cache_dir = None
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import Enum
 from itertools import pairwise
 from typing import Any, ClassVar, Optional
@@ -13,6 +14,11 @@ from fxtune.data.batches.stages import length_conflicts
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import ConfigError
 from fxtune.plugins import METRICS, ROW_FORMATS
+
+
+def time_of_templates() -> str:
+    """The present, as data.template_time writes it."""
+    return datetime.now().isoformat(timespec="seconds")
 
 
 class TextUnit(str, Enum):
@@ -198,6 +204,9 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, in training, evaluation and questions: {enable_thinking: false}. A column of
     this name sets them for its row."""
+    template_time: Optional[str] = None
+    """The date and time that a chat template writes with strftime_now, such as 2026-11-25T09:00. Null: when the run
+    was started, also after a resume."""
     system: Optional[str] = None
     """A system message for each chat that has none, in training, evaluation and questions. Null: none is added."""
     workers: int = field(default=0, metadata={"min": 0})
@@ -268,6 +277,14 @@ class DataConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for settings that contradict each other, before any file is read."""
+        if self.template_time is not None:
+            try:
+                datetime.fromisoformat(self.template_time)
+            except ValueError:
+                raise ConfigError(
+                    f"data.template_time={self.template_time} is no date and time: write 2026-11-25 or "
+                    "2026-11-25T09:00."
+                ) from None
         for name in self.questions.metrics:
             if name not in METRICS:
                 raise ConfigError(f"data.questions.metrics: {METRICS.unknown(name)}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fxtune import __version__
+from fxtune.checkpoint.run_folder import TEMPLATE_TIME
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
@@ -22,14 +23,16 @@ BINS = 12
 """Ranges of lengths that documents are counted in."""
 
 
-def describe_run(data: PreparedData, ends: list[int]) -> dict[str, Any]:
-    """The file's values. Lengths are tokens. `ends`: learned_ends() of the data."""
+def describe_run(data: PreparedData, ends: list[int], template_time: str | None) -> dict[str, Any]:
+    """The file's values. Lengths are tokens. `ends`: learned_ends() of the data. `template_time`: see
+    DataConfig."""
     return {
         "command": _command(),
         "fxtune": __version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),
         ENDS: ends,
+        TEMPLATE_TIME: template_time,
         "training": _describe(data.training),
         "held_out": data.evaluation and _describe(data.evaluation),
     }

@@ -55,9 +55,10 @@ def load_questions(
     chat_template: str | None = None,
     system: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    template_time: str | None = None,
 ) -> list[Question]:
     """The first `config.limit` rows of `config.path` as questions. `chat_template`, `system`, `variables` (of the
-    chat template): as in DataConfig.
+    chat template), `template_time`: as in DataConfig.
 
     Raises DataError if the data does not exist, or with file and line if a row cannot be read or has no answer.
     """
@@ -76,7 +77,8 @@ def load_questions(
     values = [row.value for row in rows if row.value is not None]
     questions = []
     # Nothing is learned from questions, so they may have columns that are not read.
-    documents = Encoder(tokenizer, form, chat_template, system, None, None, variables).encode(values)
+    encoder = Encoder(tokenizer, form, chat_template, system, None, None, variables, template_time=template_time)
+    documents = encoder.encode(values)
     for row, value, document in zip(rows, values, documents, strict=True):
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
@@ -166,11 +168,12 @@ class AnswerEvaluation:
         chat_template: str | None = None,
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        template_time: str | None = None,
     ) -> AnswerEvaluation | None:
         """None if the config has no questions. Errors as in load_questions."""
         if config.path is None:
             return None
-        questions = load_questions(config, tokenizer, chat_template, system, variables)
+        questions = load_questions(config, tokenizer, chat_template, system, variables, template_time)
         evaluation = AnswerEvaluation(config, tokenizer, questions, folder)
         for when in ("before", "after"):
             evaluation._read(when)

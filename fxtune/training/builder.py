@@ -23,7 +23,7 @@ from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import AUTO, SourceConfig
+from fxtune.data.config import AUTO, SourceConfig, time_of_templates
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.launch import require_equal_parts
@@ -129,10 +129,15 @@ class RunBuilder:
         self.facts = replace(self.facts, techniques=self.techniques)
 
     @phase("Reading the data", part="data")
-    def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
+    def read(self, quarantine: Path | None = None, template_time: str | None = None) -> tuple[Any, PreparedData]:
         """The tokenizer and the data, read before the weights: a bad row is found in seconds, an 8B model takes a
-        minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize().
+        minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize(). `template_time`: the
+        time that a resumed run has in its tokens; without it, and without data.template_time, it is the present.
         """
+        if self.config.data.template_time is None:
+            # Rank 0's clock counts: the ranks take the same tokens from the cache.
+            chosen = self.world.from_main(lambda: template_time or time_of_templates(), "agreeing on the time")
+            self.config = replace(self.config, data=replace(self.config.data, template_time=chosen))
         config = self.config
         with _all_missing_at_once(config):
             tokenizer = self.world.main_first(

@@ -14,7 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, EVIDENCE, METRICS, REPORT, RunFolder, claim, differences
+from fxtune.checkpoint.run_folder import (
+    ABOUT,
+    CHECKPOINTS,
+    EVIDENCE,
+    METRICS,
+    REPORT,
+    RunFolder,
+    claim,
+    differences,
+    read_template_time,
+)
 from fxtune.config.introspection import with_defaults
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
@@ -179,12 +189,12 @@ class Trainer:
         self.energy = RunEnergy(folder, self.world, config.tracking.cost)
         if reasons := list(tracker.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
-        self.tokenizer, self.data = builder.read(quarantine=folder.path / "quarantine.jsonl")
+        self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
         self.world.heartbeat.doing("building the model")
         self.plan = self.data.training
         self.peak_rate = builder.config.optimizer.lr
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
-        data = config.data
+        data = builder.config.data
         self.questions = AnswerEvaluation.open(
             data.own_questions(),
             self.tokenizer,
@@ -192,10 +202,11 @@ class Trainer:
             data.chat_template,
             data.system,
             data.chat_template_kwargs,
+            data.template_time,
         )
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:
-            folder.write(ABOUT, describe_run(self.data, self.ends))
+            folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.language_model, evidence = builder.proven_model()
@@ -695,7 +706,7 @@ class Trainer:
                 card=card,
                 world=self.world,
                 answer=self._answer,
-                question=question and (question.prompt, question.answer_tokens + MORE_TOKENS),
+                question=(question.prompt, question.answer_tokens + MORE_TOKENS) if question else None,
                 record=record,
                 keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
             )

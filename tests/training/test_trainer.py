@@ -261,3 +261,21 @@ def test_paused_run_goes_on_with_the_same_bits_at_the_rate_of_the_whole_run(narr
     assert whole == paused
     files = [Path(folder, "adapter", "adapter_model.safetensors").read_bytes() for folder in ("whole", "paused")]
     assert files[0] == files[1]
+
+
+def test_a_resumed_run_with_an_empty_cache_learns_the_same_time(narrow, cwd, tmp_path, said):
+    source = (ASSETS / "tiny" / "chat_template.jinja").read_text()
+    Path("timed.jinja").write_text("{{ strftime_now('%H:%M:%S') }}\n" + source)
+    narrow.data.chat_template, narrow.run.dir = "timed.jinja", "run"
+    narrow.train.pause_after = 2
+    train.run(narrow)
+    begun = json.loads(Path("run/about.json").read_text())["template_time"]
+    narrow.data.cache_dir, narrow.train.pause_after = str(tmp_path / "empty"), None
+    Path("run/about.json").write_text(json.dumps({"template_time": "2001-02-03T04:05:06"}))
+    with pytest.raises(ConfigError):
+        train.run(narrow)
+    Path("run/about.json").write_text(json.dumps({"template_time": begun}))
+    narrow.data.cache_dir = str(tmp_path / "other")
+    train.run(narrow)
+    assert Path("run/adapter").is_dir()
+    assert json.loads(Path("run/about.json").read_text())["template_time"] == begun

@@ -76,7 +76,14 @@ def _questions(questions: QuestionsConfig, data: DataConfig, tokenizer: Any) -> 
     assert questions.path is not None
     source = SourceConfig(path=questions.path, limit=questions.limit)
     opened = open_source(source)
-    encoder = Encoder(tokenizer, opened.format(), data.chat_template, data.system, variables=data.chat_template_kwargs)
+    encoder = Encoder(
+        tokenizer,
+        opened.format(),
+        data.chat_template,
+        data.system,
+        variables=data.chat_template_kwargs,
+        template_time=data.template_time,
+    )
     digests = [encode_shard(shard, encoder).digests for shard in opened.shards()]
     return _HeldOut("data.questions", source, np.concatenate([np.zeros(0, np.uint64), *digests]))
 

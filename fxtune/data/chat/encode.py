@@ -17,9 +17,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from fxtune.data.chat.normalize import (
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
 from fxtune.data.chat.template import RESERVED, ChatTemplate, Span, undeclared_variables, unused_characters
-from fxtune.data.config import LearnConfig, OnRewritten
+from fxtune.data.config import LearnConfig, OnRewritten, time_of_templates
 from fxtune.data.read.files import require_file
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import type_name
@@ -50,6 +52,10 @@ IGNORE_INDEX = -100
 """The label of tokens that are not targets in pre-tokenized data, as in PyTorch."""
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
+CLOCK = "strftime_now"
+"""The function by which a template asks for the time."""
+_TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
+_NO_TIME_CALL = re.compile(CLOCK + r"\s+is\s+(?:not\s+)?defined|\{#.*?#\}", re.DOTALL)
 NO_TOKEN = "the tokenizer makes no token of this text"
 MAX_TEMPLATES = 100
 """Different variables of the chat template, set by rows."""
@@ -88,8 +94,6 @@ class Document:
     """Whether special tokens in a message were tokenized as text."""
     remarks: tuple[str, ...] = ()
     """What the chat template leaves out by design."""
-    is_newly_read: bool = False
-    """As Conversation.is_newly_read."""
     is_rewritten: bool = False
     """Whether a turn that is learned is not written as in sampling, because another one follows."""
 
@@ -102,7 +106,6 @@ class _Text:
     spans: list[Span]
     is_plain: bool
     remarks: tuple[str, ...] = ()
-    is_newly_read: bool = False
     is_rewritten: bool = False
 
 
@@ -118,6 +121,7 @@ class Encoder:
         system: a system message for each chat that has none.
         variables: variables of the chat template.
         on_rewritten: what to do with turns that the template writes otherwise once another turn follows.
+        template_time: the date and time that templates write, in ISO 8601; None: the present, for all rows.
 
     Raises:
         DataError: the tokenizer is slow, has no chat template although the format needs
@@ -134,6 +138,7 @@ class Encoder:
         unused: Collection[str] | None = (),
         variables: Mapping[str, Any] | None = None,
         on_rewritten: OnRewritten = OnRewritten.split,
+        template_time: str | None = None,
     ) -> None:
         assert format is not RowFormat.auto, "the format is detected before rows are encoded"
         if not getattr(tokenizer, "is_fast", False):
@@ -148,6 +153,7 @@ class Encoder:
         self.system = system
         self.variables = dict(variables or {})
         self.on_rewritten = on_rewritten
+        self._time = datetime.fromisoformat(template_time or time_of_templates())
         self.longest: int | None = None
         """Chats with more tokens are split into pieces; None: not here."""
         self.by_question = False
@@ -216,13 +222,35 @@ class Encoder:
         if not self._templates:
             given = {"system": self.system is not None, VARIABLES: bool(self.variables)}
             form = self.format.value
-            return [f"data.{key} is for chats; it changes no {form} rows" for key, is_set in given.items() if is_set]
-        if self._template(with_tools=False)[0].frame.endings:
-            return []
-        return [
-            "the chat template writes no end-of-turn token after the assistant's answer, so the model does not learn "
-            "where to stop; add one in a template of your own (data.chat_template=FILE)"
+            found = [f"data.{key} is for chats; it changes no {form} rows" for key, is_set in given.items() if is_set]
+            if self._eos is None and self.format is not RowFormat.tokens:
+                found.append(
+                    "the tokenizer has no end-of-text token, so the model does not learn where to stop; name a "
+                    "tokenizer with one in model.tokenizer (`eos_token` in its tokenizer_config.json), or write the "
+                    "end into the rows"
+                )
+            return found
+        times = [
+            f"the chat template writes the time, as {text}, in each document; data.template_time=TIME sets another one"
+            for text in self.written_times()
         ]
+        if self._template(with_tools=False)[0].frame.endings:
+            return times
+        return [
+            *times,
+            "the chat template writes no end-of-turn token after the assistant's answer, so the model does not learn "
+            "where to stop; add one in a template of your own (data.chat_template=FILE)",
+        ]
+
+    def written_times(self) -> list[str]:
+        """What the chat template writes with strftime_now: on a day, most templates write the same."""
+        sources = [self.template_source] if self.template_source else _sources(self._tokenizer.chat_template)
+        if self.format in (RowFormat.text, RowFormat.tokens):
+            return []
+        texts: set[str] = set()
+        for source in sources:
+            texts |= {self._time.strftime(call[2]) for call in _TIME_CALL.finditer(source)}
+        return sorted(texts)
 
     def _template(
         self, with_tools: bool, variables: Mapping[str, Any] | None = None
@@ -240,7 +268,7 @@ class Encoder:
                 _require_variables(variables or {}, self._tokenizer.chat_template, self.template_source)
             except DataError as error:
                 raise RowError(str(error).removeprefix("data.")) from None
-            template = _chat_template(self._tokenizer, self.template_source, with_tools, used)
+            template = _chat_template(self._tokenizer, self.template_source, with_tools, used, self._time)
             if self.system is not None:
                 _require_system(template)
             self._templates[key] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
@@ -286,15 +314,13 @@ class Encoder:
                 found.append(PROMPT_REMARK)
             remarks = tuple(found)
         if aliased is None:
-            return _Text(text, spans, False, remarks, chat.is_newly_read, bool(rewritten))
+            return _Text(text, spans, False, remarks, bool(rewritten))
         ids, offsets = escaper.encode(aliased)
         if not ids:
             raise RowError(NO_TOKEN)
         finder = BorderFinder(escaper.encode_part, escaper.decode, self._tokenizer.added_tokens_decoder)
         spans = [(aliased.position(start), aliased.position(end)) for start, end in spans]
-        document = _document(
-            _Text(aliased.text, spans, False, remarks, chat.is_newly_read, bool(rewritten)), ids, offsets, finder
-        )
+        document = _document(_Text(aliased.text, spans, False, remarks, bool(rewritten)), ids, offsets, finder)
         return replace(document, escaped=True)
 
     def _rewritten_turns(self, chat: Conversation) -> list[int]:
@@ -415,7 +441,9 @@ def _require_variables(variables: Mapping[str, Any], own: Any, replacement: str 
             )
 
 
-def _chat_template(tokenizer: Any, source: str | None, with_tools: bool, variables: Mapping[str, Any]) -> ChatTemplate:
+def _chat_template(
+    tokenizer: Any, source: str | None, with_tools: bool, variables: Mapping[str, Any], time: datetime
+) -> ChatTemplate:
     if source is None:
         if not tokenizer.chat_template:
             raise DataError(
@@ -431,7 +459,23 @@ def _chat_template(tokenizer: Any, source: str | None, with_tools: bool, variabl
             ) from None
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     ends = sorted(special | {tokenizer.eos_token or ""})
-    return ChatTemplate(source, {**tokenizer.special_tokens_map, **variables}, ends)
+    return ChatTemplate(_with_time(source, time), {**tokenizer.special_tokens_map, **variables}, ends)
+
+
+def _sources(template: Any) -> list[str]:
+    """The Jinja texts of a tokenizer's chat template: none, one, or several by name."""
+    return list(template.values()) if isinstance(template, dict) else [template] if template else []
+
+
+def _with_time(source: str, time: datetime) -> str:
+    """A template that writes `time` where `source` calls strftime_now: the present is another one in each row, and
+    after a resume. transformers passes no function to a template, so the texts stand in place of the calls."""
+    if CLOCK in _NO_TIME_CALL.sub("", _TIME_CALL.sub("", source)):
+        raise DataError(
+            f"the chat template calls {CLOCK} with a format that is no string in the call, so the time of a run "
+            "cannot be written into it; write the format there in a template of your own (data.chat_template=FILE)"
+        )
+    return _TIME_CALL.sub(lambda call: json.dumps(time.strftime(call[2])), source)
 
 
 def _require_system(template: ChatTemplate) -> None:
@@ -468,8 +512,7 @@ def _document(text: _Text, ids: list[int], offsets: Sequence[Span], finder: Bord
         last = bisect_left(borders.offsets, (end,))
         supervised[first:last] = [True] * (last - first)
     remarks = (*text.remarks, *[APART_REMARK] * borders.is_apart, *[CROSSED_REMARK] * borders.is_crossed)
-    is_newly_read = text.is_newly_read or borders.is_apart
-    return Document(borders.ids, supervised, False, remarks, is_newly_read, text.is_rewritten)
+    return Document(borders.ids, supervised, False, remarks, text.is_rewritten)
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:

@@ -68,8 +68,6 @@ class Conversation:
     """JSON schemas of the tools that the model may call, or None."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the row sets."""
-    is_newly_read: bool = False
-    """Whether the row has parts that encoding version 3 read differently: tool calls, or `history` of Alpaca."""
 
     def add(self, message: dict[str, Any], place: str, switched: bool | None = None) -> None:
         self.messages.append(message)
@@ -172,7 +170,6 @@ def _alpaca(row: Mapping[str, Any]) -> Conversation:
     for index, (question, answer) in enumerate(_history(row.get("history"))):
         chat.add({"role": "user", "content": question}, f"history[{index}][0]")
         chat.add({"role": "assistant", "content": answer}, f"history[{index}][1]")
-        chat.is_newly_read = True
     instruction = require_text(row.get("instruction"), "instruction")
     extra = require_text("" if row.get("input") is None else row["input"], "input")
     question = "\n\n".join(part for part in (instruction, extra) if part)
@@ -225,13 +222,11 @@ def _add_turn(chat: Conversation, turn: Any, where: str) -> None:
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
         # ShareGPT writes calls as the text of an answer: an object or a list of them.
-        chat.is_newly_read = True
         calls, content = _calls_in_text(content, f"{where}.{content_key}"), None
     if content is not None or not calls:
         message["content"] = _content(content, f"{where}.{content_key}")
     if calls:
         message["tool_calls"] = calls
-        chat.is_newly_read = True
     for name in ("tool_call_id", "name"):
         if turn.get(name) is not None:
             message[name] = require_text(turn[name], f"{where}.{name}")

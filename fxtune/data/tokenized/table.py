@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -38,7 +39,7 @@ class TokenTable:
         supervised: bool [tokens], whether the token is a target.
         offsets: int64 [documents + 1]; document i is ids[offsets[i]:offsets[i + 1]].
         digests: uint64 [documents], a hash of each document's ids, the same on every machine.
-        fingerprint: hash of the content and of every setting that the tokens depend on.
+        fingerprint: hash of the tokens: ids, which of them are supervised, and where documents end.
         name: the source, as the user wrote it.
         format: the rows' format.
         bad_rows: how many rows could not be used.
@@ -115,8 +116,6 @@ class EncodedShard:
     bad: list[Row] = field(default_factory=list)
     escaped: int = 0
     remarks: Counter[str] = field(default_factory=Counter)
-    is_newly_read: bool = False
-    """Whether encoding version 3 made other tokens of one of the rows."""
     rewritten: int = 0
     split: SplitCounts = field(default_factory=SplitCounts)
 
@@ -129,7 +128,7 @@ class TableWriter:
         self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = self.rewritten = 0
         self.first_bad: Row | None = None
         self.remarks: Counter[str] = Counter()
-        self.is_newly_read = False
+        self._hashes = {key: blake2b(digest_size=16) for key in ("ids", "supervised", "offsets")}
         self.split = SplitCounts()
         folder.mkdir(parents=True)
         self._bad = open(folder / BAD_ROWS, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
@@ -141,6 +140,9 @@ class TableWriter:
         for key, values in (("ids", part.ids), ("supervised", part.supervised), ("digests", part.digests)):
             self._arrays[key].append(values)
         self._arrays["offsets"].append(offsets)
+        for key, values in (("ids", part.ids), ("supervised", part.supervised), ("offsets", offsets)):
+            # In the byte order of the files, so that the fingerprint is the same on every machine.
+            self._hashes[key].update(np.ascontiguousarray(values, np.dtype(ARRAYS[key]).newbyteorder("<")).data)
         self.documents += len(part.lengths)
         self.tokens += len(part.ids)
         self.supervised += int(part.supervised.sum())
@@ -148,7 +150,6 @@ class TableWriter:
         self.escaped += part.escaped
         self.rewritten += part.rewritten
         self.remarks += part.remarks
-        self.is_newly_read |= part.is_newly_read
         self.split += part.split
         self.first_bad = self.first_bad or next(iter(part.bad), None)
         for bad in part.bad:
@@ -164,6 +165,7 @@ class TableWriter:
             array.finish()
         _sync(self._bad)
         meta |= dict(
+            fingerprint=blake2b(b"".join(one.digest() for one in self._hashes.values()), digest_size=16).hexdigest(),
             documents=self.documents,
             tokens=self.tokens,
             supervised=self.supervised,

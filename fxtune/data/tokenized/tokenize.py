@@ -41,9 +41,6 @@ from fxtune.upstream.transformers import import_code_of_models
 
 ENCODING_VERSION = 6
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
-LAST_VERSION = 3
-"""Part of a table's fingerprint, in place of ENCODING_VERSION, if all rows get the same tokens as with this version.
-So runs that were begun with it resume."""
 SPLIT_VERSION = 1
 """Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
 IN_PROCESS_BYTES = 4 << 20
@@ -77,6 +74,7 @@ def tokenize(
         source.unused,
         data.chat_template_kwargs,
         data.on_rewritten,
+        data.template_time,
     )
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
@@ -143,6 +141,8 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         settings.append({"row format": [converter, ROW_FORMATS.added()[converter].identity]})
     if encoder.system is not None:
         settings.append({"system": encoder.system})
+    if written := encoder.written_times():
+        settings.append({"strftime_now": written})
     if encoder.learn != LearnConfig():
         learn = asdict(encoder.learn)
         if not learn["since_last_question"]:
@@ -177,8 +177,7 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
             if converter := source.config.converter:
                 require_unchanged(ROW_FORMATS.added()[converter])
             _require_targets(writer, source, encoder, data)
-            version = ENCODING_VERSION if writer.is_newly_read else LAST_VERSION
-            writer.finish(fingerprint=_hash([version, *settings]), name=source.name, format=encoder.format.value)
+            writer.finish(name=source.name, format=encoder.format.value)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:
@@ -255,7 +254,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     supervised: list[np.ndarray] = []
     digests: list[int] = []
     bad: list[Row] = []
-    escaped, rewritten, is_newly_read, split = 0, 0, False, SplitCounts()
+    escaped, rewritten, split = 0, 0, SplitCounts()
     remarks: Counter[str] = Counter()
     # In batches, so that their Python lists of ids need little memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
@@ -280,7 +279,6 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
             digests += [_digest(np.asarray(document.ids, np.int32))] * len(pieces)
             escaped += document.escaped
             remarks.update(document.remarks)
-            is_newly_read |= document.is_newly_read
             rewritten += document.is_rewritten
     return EncodedShard(
         ids=np.concatenate([np.zeros(0, np.int32), *ids]),
@@ -290,7 +288,6 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
         bad=bad,
         escaped=escaped,
         remarks=remarks,
-        is_newly_read=is_newly_read,
         rewritten=rewritten,
         split=split,
     )

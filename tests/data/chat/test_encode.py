@@ -367,3 +367,62 @@ def test_system_that_the_template_does_not_write_is_refused(template: str, reaso
 def test_system_prompt_for_text_is_reported_as_unused() -> None:
     tokenizer = families.build_tokenizer("bytelevel", None, None)
     assert "data.system" in Encoder(tokenizer, RowFormat.text, system="two").remarks()[0]
+
+
+TIMED = (
+    "{%- if strftime_now is defined %}{{ strftime_now('%d %b %Y %H:%M:%S') }}\n{% endif %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"
+    "{%- endfor %}"
+)
+
+
+def test_the_time_in_a_template_is_that_of_the_run(tmp_path: Path) -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<|im_start|>", "<|im_end|>")
+    template = tmp_path / "timed.jinja"
+    template.write_text(TIMED)
+    encoder = Encoder(tokenizer, RowFormat.messages, str(template), template_time="2024-02-29T07:08:09")
+    for again in (encoder, pickle.loads(pickle.dumps(encoder))):
+        assert tokenizer.decode(encoded(again, CHAT).ids).startswith("29 Feb 2024 07:08:09")
+    assert encoder.written_times() == ["29 Feb 2024 07:08:09"]
+    assert any("29 Feb 2024 07:08:09" in remark and "data.template_time" in remark for remark in encoder.remarks())
+    present = Encoder(tokenizer, RowFormat.messages, str(template))
+    assert encoded(present, CHAT).ids == encoded(present, CHAT).ids != encoded(encoder, CHAT).ids
+
+
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        ("strftime_now('%Y')", ["2024"]),
+        ('strftime_now( "%d %b" ) + strftime_now("%Y")', ["2024", "29 Feb"]),
+        ("'no time'", []),
+    ],
+)
+def test_what_a_template_writes_of_the_time(tmp_path: Path, call: str, texts: list[str]) -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<|im_start|>", "<|im_end|>")
+    template = tmp_path / "timed.jinja"
+    template.write_text("{# strftime_now #}{{ " + call + " }}" + TIMED[TIMED.index("{%- for") :])
+    encoder = Encoder(tokenizer, RowFormat.messages, str(template), template_time="2024-02-29T07:08:09")
+    assert encoder.written_times() == texts
+    assert all(text in tokenizer.decode(encoded(encoder, CHAT).ids) for text in texts)
+
+
+def test_a_time_that_cannot_be_fixed_is_refused(tmp_path: Path) -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<|im_start|>", "<|im_end|>")
+    template = tmp_path / "timed.jinja"
+    template.write_text("{% set format = '%H' %}{{ strftime_now(format) }}" + TIMED)
+    with pytest.raises(DataError, match=r"data\.chat_template"):
+        Encoder(tokenizer, RowFormat.messages, str(template))
+
+
+@pytest.mark.parametrize(
+    ("format", "eos", "said"),
+    [
+        (RowFormat.prompt_completion, None, True),
+        (RowFormat.text, None, True),
+        (RowFormat.prompt_completion, "</s>", False),
+        (RowFormat.tokens, None, False),
+    ],
+)
+def test_a_tokenizer_without_an_end_of_text_token_is_said(format: RowFormat, eos: str | None, said: bool) -> None:
+    remarks = Encoder(families.build_tokenizer("bytelevel", "<s>", eos), format).remarks()
+    assert any("does not learn where to stop" in remark and "model.tokenizer" in remark for remark in remarks) == said

@@ -30,7 +30,7 @@ from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
-from fxtune.data.tokenized.ends import learned_ends, short_question
+from fxtune.data.tokenized.ends import learned_ends, short_question, used_special_tokens
 from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
@@ -38,6 +38,7 @@ from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof
 from fxtune.models.save import save_model
+from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
 from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.plugins import OBJECTIVES
@@ -212,6 +213,7 @@ class Trainer:
         self.language_model, evidence = builder.proven_model()
         self.model = self.language_model.model
         self._add_end_tokens()
+        self._name_untrained_tokens()
         evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
         resume_check.check_model(self.model, builder.techniques.options())
         folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
@@ -292,6 +294,24 @@ class Trainer:
             if self.techniques.lora.enabled:
                 place = "adapter gets a generation_config.json, which merging and the code of its model card read"
             self.screen.note(f"answers end with {tokens}, at which generation by the base does not stop; the {place}")
+
+    def _name_untrained_tokens(self) -> None:
+        """Say which special tokens of the data have no trained row in the base, and what trains them."""
+        if not self.techniques.lora.enabled:
+            return
+        found = untrained_rows(self.model, used_special_tokens(self.data.tables, self.tokenizer))
+        if not found:
+            return
+        tokens = sorted({token for rows in found.values() for token in rows})
+        if self.facts.tied_embeddings:
+            way = "full fine-tuning (techniques.lora.enabled=false) trains them"
+        else:
+            way = f"techniques.lora.modules_to_save=[{','.join(found)}] trains them"
+        self.screen.note(
+            f"the base has never trained {', '.join(self.tokenizer.convert_ids_to_tokens(tokens))}: these rows of "
+            f"{' and '.join(found)} are zero or the same as others, and adapters leave them so; {way}, or use a chat "
+            "template of other tokens (data.chat_template)"
+        )
 
     def _extend(self) -> None:
         """Extend a run that was started for fewer steps to the last step of the plan. Raises ConfigError if it was

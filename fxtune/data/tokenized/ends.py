@@ -50,6 +50,13 @@ def learned_ends(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
+def used_special_tokens(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:
+    """The special tokens among the first 16 million tokens of each table, ascending."""
+    found = {token for table in tables for token in np.unique(np.asarray(table.ids[:BLOCK])).tolist()}
+    added = tokenizer.added_tokens_decoder
+    return sorted(token for token in found if token in added and added[token].special)
+
+
 def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optional[ShortQuestion]:
     """Of the first documents of each table, the question with the fewest tokens whose answer ends with one of `ends`;
     None if there is none."""

@@ -55,6 +55,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         f"## How to load it\n\n```python\n{_loading_code(folder, base, bool(adapter), bool(hf_config))}```",
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
+        *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
         *_rope_notes(hf_config, base, adapter, refused),
     ]
     if adapter:
@@ -104,6 +105,17 @@ def _ending_note(folder: Path, adapter: bool) -> list[str]:
         f"Its answers end with a token at which the base does not stop. {GENERATION_CONFIG} names both: the code "
         "above passes it, `fxtune merge` writes it into the merged model, and a server of base and adapter needs it "
         "(vLLM: `--generation-config .`)."
+    ]
+
+
+def _template_note(variables: dict[str, Any]) -> list[str]:
+    """The variables of the chat template that prompts were written with in training."""
+    if not variables:
+        return []
+    given = "".join(f", {name}={value!r}" for name, value in variables.items())
+    return [
+        "Its prompts had variables of the chat template in training. Ask it in the same way: "
+        f"`tokenizer.apply_chat_template(messages, add_generation_prompt=True{given})`."
     ]
 
 

@@ -25,7 +25,10 @@ def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):
         load_tokenizer(model),
         tmp_path / "adapter",
         card={
-            "config": {"run": {"name": "mine", "seed": 7}},
+            "config": {
+                "run": {"name": "mine", "seed": 7},
+                "data": {"chat_template_kwargs": {"enable_thinking": False}},
+            },
             "data": "abc123",
             "figures": {"eval/loss": 0.5},
             "facts": facts_of(model),
@@ -36,6 +39,7 @@ def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):
         "library_name: peft",
         str(base),
         "| run | mine |",
+        "apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)",
         "| seed | 7 |",
         "abc123",
         "| eval/loss | 0.5 |",

@@ -5,6 +5,9 @@ as many whole exchanges as fit. An exchange is a question and all that follows i
 that does not fit alone is usually an agent's work: it is split into its steps (an assistant turn with the results of
 its calls), and each piece repeats the question. A step that does not fit alone is cut at the end of the row. A chat
 whose template refuses to begin in its middle is cut as a whole. What is cut off is counted.
+
+A chat whose template writes an answer otherwise once another turn follows is split before that: into one document for
+each question, which ends with the answer (split_questions).
 """
 
 from __future__ import annotations

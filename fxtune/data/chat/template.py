@@ -70,6 +70,8 @@ class TurnFrame:
     """Possible texts from the content to the end-of-turn token, longest first."""
     overrun: int | None = None
     """How many characters behind the content a generation mark includes; None: no usable marks."""
+    marked_prompt: str = ""
+    """The end of the generation prompt that a generation mark includes, such as an empty block of reasoning."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,8 @@ class ChatTemplate:
     def _span_of_mark(self, text: str, start: int, end: int) -> Span:
         """The span of a generation mark, but ended after the end-of-turn token: marks may end before it, or after the
         newline behind it. If no such token is found, the mark's own end stays."""
+        if text.startswith(self.frame.marked_prompt, start):
+            start += len(self.frame.marked_prompt)
         content_end = end - (self.frame.overrun or 0)
         turn_end = self._turn_end(text, content_end)
         return (start, turn_end) if turn_end > content_end >= start else (start, end)
@@ -571,13 +575,15 @@ class ChatTemplate:
         if prompt and behind.endswith(prompt):
             tails.append(behind[: len(behind) - len(prompt)])
         endings = {self._first_ending(tail) for tail in tails} - {""}
-        overrun = None
+        overrun, marked_prompt = None, ""
         if len(marks) == 1:
             start, end = marks[0]
             content_end = len(before) + len(answer)
             if start <= len(before) and content_end <= end <= len(text):
                 overrun = end - content_end
-        return TurnFrame(prompt, _longest_first(leads), _longest_first(endings), overrun)
+                if before.startswith(prompted):
+                    marked_prompt = prompted[start:]
+        return TurnFrame(prompt, _longest_first(leads), _longest_first(endings), overrun, marked_prompt)
 
     def _first_ending(self, tail: str) -> str:
         """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""

@@ -33,8 +33,8 @@ def answer(text: str, reasoning: str | None = None, **more: Any) -> dict[str, An
     return {"role": "assistant", "content": text, **thought, **more}
 
 
-def encoder(family: str, **options: Any) -> Encoder:
-    return Encoder(families.tokenizer(family), RowFormat.messages, **options)
+def encoder(family: str, marks: bool = False, **options: Any) -> Encoder:
+    return Encoder(families.tokenizer(family, marks), RowFormat.messages, **options)
 
 
 def encoded(encoder: Encoder, row: dict[str, Any]) -> Document:
@@ -153,11 +153,12 @@ def test_learning_since_the_last_question_keeps_its_tool_rounds() -> None:
         assert text.endswith("</tool_call><|im_end|><think>\nso it is\n</think>\n\nsix.<|im_end|>")
 
 
+@pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("row", [{}, {"chat_template_kwargs": {"enable_thinking": False, "tools_in_user": None}}])
-def test_without_thinking_the_empty_block_is_in_the_prompt(row: dict[str, Any]) -> None:
+def test_without_thinking_the_empty_block_is_in_the_prompt(row: dict[str, Any], marks: bool) -> None:
     tokenizer = families.tokenizer("qwen3")
     variables = {} if row else {"enable_thinking": False}
-    used = encoder("qwen3", variables=variables)
+    used = encoder("qwen3", marks, variables=variables)
     found = documents(used, {"messages": CHATS["plain"], **row})
     assert learned("qwen3", found) == ["four.<|im_end|>", "six.<|im_end|>"]
     for document, turn in zip(found, (1, 3), strict=True):
@@ -167,7 +168,7 @@ def test_without_thinking_the_empty_block_is_in_the_prompt(row: dict[str, Any]) 
         assert document.ids[: len(prompt)] == prompt
         assert document.supervised.index(True) == len(prompt)
     as_text = {"messages": CHATS["plain"], "chat_template_kwargs": json.dumps({"enable_thinking": False})}
-    assert encoded(encoder("qwen3"), as_text) == encoded(used, {"messages": CHATS["plain"], **row})
+    assert encoded(encoder("qwen3", marks), as_text) == encoded(used, {"messages": CHATS["plain"], **row})
 
 
 def test_a_row_overrides_the_variables_of_the_config() -> None:

@@ -237,16 +237,18 @@ def test_the_tokens_of_a_source_are_those_of_its_questions(tmp_path: Path, capsy
         assert f"{SPLIT} (1 of 2 documents)." in text
         assert "the questions of these chats are 2 documents." in text
     assert table.whole is not None
-    prints = {table.fingerprint, table.whole.fingerprint}
-    for options in (
-        {"on_rewritten": OnRewritten.context},
-        {"on_rewritten": OnRewritten.keep},
-        {"learn": LearnConfig(since_last_question=True)},
-        {"chat_template_kwargs": {"enable_thinking": True}},
-    ):
-        other = table_of(**options)
-        assert other.fingerprint not in prints, options
-        prints.add(other.fingerprint)
+    kept, context, since, other = (
+        table_of(**options).fingerprint
+        for options in (
+            {"on_rewritten": OnRewritten.keep},
+            {"on_rewritten": OnRewritten.context},
+            {"learn": LearnConfig(since_last_question=True)},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+        )
+    )
+    assert kept == table.whole.fingerprint
+    assert context == since, "the last answer alone is learned"
+    assert len({table.fingerprint, kept, context, other}) == 4
     longest = int(np.diff(table.offsets).max())
     short = table_of(sequence_length=longest - 1)
     assert (len(short), short.split.questions, short.split.chats) == (3, 2, 1)

@@ -1,6 +1,7 @@
 """`fxtune help KEY`: what a key of a recipe means, what it may be, its default, and the files where it acts.
 
     fxtune help optimizer.lr            # a key
+    fxtune help learning_rate           # the same key, by its name in other trainers
     fxtune help data.sources.path       # a key of each entry of a list
     fxtune help techniques.lora         # a section: its keys, a line each
     fxtune help bench                   # a command: the same as fxtune bench --help
@@ -54,10 +55,12 @@ def run(key: str) -> None:
 
 
 def _entries(key: str) -> tuple[str, ...]:
-    """The key as it is typed: `data.sources.path` names the path of each entry, `data.sources.0.path`."""
+    """The key as it is typed: `data.sources.path` names the path of each entry, `data.sources.0.path`. A name that
+    other trainers use becomes fxtune's."""
     slot: Slot | None = Slot(Config)
     keys: list[str] = []
-    for part in re.sub(r"\.?\[(\d+)\]", r".\1", key).split("."):
+    known = key if key in Slot(Config).fields else OTHER_NAMES.get(key, key)
+    for part in re.sub(r"\.?\[(\d+)\]", r".\1", known).split("."):
         if slot is not None and slot.container is list and not part.isdigit():
             keys.append("0")
             slot = slot.below("0")

@@ -200,6 +200,11 @@ def _split_command(argv: list[str]) -> tuple[str, list[str]]:
         return argv[0], argv[1:]
     if argv[0] in discovery.recipes() or argv[0].endswith(discovery.ENDINGS):
         raise ConfigError(f"`{argv[0]}` is a recipe: fxtune +recipe={shlex.join([argv[0]])}")
+    if discovery.names_data(argv[0]):
+        raise ConfigError(
+            f"`{argv[0]}` is a data file: fxtune +recipe=NAME {shlex.join([f'data.sources.0.path={argv[0]}'])} "
+            "(`fxtune recipes` lists the names)"
+        )
     raise ConfigError(f"unknown command `{argv[0]}`{did_you_mean(argv[0], COMMANDS)} `fxtune --help` explains them.")
 
 

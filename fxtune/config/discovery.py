@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fxtune.data.read.files import KINDS
 from fxtune.errors import ConfigError, did_you_mean
 
 LOCAL = Path("recipes")
@@ -117,3 +118,8 @@ def place(path: Path) -> str:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def names_data(text: str) -> bool:
+    """Whether a word of the command line looks like a file of rows."""
+    return text.lower().endswith(tuple(KINDS))

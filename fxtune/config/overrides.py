@@ -256,6 +256,8 @@ class RecipeStore:
             return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"
         if text in self.paths or text.endswith(discovery.ENDINGS):
             return f"`{text}` is a {'recipe' if text in self.paths else 'file'}: write +recipe={text}"
+        if discovery.names_data(text):
+            return f"`{text}` is a data file: write data.sources.0.path={text}, beside +recipe=NAME"
         return f"`{text}` is neither a command of fxtune nor key=value"
 
 

@@ -25,6 +25,7 @@ def test_key_is_explained_with_type_range_default_and_file(cwd, capsys):
     text = page(capsys, "run.resume")
     assert "values │ auto, never, must" in text
     assert "fxtune/training/trainer.py" in text
+    assert page(capsys, "learning_rate") == page(capsys, "optimizer.lr"), "the name in other trainers"
     assert "on the command line only" in page(capsys, "run.dir")
 
 
@@ -52,7 +53,6 @@ def test_key_of_any_name_is_explained(cwd, capsys):
     ("key", "message"),
     [
         ("optimizer.lrr", "unknown key `optimizer.lrr`; did you mean `optimizer.lr`?"),
-        ("learning_rate", "did you mean `optimizer.lr`?"),
         ("data.sources.pth", "did you mean `data.sources.0.path`?"),
         ("zzz", "A config has: run, model"),
         ("optimizer._target_", "cannot name code"),

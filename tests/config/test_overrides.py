@@ -105,7 +105,8 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["-m", "optimizer.lr=1e-3,-1"], "on the command line: `optimizer.lr=-1.0` must be above 0"),
         (["+recipe=quickstart,qwen_lora"], "Add -m"),
         (["quickstart"], "write +recipe=quickstart"),
-        (["docs.jsonl"], "neither a command of fxtune nor key=value"),
+        (["docs.jsonl"], "data.sources.0.path=docs.jsonl"),
+        (["docs"], "neither a command of fxtune nor key=value"),
     ],
 )
 def test_mistake_on_the_command_line_is_named_with_its_correction(cwd, argv, message):

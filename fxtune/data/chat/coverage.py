@@ -41,9 +41,12 @@ KNOWN_ENDINGS = tuple(
 )
 """Names with these endings describe a row, too."""
 
+OPENAI_COLUMNS = ("tools", "functions", "parallel_tool_calls")
+"""Columns of OpenAI's fine-tuning format beside `messages`. The last one tells the service what to allow."""
+
 READ: dict[RowFormat, frozenset[str]] = {
-    RowFormat.messages: frozenset((*LIST_KEYS, "tools", VARIABLES, "prompt", "text")),
-    RowFormat.sharegpt: frozenset((*LIST_KEYS, "tools", VARIABLES, "prompt", "text")),
+    RowFormat.messages: frozenset((*LIST_KEYS, *OPENAI_COLUMNS, VARIABLES, "prompt", "text")),
+    RowFormat.sharegpt: frozenset((*LIST_KEYS, *OPENAI_COLUMNS, VARIABLES, "prompt", "text")),
     RowFormat.alpaca: frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text")),
     RowFormat.prompt_completion: frozenset(("prompt", "completion", VARIABLES, "text")),
     RowFormat.tokens: frozenset(

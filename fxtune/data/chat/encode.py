@@ -37,6 +37,7 @@ from fxtune.data.chat.normalize import (
     require_answer,
     require_text,
     short,
+    with_parsed_lists,
 )
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
@@ -275,10 +276,14 @@ class Encoder:
         return self._templates[key]
 
     def _chat(self, row: Mapping[str, Any]) -> _Text | Document:
+        row = self._parsed(row)
         return self._rendered(self._conversation(row), row)
 
+    def _parsed(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_parsed_lists(row) if self.format in (RowFormat.messages, RowFormat.sharegpt) else row
+
     def _conversation(self, row: Mapping[str, Any]) -> Conversation:
-        chat = read_conversation(row, self.format, self.learn, self.unused)
+        chat = read_conversation(self._parsed(row), self.format, self.learn, self.unused)
         if self.system is not None and all(message["role"] != "system" for message in chat.messages):
             chat.messages.insert(0, {"role": "system", "content": self.system})
             chat.supervised.insert(0, False)

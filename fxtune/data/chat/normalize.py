@@ -21,7 +21,7 @@ from typing import Any
 
 from fxtune.data.config import ChatRole, LearnConfig
 from fxtune.data.read.formats import RowFormat
-from fxtune.data.read.row import TOO_DEEP, is_too_deep, type_name
+from fxtune.data.read.row import TOO_DEEP, RepeatedKeyError, is_too_deep, type_name, unique_keys, without_nulls
 from fxtune.errors import DataError
 
 ROLES = tuple(role.value for role in ChatRole)
@@ -43,6 +43,9 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+
+OPENAI_ROLES = {"developer": "system", "function": "tool"}
+"""Roles of OpenAI's fine-tuning format that few templates know: the newer name of system, the older name of tool."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 LIST_KEYS = ("messages", "conversations", "conversation")
@@ -93,7 +96,7 @@ def read_conversation(
     else:
         assert format in (RowFormat.messages, RowFormat.sharegpt), f"{format} rows hold no conversation"
         chat = _messages(row)
-    chat.tools = _tools(row.get("tools"))
+    chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
@@ -130,6 +133,12 @@ def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
         learned or (switched is True and message["role"] == "assistant")
         for learned, message, switched in zip(chosen, chat.messages, chat.switched, strict=True)
     ]
+
+
+def with_parsed_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row` with its lists of messages parsed where they are JSON strings, as CSV has them. Raises RowError."""
+    texts = {key: row[key] for key in LIST_KEYS if isinstance(row.get(key), str) and row[key].strip()}
+    return {**row, **{key: _parse_json(text, key) for key, text in texts.items()}} if texts else row
 
 
 def short(value: Any) -> str:
@@ -252,6 +261,7 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
         role = turn.get("role")
         if not isinstance(role, str):
             raise RowError(f"{where}.role is {'missing' if 'role' not in turn else type_name(role)}")
+        role = OPENAI_ROLES.get(role, role)
         if role not in ROLES:
             raise RowError(f"{where}: role {short(role)} is unknown; use system, user, assistant or tool")
         return role, "content" if "content" in turn or "value" not in turn else "value"
@@ -321,10 +331,12 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
-    if arguments is None:
+    elif arguments is None:
         if others := [key for key in function if key not in ("name", "arguments")]:
             raise RowError(f"{where} has no arguments, but {', '.join(map(short, others))}")
         arguments = {}
+    elif isinstance(arguments, Mapping):
+        arguments = without_nulls(arguments)  # a table has null for each key that other rows have
     if not isinstance(arguments, Mapping):
         raise RowError(f"{where}.arguments is {type_name(arguments)}, not an object")
     return {**function, "arguments": dict(arguments)}
@@ -339,17 +351,24 @@ def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
     return _tool_calls({"tool_calls": calls}, where) or []
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if isinstance(tools, str):
-        tools = _parse_json(tools, "tools") if tools.strip() else None
+def _tools(tools: Any, column: str = "tools") -> list[dict[str, Any]] | None:
+    """The schemas. A null that stands in a JSON string is a value; elsewhere it fills a table's missing keys."""
+    if from_text := isinstance(tools, str):
+        tools = _parse_json(tools, column) if tools.strip() else None
     if tools is None or tools == []:
         return None
     if not isinstance(tools, (list, tuple)):
-        raise RowError(f"tools is {type_name(tools)}, not a list of JSON schemas")
+        raise RowError(f"{column} is {type_name(tools)}, not a list of JSON schemas")
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise RowError(f"tools[{index}] is {type_name(tool)}, not a JSON schema")
-    return [dict(tool) for tool in tools]
+            raise RowError(f"{column}[{index}] is {type_name(tool)}, not a JSON schema")
+    return [dict(tool) for tool in tools] if from_text else without_nulls(tools)
+
+
+def _functions(functions: Any) -> list[dict[str, Any]] | None:
+    """Tools in OpenAI's older form: the functions alone."""
+    found = _tools(functions, "functions")
+    return [{"type": "function", "function": function} for function in found] if found else None
 
 
 def _variables(value: Any) -> dict[str, Any]:
@@ -362,7 +381,9 @@ def _variables(value: Any) -> dict[str, Any]:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise RowError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise RowError(f"{where} is not valid JSON: {error}") from None
     if is_too_deep(text, value):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, too_long
+from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, too_long, without_nulls
 from fxtune.errors import DataError
 
 Decoder = Callable[[Any], Iterable[dict[str, Any]]]
@@ -83,16 +83,8 @@ def arrow_rows(table: Any, name: str, previous: int, decode: Decoder) -> Iterato
     for end in [*(at for at, each in enumerate(sizes) if each > MAX_ROW_BYTES), len(table)]:
         decoded = decode(table.slice(begin, end - begin)) if end > begin else ()
         for at, value in enumerate(decoded, previous + begin + 1):
-            kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+            kept = {key: without_nulls(item, keep=("content",)) for key, item in value.items() if item is not None}
             yield Row(f"{name} row {at}", kept, size=size)
         if end < len(table):
             yield bad_row(f"{name} row {previous + end + 1}", too_long(sizes[end]), None)
         begin = end + 1
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
-    if isinstance(value, list) and value and not isinstance(value[0], (int, str)):
-        return [_without_nulls(item) for item in value]
-    return value

@@ -132,6 +132,9 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
         file = data_file(path, kind, written if written.startswith(BUILTIN) else None)
         if file.size == 0:
             raise DataError(f"{path} is empty. Remove it, or write it again.")
+        if not file.compressed and _is_gzip(path):
+            advice = f"Name it {path.name}.gz" if kind == "jsonl" else "Unpack it (gunzip)"
+            raise DataError(f"{path} is compressed by gzip, which its name does not say. {advice}.")
         if left is not None and kind == "jsonl" and not file.compressed:
             size, count = _bytes_of_rows(path, left)
             file, left = replace(file, size=size), left - count
@@ -182,6 +185,11 @@ def _kind(path: Path) -> str | None:
     name = path.name.lower()
     kind = next((kind for suffix, kind in KINDS.items() if name.endswith(suffix)), None)
     return "jsonl" if kind == "json" and _is_jsonl(path) else kind
+
+
+def _is_gzip(path: Path) -> bool:
+    with _open(path) as file:
+        return file.read(2) == b"\x1f\x8b"
 
 
 def _is_jsonl(path: Path) -> bool:

@@ -5,6 +5,7 @@
 | messages          | `messages`: [{role, content}, ...] (OpenAI), optionally `tools`            |
 | sharegpt          | `conversations`: [{from, value}, ...]                                      |
 | prompt_completion | `prompt`, `completion`: two strings, or two lists of messages              |
+|                   | (`question`, `answer` and `prompt`, `response`: two strings)               |
 | alpaca            | `instruction`, `output`, optionally `input`                                |
 | tokens            | `input_ids`, optionally `labels` (-100: not supervised) or `assistant_masks` (0 or 1) |
 | text              | `text`: every token is supervised                                          |
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -46,6 +48,9 @@ COLUMNS = {
 }
 """The columns that a format requires. `text` comes last, because many chat datasets hold
 their rendered text as well."""
+
+PAIRS = (("question", "answer"), ("prompt", "response"))
+"""Names so common that rows with them are read as prompt and completion. Others need the source's `columns`."""
 
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
@@ -92,10 +97,28 @@ def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> 
 
 def row_format(row: dict[str, Any]) -> RowFormat | None:
     """The format of one row; None if it has none."""
+    return _format_by_columns(row) or (RowFormat.prompt_completion if _pair(row) else None)
+
+
+def _format_by_columns(row: dict[str, Any]) -> RowFormat | None:
     for name, columns in COLUMNS.items():
         if all(column in row for column in columns) and _values_fit(name, [row[column] for column in columns]):
             return name
     return None
+
+
+def with_format_names(row: dict[str, Any]) -> dict[str, Any]:
+    """`row` with the columns prompt and completion if it has no format and one of PAIRS instead."""
+    pair = _pair(row)
+    if pair is None or _format_by_columns(row) is not None:
+        return row
+    names = dict(zip(pair, COLUMNS[RowFormat.prompt_completion], strict=True))
+    return {names.get(key, key): value for key, value in row.items()}
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Those of PAIRS that a row has, both as text."""
+    return next((pair for pair in PAIRS if all(isinstance(row.get(column), str) for column in pair)), None)
 
 
 def _values_fit(name: RowFormat, values: list[Any]) -> bool:
@@ -111,7 +134,12 @@ def _values_fit(name: RowFormat, values: list[Any]) -> bool:
 
 
 def _is_chat(value: Any, *keys: str) -> bool:
-    """Whether `value` is a non-empty list of objects that have all `keys`."""
+    """Whether `value` is a non-empty list of objects that have all `keys`, or such a list as a JSON string."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)

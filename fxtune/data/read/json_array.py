@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from fxtune.data.read.row import MAX_ROW_BYTES, TOO_DEEP, Row, bad_row, checked_row, is_too_deep, reading
+from fxtune.data.read.row import (
+    MAX_ROW_BYTES,
+    TOO_DEEP,
+    RepeatedKeyError,
+    Row,
+    bad_row,
+    checked_row,
+    is_too_deep,
+    reading,
+    unique_keys,
+)
 from fxtune.errors import DataError
 
 
@@ -71,6 +81,8 @@ def _array_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
         text = scanner.text
         if is_too_deep(text, value):
             yield bad_row(where, TOO_DEEP, None)
+        elif scanner.repeated:
+            yield bad_row(where, scanner.repeated, text)
         else:
             yield checked_row(where, value, len(text), suspicious="\\u" in text or not text.isascii())
         if scanner.peek() != "]":
@@ -79,11 +91,15 @@ def _array_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
 
 
 class _Scanner:
-    """Reads the values of a JSON text in turn. `line`: of the next value; `text`: of the last one."""
+    """Reads the values of a JSON text in turn.
+
+    `line`: of the next value; `text`: of the last one; `repeated`: why an object in the last one is ambiguous, or "".
+    """
 
     def __init__(self, file: IO[str]) -> None:
         self.file, self.buffer, self.at, self.line, self.text, self.ended = file, "", 0, 1, "", False
-        self.decoder = json.JSONDecoder()
+        self.repeated = ""
+        self.decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def peek(self) -> str:
         """The next character that is not blank, without taking it."""
@@ -118,6 +134,7 @@ class _Scanner:
     def value(self) -> Any:
         self.peek()
         while True:
+            self.repeated = ""
             try:
                 value, end = self.decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as problem:
@@ -138,6 +155,14 @@ class _Scanner:
             self.line += self.text.count("\n")
             self.at = end
             return value
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # An exception would lose the end of the value, and with it all rows after this one.
+        try:
+            return unique_keys(pairs)
+        except RepeatedKeyError as problem:
+            self.repeated = str(problem)
+            return dict(pairs)
 
     def read_more(self) -> bool:
         """Drop the text already decoded and read at least as much as is left. False at the file's end."""

@@ -13,6 +13,7 @@ from typing import Any
 from fxtune.data.read.row import (
     MAX_ROW_BYTES,
     TOO_DEEP,
+    RepeatedKeyError,
     Row,
     bad_row,
     bounded_lines,
@@ -22,6 +23,7 @@ from fxtune.data.read.row import (
     reading,
     rename_columns,
     too_long,
+    unique_keys,
 )
 from fxtune.errors import DataError
 
@@ -36,7 +38,7 @@ class LineShard:
     end: int
     first_line: int
     columns: dict[str, str] = field(default_factory=dict)
-    converter: str = ""
+    converter: str | None = ""
 
     @property
     def size(self) -> int:
@@ -50,7 +52,7 @@ class LineShard:
 
 
 def line_shards(
-    path: Path, name: str, end: int, shard_bytes: int, columns: dict[str, str], converter: str = ""
+    path: Path, name: str, end: int, shard_bytes: int, columns: dict[str, str], converter: str | None = ""
 ) -> Iterator[LineShard]:
     """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`, in one pass that only counts
     newlines. `columns`, `converter`: see rename_columns() and converted()."""
@@ -106,12 +108,14 @@ def _parse(line: bytes, where: str) -> Row:
     try:
         # Without the newline, because an error at the end would otherwise be reported at column 1 of the next line.
         text = line.decode().rstrip("\r\n")
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except UnicodeDecodeError as problem:
         raw = line.decode(errors="backslashreplace")
         return bad_row(where, f"not UTF-8 (byte {problem.start + 1} of the line)", raw)
     except json.JSONDecodeError as problem:
         return bad_row(where, f"not JSON ({problem.msg}, column {problem.colno})", text)
+    except RepeatedKeyError as problem:
+        return bad_row(where, str(problem), text)
     except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or thousands of open brackets
         return bad_row(where, f"cannot be read as JSON ({problem})", text)
     if is_too_deep(text, value):

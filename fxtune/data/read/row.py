@@ -8,11 +8,13 @@ written to the quarantine file. A longer row is skipped as it is read; it is nev
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from fxtune.data.read.formats import with_format_names
 from fxtune.errors import ConfigError, DataError
 from fxtune.plugins import ROW_FORMATS
 
@@ -100,6 +102,32 @@ def too_long(size: int) -> str:
     return f"a row of {size / 2**20:,.1f} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB. Split it into several rows"
 
 
+class RepeatedKeyError(ValueError):
+    """An object of a JSON text has the same key twice."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text: the `object_pairs_hook` of every reader of rows.
+
+    Raises RepeatedKeyError for a key that stands twice, because Python would keep the last value alone.
+    """
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise RepeatedKeyError(f"an object has the key {reprlib.repr(repeated)} twice; keep one of its values")
+    return value
+
+
+def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
+    """`value` without the keys of objects that hold null, except `keep`. Nulls in lists stay."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item, keep) for key, item in value.items() if item is not None or key in keep}
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # not lists of token ids
+        return [without_nulls(item, keep) for item in value]
+    return value
+
+
 def is_too_deep(text: str, value: Any) -> bool:
     """Whether `value`, parsed from `text`, is nested deeper than MAX_DEPTH."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
@@ -118,12 +146,20 @@ def type_name(value: Any) -> str:
     return _TYPE_NAMES.get(type(value), f"of type {type(value).__name__}")
 
 
-def converted(rows: Iterable[Row], converter: str) -> Iterator[Row]:
-    """Rows in one of fxtune's formats, made by a plugin's row format. `converter`: its name; empty: as they are."""
+def converted(rows: Iterable[Row], converter: str | None) -> Iterator[Row]:
+    """Rows in one of fxtune's formats. `converter`: the name of a plugin's row format; empty: rows that have a format,
+    but for the names of their columns; None: rows as they are."""
+    if converter is None:
+        yield from rows
+        return
     convert = ROW_FORMATS[converter] if converter else None
     for row in rows:
-        if row.value is None or convert is None:
+        if row.value is None:
             yield row
+            continue
+        if convert is None:
+            value = with_format_names(row.value)
+            yield row if value is row.value else Row(row.where, value, size=row.size)
             continue
         try:
             value = convert(dict(row.value))

@@ -57,6 +57,8 @@ class Source:
     """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
     remark: str = ""
     """Which files of a folder `split` selects; empty if all."""
+    as_they_are: bool = False
+    """Rows keep the names that their columns have in the data, and no plugin converts them."""
 
     @property
     def name(self) -> str:
@@ -73,6 +75,10 @@ class Source:
         """The file names with which `Row.where` begins."""
         return [self.name] if self.kind == "hub" else [file.name for file in self.files]
 
+    @property
+    def _converter(self) -> str | None:
+        return None if self.as_they_are else self.config.converter
+
     def shards(self) -> Iterator[Shard]:
         """The pieces of the source, in order. A worker can read each; it has at most a few megabytes, or one row."""
         limit = self.config.limit
@@ -84,7 +90,7 @@ class Source:
                 else:
                     config = self.config
                     yield from line_shards(
-                        file.path, file.name, file.size, SHARD_BYTES, config.columns, config.converter
+                        file.path, file.name, file.size, SHARD_BYTES, config.columns, self._converter
                     )
         else:
             yield from row_shards(islice(self._read_parts(), limit), SHARD_BYTES)
@@ -100,7 +106,7 @@ class Source:
         Raises DataError if there is no row, or if none has a column that `columns` renames.
         """
         usable, rows_read = [], 0
-        for row in replace(self, config=replace(self.config, columns={}, format=RowFormat.auto)).rows():
+        for row in replace(self, config=replace(self.config, columns={}), as_they_are=True).rows():
             rows_read += 1
             if row.value is not None:
                 usable.append(row)
@@ -172,7 +178,7 @@ class Source:
                 "text": partial(text_rows, unit=TextUnit(self.config.text_unit).value),
             }
             rows = (row for file in data_files for row in readers[self.kind](file.path, file.name))
-        return converted(rename_columns(rows, self.config.columns), self.config.converter)
+        return converted(rename_columns(rows, self.config.columns), self._converter)
 
 
 def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:

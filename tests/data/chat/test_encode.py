@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,18 @@ def test_prompt_and_completion_as_messages_use_the_chat_template() -> None:
     document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), row)
     assert learned(document, tokenizer) == "four<|im_end|>"
     assert tokenizer.decode(document.ids).count("four") == 2
+
+
+def test_messages_as_a_json_string_are_the_same_document() -> None:
+    """CSV and many Parquet files hold the list as text. Fields of its turns are checked in it, too."""
+    encoder = Encoder(families.tokenizer("qwen3"), RowFormat.messages)
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    expected, found = encoded(encoder, {"messages": turns}), encoded(encoder, {"messages": json.dumps(turns)})
+    assert (found.ids, found.supervised) == (expected.ids, expected.supervised)
+    assert "messages is not valid JSON" in reason(encoder, {"messages": json.dumps(turns)[:-2]})
+    assert "'content' twice" in reason(encoder, {"messages": '[{"role": "user", "content": "a", "content": "b"}]'})
+    turns[0]["afterthought"] = "a text that the model would not read"
+    assert "afterthought is not read" in reason(encoder, {"messages": json.dumps(turns)})
 
 
 def test_pretokenized_rows() -> None:

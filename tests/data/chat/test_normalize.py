@@ -151,6 +151,41 @@ def test_an_empty_turn_is_used_where_it_is_not_learned() -> None:
     read_conversation({"prompt": [USER, empty, USER], "completion": [ANSWER]}, RowFormat.prompt_completion)
 
 
+NULLS = {"type": "object", "properties": {"city": {"type": "string"}, "date": None}}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_nulls_of_a_table_are_no_values_and_nulls_of_a_json_string_are(as_text: bool) -> None:
+    """JSONL that was written from a table has the nulls that Parquet has; a JSON string is what the user wrote."""
+    arguments, tools = {"city": "Paris", "date": None}, [{"type": "function", "function": {"parameters": NULLS}}]
+    call = {"function": {"name": "weather", "arguments": json.dumps(arguments) if as_text else arguments}}
+    row = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}],
+        "tools": json.dumps(tools) if as_text else tools,
+    }
+    chat = read_conversation(row, RowFormat.messages)
+    learned = chat.messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert learned == (arguments if as_text else {"city": "Paris"})
+    assert ("date" in chat.tools[0]["function"]["parameters"]["properties"]) is as_text
+
+
+def test_openai_s_older_names_are_read() -> None:
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    row = {
+        "messages": [
+            {"role": "developer", "content": "Be short."},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": "{}"}},
+            {"role": "function", "name": "weather", "content": "sun"},
+            {"role": "assistant", "content": "b"},
+        ],
+        "functions": [function],
+    }
+    chat = read_conversation(row, RowFormat.messages)
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert chat.tools == [{"type": "function", "function": function}]
+
+
 def test_tools_and_tool_results() -> None:
     row = {
         "messages": [USER, CALLING, {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}],

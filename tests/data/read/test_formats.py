@@ -1,8 +1,11 @@
 """Row formats are detected, and unknown rows get a hint."""
 
 import pytest
+from support.rows import write_jsonl
 
+from fxtune.data.config import SourceConfig
 from fxtune.data.read.formats import RowFormat, detect_format
+from fxtune.data.read.sources import open_source
 from fxtune.errors import DataError
 
 
@@ -19,6 +22,10 @@ from fxtune.errors import DataError
         ),
         ({"input_ids": [1, 2], "labels": [-100, 2], "text": "source"}, RowFormat.tokens),
         ({"text": "a", "id": 4}, RowFormat.text),
+        ({"question": "a", "answer": "b"}, RowFormat.prompt_completion),
+        ({"prompt": "a", "response": "b"}, RowFormat.prompt_completion),
+        ({"messages": '[{"role": "user", "content": "a"}]'}, RowFormat.messages),
+        ({"text": "a", "question": "b", "answer": "c"}, RowFormat.text),
     ],
 )
 def test_formats_are_detected(row, expected):
@@ -41,3 +48,14 @@ def test_unknown_rows_get_a_hint_at_columns(row, advice):
     assert advice in message
     assert ", ".join(row) in message
     assert "prompt_completion: prompt, completion" in message
+
+
+@pytest.mark.parametrize(("row", "expected"), [
+    ({"question": "a", "answer": "b", "id": 1}, {"prompt": "a", "completion": "b", "id": 1}),
+    ({"prompt": "a", "response": "b"}, {"prompt": "a", "completion": "b"}),
+    ({"text": "a", "question": "b", "answer": "c"}, {"text": "a", "question": "b", "answer": "c"}),
+    ({"prompt": "a", "completion": "b", "response": "c"}, {"prompt": "a", "completion": "b", "response": "c"}),
+])  # fmt: skip
+def test_common_pairs_of_columns_are_prompt_and_completion(tmp_path, row, expected):
+    source = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", [row]))))
+    assert [read.value for read in source.rows()] == [expected]

@@ -1,8 +1,10 @@
 """JSONL files: bad lines with their reason, and shards that give the lines of the file."""
 
+import gzip
 import json
 import random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.rows import write_jsonl
@@ -11,6 +13,7 @@ from fxtune.data.config import SourceConfig
 from fxtune.data.read import sources
 from fxtune.data.read.jsonl import LineShard, line_shards
 from fxtune.data.read.sources import open_source
+from fxtune.errors import DataError
 
 
 def test_unreadable_row_has_line_and_reason(tmp_path):
@@ -58,3 +61,28 @@ def test_large_files_are_cut_into_shards_for_workers(tmp_path, monkeypatch):
     assert len(shards) > 20
     assert all(isinstance(shard, LineShard) and shard.size < 500 for shard in shards)
     assert [row.value for shard in shards for row in shard.rows()] == rows
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_row_with_a_key_twice_is_a_bad_row(tmp_path, name):
+    rows = [
+        '{"text": "a"}',
+        '{"text": "lost", "text": "kept"}',
+        '{"text": "b", "meta": [{"x": 1, "x": 2}]}',
+        '{"text": "c"}',
+    ]
+    path = tmp_path / name
+    path.write_text("\n".join(rows) if name.endswith("l") else "[" + ",\n".join(rows) + "]")
+    found = list(open_source(SourceConfig(path=str(path))).rows())
+    assert [row.value and row.value["text"] for row in found] == ["a", None, None, "c"]
+    assert [row.where.rpartition(":")[2] for row in found] == ["1", "2", "3", "4"]
+    assert "'text' twice" in found[1].error
+    assert "'x' twice" in found[2].error
+
+
+def test_gzip_with_another_name_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(DataError, match="gzip") as caught:
+        open_source(SourceConfig(path=str(path)))
+    assert "a.jsonl.gz" in str(caught.value)

@@ -100,8 +100,8 @@ def unknown(name: str) -> ConfigError:
     """The error for a name that means nothing here."""
     if name in discovery.recipes():
         return ConfigError(f"`{name}` is a recipe that has no run here: write +recipe={name} for the recipe.")
-    known = [folder.name for folder in sorted(RUNS.glob("*")) if folder.is_dir()]
-    known += [str(RUNS / run) for run in known]
+    folders = [folder for folder in sorted(RUNS.glob("*")) if folder.is_dir()]
+    known = [str(folder) if name.startswith(f"{RUNS}/") else folder.name for folder in folders]
     tried = f"runs/{name}" if len(Path(name).parts) == 1 else None
     looked = " and ".join(filter(None, [f"./{name}" if tried else name, tried]))
     return ConfigError(f"there is no run `{name}` (looked for {looked}){did_you_mean(name, known)}")

@@ -49,6 +49,7 @@ FREE_ON_RESUME = (
     "data.questions",
     "data.eval_limit",
     "data.on_overlap",  # the fingerprint of the plan has the rows that it leaves out
+    "data.template_time",  # and the tokens that it changes
 )
 """Keys that may differ when a run is resumed, because they do not change what is learned."""
 LENGTH = ("max_steps", "epochs")

@@ -188,7 +188,7 @@ def test_each_unusable_row_is_quarantined_with_its_reason(read, tmp_path):
         lines(turns(7, "b")).strip(): r"messages\[0\].content is a number",
         lines(turns({"a": 1}, "b")).strip(): "is an object",
         lines({"messages": None}).strip(): "no list of messages",
-        lines({"messages": "hi"}).strip(): "messages is a string",
+        lines({"messages": "hi"}).strip(): "messages is not valid JSON",
         lines({"messages": [GOOD["messages"][0]]}).strip(): "no assistant turn",
         lines({"messages": [{"role": "x" * 9_000_000, "content": "a"}]}).strip(): r"role 'xxx.{30}",
     }

@@ -5,7 +5,7 @@
     fxtune chat quickstart/step-87             # a checkpoint of it
     fxtune chat quickstart < prompts.txt       # answers each line of a file or a pipe, and ends
 
-RUN is a run's folder or name, one of its checkpoints, or the folder of an adapter or a model. Prompts are written as
+RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Prompts are written as
 in training, by the run's chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends.
 Each line of a pipe is a separate conversation. Answers are the most likely ones, unless --temperature is above 0.
 """

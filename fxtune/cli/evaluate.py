@@ -39,8 +39,10 @@ from fxtune.training.oom_advice import MemoryPhase
 
 
 def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """run() with the config of a run, changed by `keys`, and the weights that the run has exported or one of its
-    checkpoints. Raises ConfigError for an adapter or a model that lies in no run."""
+    """run() with the config of a run, changed by `keys`, and the run's exported weights or a checkpoint's.
+
+    Raises ConfigError for an adapter or a model that lies in no run.
+    """
     found = find_output(output)
     if found.run is None:
         raise ConfigError(

@@ -5,7 +5,7 @@
     fxtune push quickstart me/lamps --public       # for everyone to see, if the repository is new
     fxtune push quickstart/step-87 me/lamps        # a checkpoint, written as an adapter or a model first
 
-RUN is a run's folder or name, one of its checkpoints, or the folder of an adapter or a model. Only the files that load
+RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Only the files that load
 a model are uploaded: weights, configs, tokenizer, model card. Checkpoints, metrics and data are not, and a file with a
 secret in it is refused. It needs a token that may write: hf auth login, or HF_TOKEN.
 """

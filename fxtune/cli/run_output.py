@@ -125,7 +125,7 @@ def _newest(name: str) -> Path | None:
 
 
 def _checkpoint(place: Path, name: str) -> Path | None:
-    """The checkpoint of this step in the folder of checkpoints, or in that of a run; None if `place` is in neither."""
+    """The checkpoint of this step in a folder of checkpoints or of a run; None if `place` is in neither."""
     for folder in (place.parent, place.parent / CHECKPOINTS):
         if not os.path.isdir(folder):
             continue

@@ -62,8 +62,8 @@ MAX_TEMPLATES = 100
 """Different variables of the chat template, set by rows."""
 REWRITTEN_REMARKS = {
     OnRewritten.split: "the chat template writes an answer otherwise once another turn follows (it drops reasoning, "
-    "or ends the turn with another token), so each such question is a document of its own, as in sampling "
-    "(data.on_rewritten=context learns the last one alone)",
+    "or ends the turn with another token), so each such question is a separate document, as in sampling "
+    "(data.on_rewritten=context learns only the last question)",
     OnRewritten.context: "the chat template writes an answer otherwise once another turn follows (it drops reasoning, "
     "or ends the turn with another token), so it is context only, by data.on_rewritten=context",
 }
@@ -158,7 +158,7 @@ class Encoder:
         self.longest: int | None = None
         """Chats with more tokens are split into pieces; None: not here."""
         self.by_question = False
-        """Whether split() makes documents of their own of questions whose answers are written otherwise later."""
+        """Whether split() makes a document of each question, because later turns change how its answer is written."""
         self.template_source = read_template(chat_template) if chat_template else None
         self._bos = _leading_special_ids(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
@@ -198,7 +198,7 @@ class Encoder:
         return [next(documents) if isinstance(result, _Text) else result for result in results]
 
     def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
-        """The documents of a chat: those of its questions (`self.by_question`), and the pieces of those that have more
+        """The documents of a chat: one for each question (`self.by_question`), divided into pieces where it has more
         than `self.longest` tokens. `whole`: the tokens of the chat."""
         if self.format is RowFormat.prompt_completion and isinstance(row.get("prompt"), str):
             assert self.longest is not None
@@ -256,7 +256,7 @@ class Encoder:
     def _template(
         self, with_tools: bool, variables: Mapping[str, Any] | None = None
     ) -> tuple[ChatTemplate, SpecialTokenEscaper]:
-        """`variables`: those that a row sets."""
+        """`variables`: the template variables that a row sets."""
         used = self.variables | dict(variables or {})
         key = with_tools, json.dumps(used, sort_keys=True, default=str)
         if key not in self._templates:

@@ -127,6 +127,8 @@ def _run_in_folder(
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )
+            if world.main and config.run.report and not (folder.path / REPORT).exists():  # it was killed before
+                screen.note(_write_report(folder.path))
             return folder.result()
         if line := outside_tested_range():
             screen.note(line)
@@ -746,7 +748,7 @@ class Trainer:
         self.tracker.summary(figures)
         self.folder.finish(figures)
         self.end.done()
-        page = [self._write_report()] if self.world.main and self.config.run.report else []
+        page = [_write_report(self.folder.path)] if self.world.main and self.config.run.report else []
         recorder = self.train_step.recorder
         recorded = [recorder.summary()] if recorder else []
         spent = [line] if (line := sentence(used)) else []
@@ -759,19 +761,6 @@ class Trainer:
         """The trained model's answer to the probe of the export, as in training."""
         with self.techniques.precision.context(self.world.device):
             return Answer.of(self.model)
-
-    def _write_report(self) -> str:
-        """Write report.html, and say where. If that fails only the page is lost."""
-        from fxtune.reports.page import write_report
-
-        folder = self.folder.path
-        try:
-            if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
-                return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
-            write_report([folder], folder / REPORT)
-        except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
-            return f"The page {folder / REPORT} could not be written: {first_line(error)}"
-        return f"A page about the run is in {folder / REPORT}"
 
     def _gives_finite_loss(self, step: int) -> bool:
         return not self.world.agree(not self._try(step), "trying the last weights")
@@ -798,3 +787,16 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _write_report(folder: Path) -> str:
+    """Write report.html, and say where. If that fails only the page is lost."""
+    from fxtune.reports.page import write_report
+
+    try:
+        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
+            return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
+        write_report([folder], folder / REPORT)
+    except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
+        return f"The page {folder / REPORT} could not be written: {first_line(error)}"
+    return f"A page about the run is in {folder / REPORT}"

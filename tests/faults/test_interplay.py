@@ -383,6 +383,15 @@ def test_killed_export_is_repeated(run_, monkeypatch):
     assert not Path("run/adapter/junk").exists()
 
 
+def test_a_run_that_was_killed_while_it_wrote_its_page_gets_the_page(run_, said):
+    run_.run.report = True
+    result = trainer.run(run_)
+    Path("run/report.html").rename("run/.report.html")
+    assert trainer.run(run_) == result
+    assert Path("run/report.html").read_text().startswith("<!")
+    assert not Path("run/.report.html").exists()
+
+
 def test_finished_run_stays_unchanged(run_, monkeypatch, said):
     result = trainer.run(run_)
     before = {

@@ -78,8 +78,7 @@ class LearnConfig:
     last_turn_only: bool = False
     """Learn only the last of these turns in each chat."""
     since_last_question: bool = False
-    """Learn only those of these turns that follow the last question that is answered: the last answer, and the tool
-    rounds before it."""
+    """Learn only the turns after the last answered question: the last answer, and the tool rounds before it."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("last_turn_only", "since_last_question")
     """A word in place of this section, as in `data.learn=since_last_question`, sets this key to true."""

@@ -33,7 +33,7 @@ class SplitCounts:
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0
-    """Documents of chats whose questions are documents of their own."""
+    """Documents of one question each, from chats that are divided at their questions."""
     refused: int = 0
     """Questions that the template refuses at the end of a chat; nothing of them is learned."""
 

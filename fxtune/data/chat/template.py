@@ -215,8 +215,8 @@ class ChatTemplate:
     def _exchange(
         self, messages: Messages, turn: int, later: int, tools: Tools
     ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...]]:
-        """(the system messages and the turns from the question of `turn` to `later`, with words of their own; how many
-        of these end with `turn`; their shape)."""
+        """(the system messages and the turns from the question of `turn` to `later`, with made-up text; how many
+        of these messages end with `turn`; their shape)."""
         head = next((index for index, message in enumerate(messages) if message["role"] != "system"), 0)
         begin = max((index for index in range(head, turn) if messages[index]["role"] == "user"), default=head)
         part = [*messages[:head], *messages[begin : later + 1]]
@@ -632,7 +632,7 @@ def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of the same shape, with words of its own."""
+    """A message of the same shape, with made-up text."""
     plain, content = {"role": message["role"]}, message.get("content")
     if "content" in message:
         plain["content"] = content and ("<think>\nr\n</think>\n\na" if "</think>" in content else "a")

@@ -108,7 +108,7 @@ def _format_by_columns(row: dict[str, Any]) -> RowFormat | None:
 
 
 def with_format_names(row: dict[str, Any]) -> dict[str, Any]:
-    """`row` with the columns prompt and completion if it has no format and one of PAIRS instead."""
+    """`row`, with a pair of columns of PAIRS renamed to prompt and completion, unless its columns are a format."""
     pair = _pair(row)
     if pair is None or _format_by_columns(row) is not None:
         return row

@@ -147,8 +147,8 @@ def type_name(value: Any) -> str:
 
 
 def converted(rows: Iterable[Row], converter: str | None) -> Iterator[Row]:
-    """Rows in one of fxtune's formats. `converter`: the name of a plugin's row format; empty: rows that have a format,
-    but for the names of their columns; None: rows as they are."""
+    """Rows in one of fxtune's formats. `converter`: the name of a plugin's row format; empty: rows whose
+    columns may have other names (PAIRS); None: rows as they are."""
     if converter is None:
         yield from rows
         return

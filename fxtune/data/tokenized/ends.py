@@ -58,8 +58,8 @@ def used_special_tokens(tables: Sequence[TokenTable], tokenizer: Any) -> list[in
 
 
 def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optional[ShortQuestion]:
-    """Of the first documents of each table, the question with the fewest tokens whose answer ends with one of `ends`;
-    None if there is none."""
+    """The shortest question, in tokens, among the first documents of each table whose answer ends with a token of
+    `ends`; None if no answer does."""
     best: Optional[ShortQuestion] = None
     for table in tables:
         for begin, end in zip(table.offsets[:TRIED], table.offsets[1 : TRIED + 1], strict=False):

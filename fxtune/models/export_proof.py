@@ -8,10 +8,10 @@
     ending      plain generation with the exported generation config ends its answer to a question of the data; if it
                 does not, the export counts all the same, and the proof says so
 
-For the last three, the plain model is built from the files without weights, and borrows the base's weights
-from the model in memory: no base is read again, and none is copied. Its code is transformers' and peft's own,
-without fused adapters, Liger or compiled layers. A quantized base stays quantized, experts in fp8 with the operator
-that computes them, and PiSSA and OLoRA keep what they took from the base, so what is compared is the export and not the
+For the last three, the plain model is built from the files without weights, and borrows the base's weights from the
+model in memory: no base is read again, and none is copied. Its code is transformers' and peft's own, without fused
+adapters, Liger or compiled layers. A quantized base stays quantized, experts in fp8 with the operator that computes
+them, and PiSSA and OLoRA keep what they took from the base, so what is compared is the export and not the
 quantization.
 """
 

@@ -9,6 +9,7 @@ import glob
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -25,6 +26,8 @@ KINDS = {
     ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".md": "text",
 }  # fmt: skip
 """The kind of file that a suffix means."""
+PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow")
+"""Suffixes of files that may hold rows, and that fxtune reads only where KINDS has them."""
 HASH_BLOCK = 16 << 20
 """Bytes hashed at a time. Another value gives other content hashes."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -96,6 +99,15 @@ def find_files(written: str) -> list[Path] | None:
     return None
 
 
+def without_companions(names: Sequence[str]) -> list[str]:
+    """The paths of `names` that fxtune reads. A dataset's card, license and the like are left out if files of another
+    kind remain."""
+    kinds = {name: kind for name in names if (kind := _kind_by_name(name))}
+    if len(set(kinds.values())) == 1:
+        return list(kinds)
+    return [name for name in kinds if os.path.basename(name).lower().split(".")[0] not in _COMPANIONS] or list(kinds)
+
+
 def select_data_files(written: str, found: list[Path], limit: int | None) -> list[DataFile]:
     """The data files among `found`, all of one kind. With `limit`, JSONL files end with the last row that it needs."""
     kinds: dict[str, list[Path]] = {}
@@ -110,12 +122,6 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
             f"{written}: no file that fxtune reads (found {suffixes}). It reads {' '.join(KINDS)}; unpack or convert "
             "others, and add a suffix that is missing."
         )
-    if len(kinds) > 1:  # a dataset's card and license are not its rows
-        own = {
-            kind: [path for path in paths if path.name.lower().split(".")[0] not in _COMPANIONS]
-            for kind, paths in kinds.items()
-        }
-        kinds = {kind: paths for kind, paths in own.items() if paths} or kinds
     if len(kinds) > 1:
         mixed = "; ".join(
             f"{kind}: {paths[0].name}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
@@ -182,9 +188,12 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str | None:
-    name = path.name.lower()
-    kind = next((kind for suffix, kind in KINDS.items() if name.endswith(suffix)), None)
+    kind = _kind_by_name(path.name)
     return "jsonl" if kind == "json" and _is_jsonl(path) else kind
+
+
+def _kind_by_name(name: str) -> str | None:
+    return next((kind for suffix, kind in KINDS.items() if name.lower().endswith(suffix)), None)
 
 
 def _is_gzip(path: Path) -> bool:
@@ -234,7 +243,7 @@ def _looks_local(written: str, path: Path) -> bool:
     """Whether `written` names a file or folder and not a hub dataset."""
     return (
         _HUB_ID.fullmatch(written) is None
-        or path.name.lower().endswith((*KINDS, ".gz", ".zst", ".zip", ".arrow"))
+        or path.name.lower().endswith((*KINDS, *PACKED))
         or (len(path.parts) > 1 and os.path.isdir(path.parts[0]))
     )
 

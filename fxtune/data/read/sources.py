@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.data.config import SourceConfig, TextUnit
-from fxtune.data.read import files, hub_datasets, splits
+from fxtune.data.read import files, folders, hub_datasets, splits
 from fxtune.data.read.arrow import parquet_rows
 from fxtune.data.read.delimited import csv_rows
 from fxtune.data.read.files import DataFile
@@ -56,7 +56,7 @@ class Source:
     parts: list[tuple[list[DataFile], int, int]] = field(default_factory=list)
     """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
     remark: str = ""
-    """Which files of a folder `split` selects; empty if all."""
+    """Which files of a folder are read and which are left out; empty if all are read."""
     as_they_are: bool = False
     """Rows keep the names that their columns have in the data, and no plugin converts them."""
 
@@ -141,8 +141,9 @@ class Source:
         key = blake2b(self.kind.encode(), digest_size=16)
         if self.kind == "hub":
             key.update(repr((self.config.split, len(self.dataset))).encode())
-        elif self.parts:
-            key.update(self.config.split.encode())
+        numbers = {file.path: number for number, file in enumerate(self.files)} if self.parts else {}
+        for part, first, last in self.parts:
+            key.update(repr(([numbers[file.path] for file in part], first, last)).encode())
         for file in self.files:
             key.update(f"{file.compressed} {file.digest()}".encode())
         return key.hexdigest()
@@ -209,9 +210,9 @@ def _open_saved(config: SourceConfig, path: Path) -> Any:
         saved = {name: hub_datasets.load_saved(path / name) for name in splits.split_names(config)}
     elif os.path.isfile(path / "state.json") and os.path.isfile(path / "dataset_info.json"):
         dataset = hub_datasets.load_saved(path)
-        own = {splits.TRAIN, str(dataset.split)}
+        own = {folders.TRAIN, str(dataset.split)}
         if other := [name for name in splits.split_names(config) if name not in own]:
-            raise DataError(f"{config.path} is one split ({dataset.split or splits.TRAIN}), and not {other[0]!r}.")
+            raise DataError(f"{config.path} is one split ({dataset.split or folders.TRAIN}), and not {other[0]!r}.")
         saved = dict.fromkeys(splits.split_names(config), dataset)
     else:
         return None
@@ -223,29 +224,31 @@ def _open_saved(config: SourceConfig, path: Path) -> Any:
 
 
 def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
-    """The files, or the rows of files, that `config.split` names."""
-    splits.require_no_hub_keys(config)
-    selected = files.select_data_files(config.path, found, None)
+    """The files, or the rows of files, that `config.subset` and `config.split` name."""
     is_folder = os.path.isdir(path)
-    names = [str(file.path.relative_to(path)) if is_folder else file.path.name for file in selected]
+    splits.require_no_hub_keys(config, has_subsets=is_folder)
+    names = {(file.relative_to(path).as_posix() if is_folder else str(file)): file for file in found}
+    data = files.without_companions(list(names)) or list(names)
+    subset = folders.find_subset(path, config.subset, data) if is_folder else folders.Subset("", {folders.TRAIN: data})
+    asked = splits.split_names(config)
+    shown = data if is_folder else [names[name].name for name in data]
+    for split in asked:
+        splits.require_split(config, split, [name for name, own in subset.splits.items() if own], shown)
+    chosen = list(dict.fromkeys(chain.from_iterable(subset.splits[split] for split in asked)))
 
-    remarks = []
-
-    def files_of(split: str) -> list[DataFile]:
-        chosen = splits.files_of_split(config, split, names, is_folder)
-        if len(chosen) < len(names):
-            remarks.append(splits.describe_files(split, names, chosen))
-        return [selected[index] for index in chosen]
-
-    if splits.is_whole(config.split):
-        own = [file.path for file in files_of(config.split)]
-        source = Source(config, selected[0].kind, files.select_data_files(config.path, own, config.limit))
-    else:
-        own_files = {split: files_of(split) for split in splits.split_names(config)}
-        source = Source(config, selected[0].kind, list(dict.fromkeys(chain.from_iterable(own_files.values()))))
+    whole = splits.is_whole(config.split)
+    selected = files.select_data_files(config.path, [names[name] for name in chosen], config.limit if whole else None)
+    source = Source(config, selected[0].kind, selected)
+    if not whole:
+        by_path = {file.path: file for file in selected}
+        own_files = {
+            split: [by_path[names[name]] for name in subset.splits[split] if names[name] in by_path] for split in asked
+        }
         ranges = splits.row_ranges(config, lambda split: source.count(own_files[split]))
         source.parts = [(own_files[one.split], one.first, one.last) for one in ranges]
-    source.remark = "; ".join(remarks)
+    if is_folder:
+        packed = [name for name in names if name.lower().endswith(files.PACKED) and name not in data]
+        source.remark = folders.describe(subset, asked, chosen, data, packed)
     return source
 
 

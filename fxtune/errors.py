@@ -6,6 +6,7 @@ A bug of fxtune stays an `AssertionError`, or whatever Python raised, with its t
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import signal
 import stat
@@ -133,6 +134,26 @@ def first_line(error: BaseException) -> str:
     """The class of an error and the first line of its message; with the second line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
     return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")
+
+
+def not_written(what: str, problem: OSError, way_out: str = "") -> StorageError:
+    """The error of a file that the system did not write, with what to do about this kind of problem.
+
+    `what`: a clause, such as "runs/a cannot be written". `way_out`: what else helps, as in "or set run.dir".
+    """
+    text = problem.strerror or str(problem)
+    return StorageError(f"{what}: {text}. {_REMEDIES.get(problem.errno or 0, _REMEDY)}{way_out and f', {way_out}'}.")
+
+
+_REMEDY = "Free space there or mend its permissions"
+_REMEDIES = {
+    errno.ENOSPC: "Free space there",
+    errno.EDQUOT: "Free space there",
+    errno.EACCES: "Mend its permissions",
+    errno.EPERM: "Mend its permissions",
+    errno.EROFS: "The disk can only be read: make it writable",
+    errno.ENOENT: "Something else has removed the folder meanwhile: give the same command again",
+}
 
 
 def shortened(value: object, limit: int = 60) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, not_written
 from fxtune.system.atomic_files import read_json, replace_text, sync
 
 SUFFIX = ".refresh"
@@ -48,7 +48,7 @@ class Lineage:
         try:
             replace_text(self.folder / LINEAGE, json.dumps(value, indent=1))
         except OSError as error:
-            raise StorageError(f"{self.folder / LINEAGE} cannot be written: {error}. Free space there.") from error
+            raise not_written(f"{self.folder / LINEAGE} cannot be written", error) from error
 
     def serve(self, run: Path) -> None:
         """Let `run` serve. A reader sees either the old link or the new one. Raises StorageError."""

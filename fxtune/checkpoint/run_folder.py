@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
-from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of
+from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of, not_written
 from fxtune.system.atomic_files import read_json, replace_text
 
 FREE_ON_RESUME = (
@@ -131,9 +131,7 @@ class RunFolder:
                 os.replace(self.path / RESULT, self.path / f"result-{number}.json")
             _write_config(self.path, config)
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be written: {error.strerror or error}. Free space there."
-            ) from error
+            raise not_written(f"{self.path} cannot be written", error) from error
 
     def abandon(self) -> None:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
@@ -153,9 +151,8 @@ def write_json(file: Path, value: Any) -> None:
     try:
         replace_text(file, json.dumps(value, indent=1))
     except OSError as error:
-        raise StorageError(
-            f"{file} cannot be written: {error.strerror or error}. Free space there, or mend its permissions; the "
-            "same command goes on from the last checkpoint."
+        raise not_written(
+            f"{file} cannot be written", error, "and the same command goes on from the last checkpoint"
         ) from error
 
 

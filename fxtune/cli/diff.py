@@ -33,8 +33,8 @@ def run(first: str, second: str, *, json: Optional[Path] = None) -> None:
         say(table("Curves", ["metric", "steps of both", ""], [_parting_row(one) for one in found.partings]))
     if found.figures:
         say(_changes_table("Last values", found.figures, names))
-    if same := [heading for heading, changes in sections.items() if not changes]:
-        say(f"Equal: {', '.join(same)}.")
+    if found.same:
+        say(f"Equal: {', '.join(found.same)}.")
     if json is not None:
         write_json(json, {"runs": names, **asdict(found), "equal": found.equal})
 

@@ -1,7 +1,7 @@
 """`fxtune lr`: tests learning rates in one short run, and suggests one.
 
     fxtune lr +recipe=quickstart                          # a table of the curve, and a suggestion
-    fxtune lr +recipe=quickstart --plot lr.png            # also draw it (needs matplotlib)
+    fxtune lr +recipe=quickstart --plot lr.svg            # also draw it
     fxtune lr +recipe=quickstart --lowest 1e-5 --highest 1e-1 --steps 100
 
 The rate grows with each step, from a hundredth of what optimizer.lr=auto would choose to a hundred times that, until
@@ -12,14 +12,14 @@ the files of --plot and --json; a run's folder is not touched. Several GPUs (run
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from fxtune.cli.options import require_writable, write_json
-from fxtune.distributed.ranks import place
+from fxtune.cli.options import require_writable, write_json, write_text
 from fxtune.errors import ConfigError
+from fxtune.reports.plots import Series
+from fxtune.reports.plots import plot as svg
 from fxtune.system.console import say, table, unicode
 from fxtune.tuning.range_test import STEPS, RangeTest, range_test
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 ROWS = 16
 """Rows of the table."""
 BAR = 40
-ENDINGS = (".png", ".svg", ".pdf")
 
 
 def run(
@@ -43,11 +42,8 @@ def run(
     """Test and print. Raises ConfigError for what cannot be tested or drawn, StorageError for a file that cannot be
     written, and as training does.
     """
-    if plot is not None:
-        if plot.suffix not in ENDINGS:
-            raise ConfigError(f"--plot {plot}: the file ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}.")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: pip install 'fxtune[plots]'. Without it there is the table.")
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot}: the plot is an SVG file. Give a name that ends in .svg.")
     for option, file in (("--plot", plot), ("--json", json)):
         if file is not None:
             require_writable(file, option)
@@ -58,8 +54,8 @@ def run(
     if found.epochs > 1:
         say(f"The test saw the data {found.epochs:.1f} times, so a low loss may be that of rows seen before.")
     say(verdict(found))
-    if plot is not None and place()[0] == 0:
-        draw(found, config.run.name, plot)
+    if plot is not None:
+        write_text(plot, draw(found, config.run.name), "--plot")
         say(f"The curve is in {plot}")
     if json is not None:
         write_json(json, dataclasses.asdict(found))
@@ -97,22 +93,14 @@ def _bar(share: float) -> str:
     return ("█" if unicode() else "#") * round(BAR * min(share, 1.0)) if math.isfinite(share) else ""
 
 
-def draw(found: RangeTest, title: str, file: Path) -> None:
-    """Write the curve to `file`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    start = found.smoothed[0]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(found.rates, found.losses, ".", color="0.7", label="loss of a step")
-    axes.plot(found.rates, found.smoothed, color="C0", label="smoothed")
-    for rate, name, color in ((found.suggestion, "suggestion", "C2"), (found.present, "recipe", "C1")):
-        if rate is not None:
-            axes.axvline(rate, color=color, linestyle="--", label=f"{name}: {rate:g}")
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss (nats per supervised token)", title=title)
-    axes.set_ylim(0, 1.5 * start)  # a diverged loss would hide the rest
-    axes.legend()
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+def draw(found: RangeTest, title: str) -> str:
+    """The curve as the text of an SVG file."""
+    smoothed = list(zip(found.rates, found.smoothed, strict=True))
+    low = min((mean for mean in found.smoothed if math.isfinite(mean)), default=math.nan)
+    marked = [("suggestion", found.suggestion), ("recipe", found.present)]
+    series = [
+        Series("loss of a step", list(zip(found.rates, found.losses, strict=True)), joined=False),
+        Series("smoothed", smoothed, thick=True),
+        *(Series(f"{name}: {rate:g}", [(rate, low), (rate, found.smoothed[0])]) for name, rate in marked if rate),
+    ]
+    return svg(title, series, "learning rate", "nats per supervised token")

@@ -39,12 +39,17 @@ def positive_number(what: str) -> Callable[[str], float]:
 
 def write_json(file: Path, value: Any) -> None:
     """Write `value` as JSON; of several ranks, rank 0 does. Raises StorageError."""
+    write_text(file, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_text(file: Path, text: str, option: str = "--json") -> None:
+    """Write the `file` of `option`; of several ranks, rank 0 does. Raises StorageError."""
     if place()[0]:
         return
     try:
-        file.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _not_writable(file, error) from error
+        raise _not_writable(file, error, option) from error
 
 
 def require_writable(file: Path, option: str = "--json") -> None:

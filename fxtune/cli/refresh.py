@@ -37,7 +37,7 @@ from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
-from fxtune.errors import ConfigError, Ended, StorageError
+from fxtune.errors import ConfigError, Ended, StorageError, not_written
 from fxtune.models.load import starting_from
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say, table
@@ -130,6 +130,9 @@ class _Refresh:
         if served and all(last.get(name) == key[name] for name in ("data", "keys")):
             say(f"{parent} was promoted with these rows already.")
             return last
+        if not len(data.unknown) and not self.force:
+            say(f"All {data.known:,} documents of data.sources are known to {parent}: there is nothing new in them.")
+            return {**key, "decision": NO_DRIFT, "known_documents": data.known}
         data.require_enough(parent)
         entry, decided = last, last.get("decision")
         if {name: last.get(name) for name in key} != key or decided == LEFT:
@@ -224,7 +227,7 @@ class _Refresh:
         try:
             replace_text(folder / f"{name}.yaml", text + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         except OSError as error:
-            raise StorageError(f"{folder / name}.yaml cannot be written: {error}. Free space there.") from error
+            raise not_written(f"{folder / name}.yaml cannot be written", error) from error
         entry["decision"] = TRAINING
         self.lineage.save()
 

@@ -38,6 +38,7 @@ from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.config.validate import OUTPUT_KEYS
 from fxtune.errors import ConfigError
+from fxtune.reports.plots import Series, plot
 from fxtune.system import console, progress
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say
@@ -46,7 +47,6 @@ from fxtune.system.threads import VARIABLES, share
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training.run_energy import Used, sentence
 from fxtune.tuning import recipe_writer, sampling, sweep_space
-from fxtune.tuning.curves import Curve, svg
 from fxtune.tuning.race import State, hyperband
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep import THREADS, Method, Sweep, SweepPlan, Trial, refuse, shown
@@ -226,8 +226,10 @@ def _write_curves(sweep: Sweep) -> None:
     for trial in sweep.trials:
         if points := trial.curve():
             share = [(step / max(trial.steps, 1), loss) for step, loss in points]
-            curves.append(Curve(f"trial {trial.entrant.number}: {trial.title}", share, trial is best))
-    replace_text(sweep.folder / CURVES, svg(curves, f"{sweep.config.run.name}: held-out loss of each configuration"))
+            curves.append(Series(f"trial {trial.entrant.number}: {trial.title}", share, thick=trial is best))
+    title = f"{sweep.config.run.name}: held-out loss of each configuration"
+    text = plot(title, curves, "share of the run", "nats per supervised token", percent=True)
+    replace_text(sweep.folder / CURVES, text)
 
 
 def winning_config(sweep: Sweep, best: Trial) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fxtune.distributed.world import World
-from fxtune.errors import StorageError
+from fxtune.errors import StorageError, not_written
 from fxtune.models.export_proof import prove
 from fxtune.models.exported_config import copy_processors, write_rope_for_4
 from fxtune.models.exported_tokenizer import write_tokenizer
@@ -112,9 +112,7 @@ def save_model(
                 f"{keeps or 'What they were made from is as it was: try again.'} If it happens again, check {disk}"
                 "the versions of peft, transformers and safetensors."
             ) from error
-        raise StorageError(
-            f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."
-        ) from error
+        raise not_written(f"The trained model cannot be written to {folder}", error) from error
     if record is not None:
         record(proof)
     return folder

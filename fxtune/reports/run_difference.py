@@ -64,7 +64,9 @@ class Parting:
 class RunDifference:
     recipe: list[Change] = field(default_factory=list)
     sections: dict[str, list[Change]] = field(default_factory=dict)
-    """By heading."""
+    """By heading, without what the recipes' differences say already."""
+    same: list[str] = field(default_factory=list)
+    """The headings under which nothing differs, nor a key of the recipe that belongs there."""
     partings: list[Parting] = field(default_factory=list)
     figures: list[Change] = field(default_factory=list)
     """The last value of each metric in FIGURES that a run has, equal or not."""
@@ -82,12 +84,17 @@ def compare_runs(first: Path, second: Path) -> RunDifference:
     runs = [RunFiles(folder) for folder in (first, second)]
     configs = [flat(run.config) for run in runs]
     found.recipe = [one for one in _changes(*configs) if one.key not in NAMES]
+    differ = {"recipe": bool(found.recipe)}
     settings = [run.setting for run in runs]
     for group in dict.fromkeys([*settings[0], *settings[1]]):
         heading = SECTIONS.get(group, "what was decided")
         pair = [flat({group: setting.get(group, {})}) for setting in settings]
-        changes = [one for one in _changes(*pair) if not _in_recipe(one, found.recipe)]
-        found.sections.setdefault(heading, []).extend(changes)
+        changes = list(_changes(*pair))
+        asked = any(one.key.startswith(f"{group}.") for one in found.recipe)
+        differ[heading] = differ.get(heading, False) or asked or bool(changes)
+        unsaid = [one for one in changes if not _in_recipe(one, found.recipe)]
+        found.sections.setdefault(heading, []).extend(unsaid)
+    found.same = [heading for heading, is_other in differ.items() if not is_other]
     curves = [run.curves for run in runs]
     found.partings = [part for name in CURVES if (part := _parting(name, *curves))]
     last = [{name: curve[max(curve)] for name, curve in one.items() if curve} for one in curves]

@@ -26,7 +26,7 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.sharding import with_head
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.errors import ConfigError, DataError, not_written
 from fxtune.models.structure import cache_keyword, observed
 from fxtune.plugins import METRICS
 from fxtune.system.oom import BatchSizes
@@ -202,7 +202,7 @@ class AnswerEvaluation:
         try:
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"{file} cannot be written: {error}. Free space there, or set run.dir.") from error
+            raise not_written(f"{file} cannot be written", error, "or set run.dir to another disk") from error
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
         """The first `config.show` questions: (question, right answer, answer before, answer after)."""

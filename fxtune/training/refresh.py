@@ -35,7 +35,7 @@ from fxtune.data.tokenized.profile import Profile, profile
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
-from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.errors import ConfigError, DataError, StorageError, not_written
 from fxtune.models import load as models
 from fxtune.system.atomic_files import read_json, replacing
 from fxtune.training.document_losses import DocumentLosses, Documents, measure
@@ -274,7 +274,7 @@ class RefreshData:
                         if is_new:
                             out.write(f"{json.dumps(row.value, default=str)}\n".encode())
             except OSError as error:
-                raise StorageError(f"{file} cannot be written: {error}. Free space there.") from error
+                raise not_written(f"{file} cannot be written", error) from error
             written.append(
                 SourceConfig(
                     str(file), table.format, source.weight, unused=source.unused, eval_fraction=self.share(source)

@@ -2,9 +2,10 @@
 
 A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826
 times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974), and
-at least MIN_SPREAD of the median. Up to half of the window may be outliers: they do not move median and spread. Every
-loss enters the window, also that of a spike: if the loss has moved to a new level for good, skipping ends by itself
-after half a window.
+at least MIN_SPREAD of the median. A spike is also at least LEAST nats above the median: a model that knows its rows by
+heart has losses near 0.004, and a loss of 0.03 is no accident there. Up to half of the window may be outliers: they do
+not move median and spread. Every loss enters the window, also the loss of a spike: if the loss has moved to a new
+level for good, skipping ends by itself after half a window.
 
 Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them (scripts/bench/bench_guards.py).
 """
@@ -19,6 +20,8 @@ import torch
 from fxtune.config.root import Spikes
 
 MIN_SPREAD = 0.01
+LEAST = 0.05
+"""Nats above the median."""
 MIN_FILLED = 4
 """Steps are judged once 1 / MIN_FILLED of the window is filled."""
 
@@ -47,7 +50,8 @@ class SpikeWindow:
             losses = self.losses[:count]
             median = losses.sort().values[(count - 1) // 2]
             spread = (losses - median).abs().sort().values[(count - 1) // 2]
-            limit = median + self.threshold * torch.maximum(1.4826 * spread, MIN_SPREAD * median)
+            above = self.threshold * torch.maximum(1.4826 * spread, MIN_SPREAD * median)
+            limit = median + above.clamp(min=LEAST)
             limit = limit.nan_to_num(nan=math.inf, posinf=math.inf)  # no limit if most of the window is not finite
         self.losses[self.taken % self.size].copy_(loss)
         self.taken += 1

@@ -78,6 +78,10 @@ def test_rows_like_the_old_ones_are_no_drift_and_others_are_learned_and_promoted
     assert snapshot(parent) == before
     assert main(command) == 0
     assert "was promoted with these rows already" in capsys.readouterr().out
+    rows = Path("new.jsonl").read_text().splitlines(keepends=True)
+    Path("turned.jsonl").write_text("".join(reversed(rows)))
+    assert main([*command[:2], "data.sources=[{path: turned.jsonl}]"]) == 10, "no row is new"
+    assert len(entries()) == 2
     current.unlink()
     current.symlink_to("../mine")  # back to the old run
     assert main(command) == 12
@@ -203,8 +207,6 @@ def test_bad_input_is_one_message_and_leaves_nothing(parent, capsys, monkeypatch
     refused(2, "`data.eval_fraction` cannot be set here", "data.eval_fraction=0.1")
     refused(2, "`train.epochs` cannot be set here: refresh.epochs", "train.epochs=1")
     refused(2, "`run.export` cannot be set here: a refresh exports its best", "run.export=last")
-    command[2] = "data.sources=[{path: old.jsonl}]"
-    refused(3, "there is nothing new in them")
     Path("text.jsonl").write_text('{"text": "a b c"}\n' * 3)
     command[2] = "data.sources=[{path: text.jsonl}]"
     refused(3, "has rows of format text, and runs/mine learned from chats")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtune.config.root import Spikes
-from fxtune.training.spikes import MIN_SPREAD, SpikeWindow
+from fxtune.training.spikes import LEAST, MIN_SPREAD, SpikeWindow
 
 CPU = torch.device("cpu")
 LOSSES = st.lists(st.floats(0, 1e4, width=32) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=40)
@@ -29,9 +29,8 @@ def expected(before: list[float], size: int, threshold: float) -> float:
     with np.errstate(invalid="ignore"):
         middle = np.sort(losses_before)[(len(losses_before) - 1) // 2]
         spread = np.sort(np.abs(losses_before - middle))[(len(losses_before) - 1) // 2]
-        limit = float(
-            middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(MIN_SPREAD) * middle)
-        )
+        above = np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(MIN_SPREAD) * middle)
+        limit = float(middle + np.maximum(above, np.float32(LEAST)))
         return limit if math.isfinite(limit) else math.inf
 
 
@@ -89,3 +88,11 @@ def test_nothing_is_a_spike_when_off():
     window = SpikeWindow(CPU, Spikes.off, 4, 8.0)
     assert limits(window, [1.0] * 20 + [1e9]) == [math.inf] * 21
     assert window.state() == {}
+
+
+def test_losses_of_rows_learned_by_heart_are_no_spikes():
+    random = np.random.default_rng(0)
+    found = limits(
+        SpikeWindow(CPU, Spikes.report, 64, 8.0), [0.004 + 0.0001 * x for x in random.normal(size=64)] + [1]
+    )
+    assert 0.03 < found[-1] < 0.1

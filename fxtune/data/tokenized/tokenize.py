@@ -32,7 +32,7 @@ from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
-from fxtune.errors import DataError, HardwareError, StorageError
+from fxtune.errors import DataError, HardwareError, not_written
 from fxtune.plugins import ROW_FORMATS, require_unchanged
 from fxtune.system.console import say
 from fxtune.system.host import cores
@@ -96,10 +96,8 @@ def tokenize(
                     flush=True,
                 )
     except OSError as problem:
-        raise StorageError(
-            f"Tokens of {opened.name} cannot be stored in {folder}: {problem.strerror or problem}. Free space "
-            "there, or set data.cache_dir to a folder that can be written."
-        ) from problem
+        place = "or set data.cache_dir to a folder that can be written"
+        raise not_written(f"Tokens of {opened.name} cannot be stored in {folder}", problem, place) from problem
     if table.bad_rows:
         _report_bad_rows(table, opened, data, quarantine)
     if progress:
@@ -318,10 +316,8 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
                 if line not in present:
                     file.write(line + "\n")
     except OSError as problem:
-        raise StorageError(
-            f"Bad rows cannot be written to {quarantine}: {problem.strerror or problem}. Free space there, or set "
-            "run.dir to another disk."
-        ) from problem
+        place = "or set run.dir to another disk"
+        raise not_written(f"Bad rows cannot be written to {quarantine}", problem, place) from problem
 
 
 def _bad_row_error(where: str, reason: str | None) -> DataError:

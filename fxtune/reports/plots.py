@@ -1,0 +1,70 @@
+"""Draws one chart as an SVG file that stands alone: the held-out losses of a sweep, the curve of a range test.
+
+Drawn by pygal, with a legend and without script or address. All points are inside the frame: values that are far apart
+get a logarithmic scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from fxtune.reports.charts import LOGARITHMIC, log_ticks, number, ticks
+
+WIDTH, HEIGHT = 800, 460
+LEGEND_ROW = 18
+"""Each row of the legend adds as many units to HEIGHT."""
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    points: Sequence[tuple[float, float]]
+    """(x, y)."""
+    thick: bool = False
+    joined: bool = True
+    """False: dots without a line."""
+
+
+def plot(title: str, series: Sequence[Series], across: str, up: str, percent: bool = False) -> str:
+    """The text of an SVG file. Points that are not finite, and series without a finite point, are left out.
+
+    `across`, `up`: the titles of the axes. `percent`: x is a share, labelled in per cent.
+    """
+    import pygal
+    from pygal.style import Style
+
+    finite = [(one, [point for point in one.points if all(map(math.isfinite, point))]) for one in series]
+    drawn = [(one, points) for one, points in finite if points]
+    chart = pygal.XY(
+        width=WIDTH, height=HEIGHT + LEGEND_ROW * len(drawn), js=[], title=title, x_title=across, y_title=up,
+        legend_at_bottom=True, legend_at_bottom_columns=1, legend_box_size=10, truncate_legend=-1, truncate_label=-1,
+        dots_size=2.5, no_data_text="no value is finite",
+        style=Style(background="white", plot_background="white", font_family="sans-serif", title_font_size=15),
+    )  # fmt: skip
+    if drawn:
+        x, labels = _axis([point[0] for _, points in drawn for point in points], 5)
+        chart.x_labels = [
+            {"value": x(value), "label": f"{value:.0%}" if percent else number(value)} for value in labels
+        ]
+        y, labels = _axis([point[1] for _, points in drawn for point in points], 5)
+        chart.y_labels = [{"value": y(value), "label": number(value)} for value in labels]
+    for one, points in drawn:
+        width = 3 if one.thick else 1.2
+        rows = [(x(across), y(up)) for across, up in points]
+        chart.add(one.name, rows, stroke=one.joined and len(rows) > 1, stroke_style={"width": width})
+    root = chart.render_tree()
+    for parent in root.iter():  # pygal's script shows tooltips, and reaches an address
+        for child in [child for child in parent if str(child.tag).endswith("script")]:
+            parent.remove(child)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _axis(values: Sequence[float], most: int) -> tuple[Callable[[float], float], list[float]]:
+    """(value -> its place on the axis, the values with a label)."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low >= LOGARITHMIC:
+        return math.log10, log_ticks(low, high)
+    return float, ticks(float(low), float(high), most)

@@ -84,6 +84,12 @@ def current() -> Phase | None:
     return _progress.phases[-1] if _progress.phases else None
 
 
+def worth_saying() -> Phase | None:
+    """The innermost phase that has lasted a second; else the outermost: `Step 28 of 83: 0 s` tells nothing."""
+    phases = _progress.phases
+    return next((work for work in reversed(phases) if work.seconds >= 1), phases[0] if phases else None)
+
+
 def find(unit: str) -> Phase | None:
     """The innermost phase that counts in `unit`."""
     return next((work for work in reversed(_progress.phases) if work.unit == unit), None)
@@ -183,5 +189,5 @@ def end_region(live: Live | None) -> None:
 def _repeat(ended: threading.Event) -> None:
     """Run by a thread: print the current phase after each QUIET seconds without output."""
     while not ended.wait(max(console.last_said() + QUIET - time.monotonic(), 0.1)):
-        if time.monotonic() >= console.last_said() + QUIET and (work := current()):
+        if time.monotonic() >= console.last_said() + QUIET and (work := worth_saying()):
             console.say(str(work))

@@ -243,6 +243,15 @@ def test_module_is_the_command(cwd):
 
 
 @pytest.mark.parametrize(
+    "words", [["chats.jsonl"], ["train", "chats.jsonl"], ["preview", "+recipe=quickstart", "chats.jsonl"]]
+)
+def test_a_data_file_alone_is_answered_with_the_key_it_belongs_to(cwd, capsys, words):
+    Path("chats.jsonl").write_text("{}\n")
+    assert command.main(words) == 2
+    assert "data.sources.0.path=chats.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("line", "offered", "not_offered"),
     [
         ("", "train", "optimizer="),

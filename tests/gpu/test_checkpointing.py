@@ -397,7 +397,7 @@ def test_auto_chooses_by_free_memory():
     measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
     (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))
     print(f"\n{note}")
-    assert note.startswith("checkpointing: everything in every layer: "), note
+    assert note.startswith("checkpointing: every layer keeps everything: "), note
     before = torch.cuda.get_per_process_memory_fraction()
     try:
         torch.cuda.set_per_process_memory_fraction(

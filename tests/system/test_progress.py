@@ -39,6 +39,26 @@ def test_after_a_while_a_log_says_how_far_the_innermost_phase_is(monkeypatch, ca
     assert not any(thread.name == "fxtune-progress" and thread.is_alive() for thread in _settled())
 
 
+def test_a_step_that_has_just_begun_is_not_what_a_log_says(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "QUIET", 0.05)
+    seen = []
+
+    def step(number: int) -> bool:
+        with phase(f"Step {number} of 83", announce=False):
+            seen.append(capsys.readouterr().out)
+        return "Training" in "".join(seen)
+
+    progress.show("plain")
+    try:
+        with phase("Training", 83, "steps", announce=False) as work:
+            work.advance(28)
+            wait_for(lambda: step(29))
+    finally:
+        progress.hide()
+    assert "Training: 34%, 28 of 83 steps" in "".join(seen)
+    assert "Step 29" not in "".join(seen)
+
+
 def _settled():
     """The threads of this process, once that of the log has ended."""
     wait_for(lambda: not any(thread.name == "fxtune-progress" for thread in threading.enumerate()))

@@ -234,13 +234,17 @@ class Checkpointing(OptionalTechnique):
         plan = self.plan()
         if self.mix:
             counts = [(level, self.mix[level]) for level in LEVELS if self.mix.get(level)]
-            parts = [" and ".join(f"{level} in {count} layer{'s' * (count != 1)}" for level, count in counts)]
+            parts = [
+                " and ".join(f"{count} layer{'s keep' if count != 1 else ' keeps'} {level}" for level, count in counts)
+            ]
         else:
-            parts = [f"{plan.level} in {'every layer' if self.every == 1 else f'one layer of {self.every}'}"]
+            parts = [f"{'every layer' if self.every == 1 else f'one layer of {self.every}'} keeps {plan.level}"]
         if self.offload:
             wide = " except gate and up" * ("wide" in [plan.level, *self.mix])
-            what = "inputs" if self.offload_what is What.inputs else f"what they keep{wide}"
-            layers = "all but the last" if self.offload_layers is None else f"the first {self.offload_layers}"
+            what = "inputs" if self.offload_what is What.inputs else f"kept tensors{wide}"
+            layers = (
+                "all layers but the last" if self.offload_layers is None else f"the first {self.offload_layers} layers"
+            )
             parts.append(f"{what} of {layers} in host memory")
         return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 

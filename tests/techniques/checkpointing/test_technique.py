@@ -80,7 +80,9 @@ def test_mix_applies_each_level_to_its_layers(fused):
     mixed = with_random_lora_b(built(pipeline, model))
     told = seen(pipeline, mixed)
     assert "4 of 5 layers recomputed" in told
-    assert "attention in 1 layer and narrow in 1 layer and wide in 1 layer and everything in 1 layer" in told
+    assert (
+        "1 layer keeps attention and 1 layer keeps narrow and 1 layer keeps wide and 1 layer keeps everything" in told
+    )
     assert "flash_attention_for_cpu 5+1" in told
     if fused == "on":
         assert "fxtune.lora_mlp 5+2" in told  # a backward pass makes gate and up by itself
@@ -282,39 +284,39 @@ def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
     return technique, why
 
 
-HOST = "what they keep except gate and up of all but the last in host memory"
+HOST = "kept tensors except gate and up of all layers but the last in host memory"
 
 
 @pytest.mark.parametrize(
     ("gib", "length", "rows", "host", "said"),
     [
-        (139, 4096, 4, 128, "everything in every layer: "),
-        (60, 4096, 4, 128, "wide in "),
-        (44, 4096, 4, 0, "narrow in "),
-        (139, 65536, 1, 128, f"narrow in 4 layers and wide in 28 layers, {HOST}: "),
-        (139, 65536, 1, 0, "narrow in 24 layers and wide in 8 layers: "),
+        (139, 4096, 4, 128, "every layer keeps everything: "),
+        (60, 4096, 4, 128, f"every layer keeps wide, {HOST}: "),
+        (44, 4096, 4, 0, "28 layers keep narrow and 4 layers keep wide: "),
+        (139, 65536, 1, 128, f"4 layers keep narrow and 28 layers keep wide, {HOST}: "),
+        (139, 65536, 1, 0, "24 layers keep narrow and 8 layers keep wide: "),
         (
             30,
             65536,
             1,
             128,
-            "narrow in every layer, what they keep of all but the last in host memory, MLPs in 4 tiles: ",
+            "every layer keeps narrow, kept tensors of all layers but the last in host memory, MLPs in 4 tiles: ",
         ),
         (
             30,
             65536,
             1,
             40,
-            "attention in every layer, what they keep of the first 30 in host memory, MLPs in 4 tiles: ",
+            "every layer keeps attention, kept tensors of the first 30 layers in host memory, MLPs in 4 tiles: ",
         ),
         (
             139,
             400000,
             1,
             128,
-            "input in 10 layers and attention in 22 layers, inputs of all but the last in host memory, MLPs in ",
+            "10 layers keep input and 22 layers keep attention, inputs of all layers but the last in host memory, MLPs in ",
         ),
-        (139, 524288, 1, 128, "input in "),
+        (139, 524288, 1, 128, "23 layers keep input and 9 layers keep attention, inputs of "),
     ],
 )
 def test_auto_chooses_the_fastest_plan_that_fits(gib, length, rows, host, said):

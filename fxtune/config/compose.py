@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fxtune.checkpoint.run_folder import read_config, read_template_time
 from fxtune.config import discovery
 from fxtune.config.introspection import Slot, with_defaults
+from fxtune.config.needs import unread
 from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, refuse
 from fxtune.config.root import Config
 from fxtune.config.validate import Validator
@@ -93,7 +94,7 @@ def typed(cfg: DictConfig) -> Config:
     except (OmegaConfBaseException, RecursionError) as error:  # RecursionError: keys that point at each other
         raise ConfigError(_message(error)) from error
     assert isinstance(config, Config)
-    refuse(config.conflicts())
+    refuse([*unread(config), *config.conflicts()])
     return config
 
 

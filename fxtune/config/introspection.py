@@ -3,6 +3,8 @@
 A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max`
 are allowed values, `above` and `below` are not. The range of a list's field holds for each entry. A field that holds a
 value of one kind or a word is `Any` for OmegaConf, with the metadata {"kind": bool, "words": ("auto",)}.
+
+Each number has a lower limit. One without an upper limit ends at LARGEST, so that no value overflows further on.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ _LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "max": (operator.le, "at most"),
     "below": (operator.lt, "below"),
 }
+
+
+LARGEST: dict[Any, float] = {int: 2**31 - 1, float: 1e9}
+"""The largest number of a field that names no upper limit."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,9 @@ class Slot:
 
     def range_broken(self, number: float) -> str | None:
         """The range that `number` is outside of, in words; None if it is inside."""
+        largest = LARGEST.get(self.kind)
+        if largest is not None and number > largest and not {"max", "below"} & self.limits.keys():
+            return f"at most {largest:,.0f}"
         inside = all(_LIMITS[name][0](number, limit) for name, limit in self.limits.items())
         return None if inside else self.range
 

@@ -42,7 +42,7 @@ class RunConfig:
     """Names the run's folder below runs/ and the run in W&B. By default the recipe's name."""
     dir: Optional[str] = None
     """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if that one is taken."""
-    seed: int = field(default=0, metadata={"min": 0})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
     """The seed of the data's order, of new weights and of dropout."""
     resume: Resume = Resume.auto
     """`auto`: continue an unfinished run of the same config, or start one. `never`: start one.
@@ -99,7 +99,7 @@ class StopConfig:
 class TrainConfig:
     max_steps: Optional[int] = field(default=None, metadata={"min": 1})
     """Optimizer steps. If epochs is set too, whichever comes first; if neither is set, one epoch."""
-    epochs: Optional[float] = field(default=None, metadata={"above": 0})
+    epochs: Optional[float] = field(default=None, metadata={"above": 0, "max": 10_000})
     """Passes over the data; may be a fraction."""
     micro_batch_size: int = field(default=1, metadata={"min": 1})
     """Rows in one forward and backward."""
@@ -133,7 +133,7 @@ class TrainConfig:
     spikes: Spikes = Spikes.report
     """What happens to a step whose loss is far above that of the steps before. `report`: log it with its samples.
     `skip`: also leave the weights unchanged (decided on the device). `off`: nothing."""
-    spike_window: int = field(default=64, metadata={"min": 1})
+    spike_window: int = field(default=64, metadata={"min": 1, "max": 100_000})
     """A spike is judged by the losses of this many steps before it, as soon as a quarter of them exist."""
     spike_threshold: float = field(default=8.0, metadata={"above": 0})
     """A loss is a spike if it is above their median by more than this many times 1.4826 x their
@@ -168,7 +168,7 @@ class RefreshConfig:
     """The share of the new rows that is held out to judge by; a source's own eval_fraction comes first."""
     replay: float = field(default=0.5, metadata={"above": 0, "below": 1})
     """The share of the supervised tokens that comes from the old rows, so that what they taught is kept."""
-    epochs: float = field(default=3.0, metadata={"above": 0})
+    epochs: float = field(default=3.0, metadata={"above": 0, "max": 10_000})
     """Passes over the new rows at most; early stopping may end the run before."""
     bound: float = field(default=0.02, metadata={"above": 0})
     """The new model must be shown to be worse on the old held-out rows by less than this, in nats per supervised
@@ -287,21 +287,12 @@ class Config:
         """Yield the conflicts of early stopping, of train.eval_share and of train.max_minutes."""
         data, stop, share = self.data, self.train.stop, self.train.eval_share
         patience = f"`train.stop.patience={stop.patience}`"
-        if not stop.patience:
-            for name, value, default in (
-                ("min_delta", stop.min_delta, 0),
-                ("metric", stop.metric.value, StopMetric.loss.value),
-            ):
-                if value != default:
-                    yield f"`train.stop.{name}={value}` is not read without train.stop.patience: set that, too"
-            if share is not None and not self.train.eval_every:
-                yield f"`train.eval_share={share:g}`, but the run evaluates only at its end: set train.eval_every"
-        elif stop.metric is StopMetric.loss and not data.holds_out:
+        if stop.patience and stop.metric is StopMetric.loss and not data.holds_out:
             yield (
                 f"{patience}, but nothing is held out to judge by: set data.eval_fraction or data.eval_sources, or "
                 "train.stop.patience=0"
             )
-        elif stop.metric is StopMetric.exact_match and data.own_questions().path is None:
+        elif stop.patience and stop.metric is StopMetric.exact_match and data.own_questions().path is None:
             yield (
                 f"{patience} with `train.stop.metric=exact_match`, but there are no questions to ask: set "
                 "data.questions.path, or train.stop.metric=loss"

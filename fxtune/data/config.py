@@ -208,7 +208,7 @@ class DataConfig:
     was started, also after a resume."""
     system: Optional[str] = None
     """A system message for each chat that has none, in training, evaluation and questions. Null: none is added."""
-    workers: int = field(default=0, metadata={"min": 0})
+    workers: int = field(default=0, metadata={"min": 0, "max": 1024})
     """Processes that tokenize; 0: one per core."""
     cache_dir: Optional[str] = None
     """Where tokenized sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
@@ -303,11 +303,6 @@ class DataConfig:
             )
         if any(source.eval_fraction is not None for source in self.eval_sources):
             raise ConfigError("data.eval_sources are held out as a whole. Remove eval_fraction there.")
-        default = DataConfig.__dataclass_fields__["dedup_similarity"].default
-        if self.dedup is not Dedup.near and self.dedup_similarity != default:
-            raise ConfigError(
-                f"data.dedup_similarity={self.dedup_similarity:g} is read with data.dedup=near only: set that, too."
-            )
         if self.mix.long_share is None:
             return
         if self.mix.threshold >= self.sequence_length:

@@ -97,6 +97,11 @@ class ParallelConfig:
 
     def check(self, degrees: Degrees) -> Iterator[str]:
         """Yield a message for each key that a run with these `degrees` cannot have."""
+        if self.bucket_mib is not None and degrees.ranks == 1:
+            yield (
+                f"parallel.bucket_mib={self.bucket_mib:g}: says how ranks sum gradients, and this run has one rank. "
+                "Leave it out."
+            )
         for asked in self.summed_otherwise:
             if degrees.ranks == 1:
                 yield f"{asked}: says how ranks exchange gradients, and this run has one rank. Leave it out."

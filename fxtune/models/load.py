@@ -299,6 +299,11 @@ def _check(model: ModelConfig) -> None:
             "(model_type and its sizes) with model.init=random."
         )
     local = model.path is None or model.path.startswith("builtin:") or os.path.exists(os.path.expanduser(model.path))
+    if model.revision is not None and local:
+        raise ConfigError(
+            f"model.revision={model.revision} is a version of a hub model, and model.path={model.path} is none. Set "
+            "model.revision=null, or model.path to a hub id."
+        )
     if model.trust_remote_code and (local or not is_commit(model.revision)):
         raise ConfigError(
             "model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it needs a "

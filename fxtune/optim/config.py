@@ -102,7 +102,6 @@ HAS_RULE = (
 
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why this optimizer cannot run under `facts`. Needs no weights."""
-    yield from _unread_options(config)
     if config.lr == AUTO:
         yield from no_rule(config, facts)
     eight_bit, chosen = config.name is OptimizerName.adamw_8bit, library(config, facts)
@@ -174,22 +173,6 @@ def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"optimizer.lr: auto has a rule for adapters that start at zero, and techniques.lora.init="
             f"{lora.init.value} starts elsewhere. {give}, or use init=default."
         )
-
-
-def _unread_options(config: OptimizerConfig) -> Iterator[str]:
-    """Yield a reason for each changed option that this optimizer does not read."""
-    default = OptimizerConfig()
-    for option in ("betas", "eps", "momentum", "fused"):
-        value, own = getattr(config, option), getattr(default, option)
-        rounding = option == "fused" and config.stochastic_rounding
-        if value != own and (rounding or option not in READS[config.name]):
-            readers = ", ".join(name.value for name, options in READS.items() if option in options)
-            value, own = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
-            yield (
-                f"optimizer.{option}: {value} is not read by "
-                f"{config.name.value}{' with stochastic_rounding' * rounding}. Leave it out or set it to "
-                f"{own}, its default" + (f" ({readers} read it)." if not rounding else ".")
-            )
 
 
 def packages(config: OptimizerConfig, facts: Facts) -> Iterator[str]:

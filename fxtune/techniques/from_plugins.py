@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class PluginTechniques(Technique):
+    enabled: bool = True
+    """Use the techniques that `use` names."""
     use: dict[str, Any] = field(default_factory=dict)
-    """The techniques of plugins by name, each with its options: {NAME: {option: value}}, or {NAME: {}}. `enabled`
-    follows from it."""
+    """The techniques of plugins by name, each with its options: {NAME: {option: value}}, or {NAME: {}}."""
 
     def __post_init__(self) -> None:
-        self.enabled = bool(self.use)
         self._made: dict[str, Technique] = {}
 
     def schema(self, name: str) -> type[Technique]:
@@ -64,6 +64,7 @@ class PluginTechniques(Technique):
 
     def resolve(self, facts: Facts) -> str | None:
         notes = []
+        self.enabled = bool(self.use)
         for name, technique in self.techniques():
             if note := technique.resolve(facts):
                 notes.append(f"{name}: {note}")

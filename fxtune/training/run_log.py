@@ -8,6 +8,7 @@ from typing import Any
 
 from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import RunFolder
+from fxtune.config.needs import said_unread
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.errors import StorageError
@@ -95,6 +96,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"memory {'on' if loader.pin_memory else 'off'}"
     )
     yield from config.techniques.ignored_options()
+    yield from said_unread(config)
     yield from builder.decided
     yield from data.training.notes()
     summary = data.training.summary()
@@ -103,8 +105,6 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
     )
     settings = config.data
-    if settings.eval_sources and settings.eval_fraction:
-        yield f"data.eval_fraction={settings.eval_fraction:g} holds out nothing: data.eval_sources names other data."
     if settings.own_questions() is not settings.questions:
         yield (
             f"data.questions.path={settings.questions.path} belongs to data that ships with fxtune, which "

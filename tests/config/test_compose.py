@@ -30,11 +30,12 @@ def test_nearer_to_the_user_wins(cwd):
     (cwd / "recipes" / "mine.yaml").write_text(
         "defaults: [_self_, base, {override /optimizer: muon}]\noptimizer: {weight_decay: 2, eps: 2}\n"
     )
-    optimizer = load(["optimizer.eps=3", "optimizer=lion", "recipe=mine"]).optimizer
-    assert optimizer.name.value == "lion", "a group of the command line wins over the recipe's"
-    assert optimizer.lr == 6e-5, "and over what the recipe sets"
-    assert optimizer.momentum == 0.95, "a group that a recipe names comes after the recipe that it builds on"
-    assert optimizer.weight_decay == 2, "the recipe wins over what it builds on, wherever its defaults list has _self_"
+    optimizer = load(["optimizer.eps=3", "optimizer=adamw", "optimizer.momentum=0.9", "recipe=mine"]).optimizer
+    assert optimizer.name.value == "adamw", "a group of the command line wins over the recipe's"
+    assert optimizer.lr == 2e-4, "and over what the recipe sets"
+    muon = load(["optimizer.eps=3", "recipe=mine"]).optimizer
+    assert muon.momentum == 0.95, "a group that a recipe names comes after the recipe that it builds on"
+    assert muon.weight_decay == 2, "the recipe wins over what it builds on, wherever its defaults list has _self_"
     assert optimizer.eps == 3, "a key of the command line wins over all"
 
 

@@ -52,31 +52,9 @@ REFUSED = [
     (facts(dtype="float32"), dict(stochastic_rounding=True), ["for bfloat16 weights, and these are float32"]),
     (facts(techniques=enable(lora={})), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
     (
-        GPU,
-        dict(momentum=0.5),
-        ["optimizer.momentum: 0.5 is not read by adamw. Leave it out or set it to 0.9, its default (sgd"],
-    ),
-    (
-        GPU,
-        dict(name=OptimizerName.sgd, betas=[0.9, 0.95]),
-        ["betas: [0.9, 0.95] is not read by sgd", "set it to [0.9, 0.999]"],
-    ),
-    (GPU, dict(name=OptimizerName.lion, eps=1e-6), ["optimizer.eps: 1e-06 is not read by lion"]),
-    (
-        GPU,
-        dict(name=OptimizerName.adafactor, fused=False),
-        ["optimizer.fused: false is not read by adafactor", "set it to true"],
-    ),
-    (
         facts(degrees=Degrees(shard=2)),
         dict(name=EIGHT),
         ["another number of ranks could not read a checkpoint of divided weights"],
-    ),
-    (GPU, dict(name=EIGHT, fused=False), ["optimizer.fused: false is not read by adamw_8bit"]),
-    (
-        GPU,
-        dict(stochastic_rounding=True, fused=False),
-        ["optimizer.fused: false is not read by adamw with stochastic_rounding."],
     ),
 ]
 

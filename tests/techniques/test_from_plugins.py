@@ -89,5 +89,6 @@ def test_class_that_is_no_technique_is_refused(plugin):
 
 
 def test_no_technique_of_a_plugin_is_the_default():
-    assert "plugins" not in dict(Pipeline().enabled())
-    assert "plugins" not in Pipeline().options()
+    pipeline, _ = Pipeline().resolved(facts_of(random_model("llama")))
+    assert "plugins" not in dict(pipeline.enabled())
+    assert "plugins" not in pipeline.options()

@@ -214,7 +214,7 @@ def refused(
         ({"kind": "int8", "here": {"double": False}}, "double: only nf4's scales can be quantized, and type is int8"),
         (
             {"here": {"transpose": Switch.off}},
-            "transpose: only fp8 has one to leave out, and type is nf4. Set it",
+            "transpose: only fp8 has one, and type is nf4. Set it",
         ),
         (
             {"kind": "nf4_torchao"},

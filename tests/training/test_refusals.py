@@ -26,7 +26,6 @@ WORDS = (
     ("words", "message"),
     [
         (["optimizer.moments=bfloat16"], "optimizer.moments: bfloat16 is read by adamw with stochastic_rounding=true"),
-        (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas: [0.9, 0.95] is not read by sgd"),
         (["optimizer.name=lion", "optimizer.lr=auto"], "optimizer.lr: auto has a rule for AdamW and none for lion"),
     ],
 )

@@ -50,13 +50,13 @@ SHUTDOWN_SECONDS = 2.0
 
 @dataclass
 class LoaderConfig:
-    num_workers: Optional[int] = field(default=None, metadata={"min": 0})
+    num_workers: Optional[int] = field(default=None, metadata={"min": 0, "max": 1024})
     """Processes that build batches; null: 0 on a CPU, 2 for a GPU (building a batch copies slices of a memory map)."""
     pin_memory: Optional[bool] = None
     """Page-locked batches, for copies that overlap with compute; null: on for a GPU."""
     persistent_workers: bool = True
     """Keep the workers of an evaluation for the next one."""
-    prefetch_factor: int = field(default=4, metadata={"min": 1})
+    prefetch_factor: int = field(default=4, metadata={"min": 1, "max": 1024})
     """Batches that a worker keeps ready."""
 
     def resolved(self, device: torch.device) -> LoaderConfig:

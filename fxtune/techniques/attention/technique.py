@@ -67,6 +67,8 @@ class Attention(Technique):
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")
+        if self.trust_remote_code and not self.backend.startswith(HUB):
+            yield f"trust_remote_code: only backend=hub:... reads it, and backend is {self.backend}. Set it to false."
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
         unsure = facts.packing and (others or kind in RECURRENT)
         if unsure and (unknown := recurrent.kinds_without(facts.model, facts.text, others)):

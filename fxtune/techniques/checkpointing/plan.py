@@ -44,7 +44,7 @@ class RecomputePlan:
             return [self.level if index % self.every == 0 else "everything" for index in range(layers)]
         counts = dict(self.mix)
         found = [level for level in LEVELS for _ in range(counts.get(level, 0))]
-        return ["input"] * (layers - len(found)) + found
+        return (["input"] * (layers - len(found)) + found)[:layers]  # check() refuses a mix of more layers
 
     def sending(self, layers: int) -> list[bool]:
         """Which of `layers` layers send. One that keeps everything does not, nor does the last one that could."""

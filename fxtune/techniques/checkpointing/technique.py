@@ -80,7 +80,7 @@ class Checkpointing(OptionalTechnique):
     recompute: list[str] = field(default_factory=list)
     """policy=selective: exceptions from `save`, with the same names: [gate_proj, up_proj] keeps the other
     `matmuls`."""
-    mix: dict[str, int] = field(default_factory=dict)
+    mix: dict[str, int] = field(default_factory=dict, metadata={"min": 0, "max": 10_000})
     """policy=mix: how many layers keep `everything`, the `wide` products (gate, up) and all below, the `narrow` ones
     (q, k, v, o) and all below, `attention`, or their `input`: {narrow: 12, wide: 20}. Layers that are not counted keep
     their input. Those that keep little come first."""
@@ -95,7 +95,7 @@ class Checkpointing(OptionalTechnique):
     (compiled)."""
     offload_layers: Optional[int] = field(default=None, metadata={"min": 1})
     """How many layers send, from the first; null: all except the last one, whose tensors are needed at once."""
-    mlp_tiles: int = field(default=1, metadata={"min": 1})
+    mlp_tiles: int = field(default=1, metadata={"min": 1, "max": 1024})
     """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: no tiles."""
 
     def check(self, facts: Facts) -> Iterator[str]:

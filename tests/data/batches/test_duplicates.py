@@ -13,7 +13,6 @@ from support.tables import table, training
 from fxtune.data.batches.build import plan_evaluation, plan_training, prepare_data
 from fxtune.data.batches.duplicates import SHINGLE, find_duplicates, first_copies
 from fxtune.data.config import DataConfig, Dedup, SourceConfig
-from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
@@ -162,8 +161,3 @@ def test_report_names_files_and_lines_and_the_result_is_cached(tmp_path, capsys)
     assert prepare(Dedup.near).training.fingerprint == prepared.training.fingerprint
     assert prepare(Dedup.exact).training.summary()["documents"] == 10
     assert prepare(Dedup.off).training.summary()["documents"] == 12
-
-
-def test_similarity_is_read_with_near_only():
-    with pytest.raises(ConfigError, match=r"data.dedup_similarity=0.5 is read with data.dedup=near only"):
-        DataConfig(dedup=Dedup.exact, dedup_similarity=0.5).validate()

@@ -1,0 +1,82 @@
+"""Keys that nothing would read are refused, or named in a line of the run."""
+
+from __future__ import annotations
+
+import pytest
+from support.recipes import QUICK, refusal
+
+from fxtune.config.compose import load
+from fxtune.config.needs import NEEDS, said_unread, unread
+from fxtune.config.root import Config
+
+REFUSED = [
+    (["schedule.name=cosine", "schedule.decay_ratio=0.5"], "schedule.decay_ratio=0.5", "schedule.name=wsd"),
+    (["schedule.name=linear", "schedule.decay_steps=5"], "schedule.decay_steps=5", "schedule.name=wsd"),
+    (["schedule.name=constant", "schedule.min_lr_ratio=0.1"], "schedule.min_lr_ratio=0.1", "cosine|linear|wsd"),
+    (["schedule.warmup_steps=5", "schedule.warmup_ratio=0.1"], "schedule.warmup_ratio=0.1", "schedule.warmup_steps=0"),
+    (
+        ["schedule.name=wsd", "schedule.decay_steps=5", "schedule.decay_ratio=0.5"],
+        "schedule.decay_ratio=0.5",
+        "schedule.decay_steps=0",
+    ),
+    (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),
+    (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
+    (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
+    (["data.questions.path=null", "data.on_overlap=drop"], "data.on_overlap=drop", "data.eval_sources"),
+    (["train.eval_share=0.1"], "train.eval_share=0.1", "train.eval_every or train.stop.patience"),
+    (["train.stop.min_delta=0.1"], "train.stop.min_delta=0.1", "train.stop.patience"),
+    (["train.stop.metric=exact_match"], "train.stop.metric=exact_match", "train.stop.patience"),
+    (["train.spikes=off", "train.spike_window=8"], "train.spike_window=8", "train.spikes=report|skip"),
+    (["train.spikes=off", "train.spike_threshold=2"], "train.spike_threshold=2.0", "train.spikes=report|skip"),
+    (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
+    (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
+    (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
+    (["optimizer.name=adafactor", "optimizer.fused=false"], "optimizer.fused=false", "optimizer.name=adamw|sgd|muon"),
+    (
+        ["optimizer.stochastic_rounding=true", "optimizer.fused=false"],
+        "optimizer.fused=false",
+        "optimizer.stochastic_rounding=false",
+    ),
+    (["parallel.powersgd_start=5"], "parallel.powersgd_start=5", "parallel.powersgd_rank above 0"),
+    (["loader.num_workers=0", "loader.prefetch_factor=2"], "loader.prefetch_factor=2", "loader.num_workers above 0"),
+    (
+        ["loader.num_workers=0", "loader.persistent_workers=false"],
+        "loader.persistent_workers=false",
+        "loader.num_workers above 0",
+    ),
+]
+SAID = [
+    (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
+    (["tracking.wandb.project=mine"], "tracking.wandb.project=mine", "tracking.wandb.mode=auto|online|offline"),
+    (
+        ["data.eval_sources=[{path: 'builtin:quickstart_test'}]", "data.eval_fraction=0.1", "data.eval_limit=5"],
+        "data.eval_fraction=0.1",
+        "data.eval_sources=[]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "key", "setting"), REFUSED, ids=lambda value: str(value) if value else None)
+def test_a_key_that_nothing_reads_is_refused_with_what_it_needs(words, key, setting):
+    message = refusal(QUICK, *words)
+    (line,) = [line for line in message.splitlines() if "is not read without" in line]
+    assert f"`{key}` is not read without" in line
+    assert setting in line
+
+
+@pytest.mark.parametrize(("words", "key", "setting"), SAID, ids=lambda value: str(value) if value else None)
+def test_options_of_a_section_that_is_off_are_said(words, key, setting):
+    (line,) = [line for line in said_unread(load([QUICK, *words])) if line.startswith(key)]
+    assert setting in line
+
+
+def test_every_need_is_tested():
+    tested = {key.partition("=")[0] for _, key, _ in (*REFUSED, *SAID)}
+    sections = {need.key.rpartition(".")[0] for need in NEEDS if need.said}
+    refused = {need.key for need in NEEDS if not need.said}
+    assert refused <= tested
+    assert sections <= {key.rpartition(".")[0] for key in tested}
+
+
+def test_defaults_need_nothing():
+    assert not [*unread(Config()), *said_unread(Config())]

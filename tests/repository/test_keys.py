@@ -1,0 +1,535 @@
+"""Every key of the schema acts or is refused, and no number of any size ends in a traceback or in no end.
+
+`CASES` says, for each key, another value, what is set beside it, and where its effect is observed (support/observed.py:
+batches, a step, a run). A key that is new here fails until it has a line. What an observer sees is built or trained
+from the config, and is never the config itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from support.harness import command, write_chats, write_texts
+from support.observed import (
+    batches,
+    compiled,
+    evaluated_slowly,
+    exhausted,
+    launched,
+    loaded,
+    priced,
+    rates,
+    refreshed,
+    step,
+    tokenizing,
+    tracked,
+    trained,
+)
+
+from fxtune.config.compose import load, typed
+from fxtune.config.introspection import LARGEST, Slot
+from fxtune.config.root import Config
+from fxtune.config.validate import Validator
+from fxtune.errors import UserError
+from fxtune.plugins import files_used
+
+NARROW = (
+    "{hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, "
+    "head_dim: 8}"
+)
+BASE = (
+    f"model.architecture={NARROW}",
+    "data.eval_fraction=0.3",
+    "train.epochs=null",
+    "train.max_steps=3",
+    "checkpoint.every=1",
+    "tracking.display=none",
+    "run.report=false",
+    "run.device=cpu",
+)
+"""What each case starts from: three steps of LoRA on chats (support/harness.py), with held-out data."""
+
+
+@dataclass(frozen=True)
+class Case:
+    observe: Callable[[Config], Any]
+    value: str
+    """Another value, as it is typed."""
+    beside: str = ""
+    """What is set beside it, as words of a command line."""
+    refused: str = ""
+    """A part of the message, for a value that is refused here."""
+
+
+INT8 = "techniques.quantize.library=torchao techniques.quantize.type=int8"
+NF4 = "techniques.quantize.library=bitsandbytes techniques.quantize.type=nf4"
+MIXTURE = "model.architecture={model_type: mixtral, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 8, num_local_experts: 4, vocab_size: 4096}"
+MIX = "techniques.checkpointing.policy=mix techniques.checkpointing.mix={input: 2}"
+COMPILED = "data.packing=true"
+ROPE = f"techniques.rope.factor=2.0 model.architecture={NARROW.replace('head_dim: 8', 'head_dim: 64')}"
+ASKS = "data.questions.path=chats.jsonl data.questions.limit=2 data.on_overlap=keep data.questions.show=1"
+TEXTS = "data.sources=[{path: texts.jsonl}]"
+STOPS = "train.eval_every=1 train.stop.patience=1 train.max_steps=6"
+BATCHED = "data.sources=[{path: chats.jsonl},{path: more.jsonl}]"
+RISES = "optimizer.lr=1.0 schedule.name=constant"
+"""A rate at which the loss rises."""
+PLUGIN = """
+from dataclasses import dataclass
+
+import torch
+
+import fxtune
+
+
+@fxtune.technique("halved")
+@dataclass
+class Halved(fxtune.Technique):
+    def apply(self, model, world):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.5)
+        return model
+
+    def verify(self, model, probe):
+        yield from ()
+"""
+CASES: dict[str, Case] = {
+    "run.name": Case(trained, "other", "run.dir=null"),
+    "run.dir": Case(trained, "other"),
+    "run.seed": Case(batches, "1"),
+    "run.resume": Case(trained, "must", refused="run"),
+    "run.deterministic": Case(step, "true"),
+    "run.device": Case(step, "cuda", refused="GPU"),
+    "run.gpus": Case(launched, "2"),
+    "run.memory_gib": Case(trained, "1", refused="memory"),
+    "run.export": Case(trained, "last", f"{RISES} train.eval_every=1"),
+    "run.report": Case(trained, "true"),
+    "model.path": Case(batches, "no/folder", refused="no/folder"),
+    "model.revision": Case(batches, "main", refused="revision"),
+    "model.dtype": Case(step, "bfloat16"),
+    "model.init": Case(step, "random", "model.init=pretrained model.architecture={}"),
+    "model.architecture": Case(step, NARROW.replace("num_hidden_layers: 2", "num_hidden_layers: 1")),
+    "model.adapter": Case(batches, "no/folder", refused="no/folder"),
+    "model.tokenizer": Case(batches, "no/folder", refused="no/folder"),
+    "model.trust_remote_code": Case(batches, "true", refused="trust_remote_code"),
+    "data.sources.0.path": Case(batches, "more.jsonl"),
+    "data.sources.0.format": Case(batches, "text", refused="text"),
+    "data.sources.0.weight": Case(
+        batches, "5.0", "data.sources=[{path: chats.jsonl, weight: 1.0},{path: more.jsonl, weight: 1.0}]"
+    ),
+    "data.sources.0.split": Case(batches, "'train[:50%]'"),
+    "data.sources.0.subset": Case(batches, "other", refused="subset"),
+    "data.sources.0.revision": Case(batches, "main", refused="revision"),
+    "data.sources.0.columns": Case(batches, "{title: text}", "data.sources=[{path: titled.jsonl}]"),
+    "data.sources.0.unused": Case(batches, "[note]", "data.sources=[{path: noted.jsonl}]"),
+    "data.sources.0.text_unit": Case(batches, "line", "data.sources=[{path: book.txt}]"),
+    "data.sources.0.limit": Case(batches, "10"),
+    "data.sources.0.eval_fraction": Case(batches, "0.6"),
+    "data.eval_fraction": Case(batches, "0.6"),
+    "data.eval_limit": Case(batches, "2"),
+    "data.questions.path": Case(trained, "more.jsonl", f"{ASKS} data.questions.limit=3"),
+    "data.questions.limit": Case(trained, "1", ASKS),
+    "data.questions.show": Case(trained, "0", f"{ASKS} tracking.display=plain"),
+    "data.questions.max_new_tokens": Case(trained, "1", ASKS),
+    "data.questions.batch_size": Case(trained, "1", ASKS),
+    "data.questions.metrics": Case(batches, "[other]", ASKS, refused="metrics"),
+    "data.sequence_length": Case(batches, "32", "data.packing=true"),
+    "data.length_schedule": Case(batches, "[[0.0, 64], [0.5, 128]]", f"data.packing=true {TEXTS}"),
+    "data.packing": Case(batches, "true"),
+    "data.buckets": Case(batches, "[64, 128]"),
+    "data.on_long": Case(batches, "drop", f"{TEXTS} data.sequence_length=16"),
+    "data.mix.long_share": Case(batches, "0.5", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.2"),
+    "data.mix.threshold": Case(batches, "40", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.5"),
+    "data.learn.roles": Case(batches, "[user]"),
+    "data.learn.tool_calls": Case(
+        batches, "false", "data.sources=[{path: calls.jsonl}] data.chat_template=plain.jinja"
+    ),
+    "data.learn.last_turn_only": Case(batches, "true"),
+    "data.learn.since_last_question": Case(batches, "true"),
+    "data.on_overlap": Case(batches, "drop", "data.eval_sources=[{path: chats.jsonl, limit: 5}] data.on_overlap=keep"),
+    "data.dedup": Case(batches, "exact", "data.sources=[{path: doubled.jsonl}]"),
+    "data.dedup_similarity": Case(batches, "0.2", "data.sources=[{path: near.jsonl}] data.dedup=near"),
+    "data.on_bad_row": Case(batches, "quarantine", "data.sources=[{path: broken.jsonl}]"),
+    "data.on_rewritten": Case(batches, "keep", "data.chat_template=rewriting.jinja"),
+    "data.chat_template": Case(batches, "rewriting.jinja"),
+    "data.chat_template_kwargs": Case(batches, "{mood: calm}", "data.chat_template=moody.jinja"),
+    "data.template_time": Case(batches, "2020-01-01", "data.chat_template=dated.jinja data.template_time=2026-01-01"),
+    "data.system": Case(batches, "Be brief."),
+    "data.workers": Case(tokenizing, "5"),
+    "data.cache_dir": Case(trained, "cache-2"),
+    "data.cache_days": Case(tokenizing, "1"),
+    "train.max_steps": Case(batches, "2"),
+    "train.epochs": Case(batches, "0.1"),
+    "train.micro_batch_size": Case(batches, "1"),
+    "train.global_batch_size": Case(batches, "8"),
+    "train.batch_ramp": Case(batches, "[[0.5, 8]]"),
+    "train.eval_every": Case(trained, "1"),
+    "train.eval_share": Case(evaluated_slowly, "0.1", "train.eval_every=1 train.max_steps=8"),
+    "train.stop.patience": Case(trained, "1", f"{STOPS} {RISES} train.stop.patience=0"),
+    "train.stop.min_delta": Case(trained, "100.0", STOPS),
+    "train.stop.metric": Case(trained, "exact_match", f"{STOPS} {ASKS}"),
+    "train.max_minutes": Case(trained, "1e-6", refused="max_minutes"),
+    "train.pause_after": Case(trained, "1"),
+    "train.log_every": Case(trained, "2"),
+    "train.noise_scale": Case(step, "true"),
+    "train.max_grad_norm": Case(step, "1e-3", "optimizer.name=sgd"),
+    "train.max_skipped_steps": Case(trained, "1", "optimizer.lr=1e9 train.max_steps=12", refused="1 steps in a row"),
+    "train.spikes": Case(trained, "skip", f"{RISES} train.spike_window=1 train.spike_threshold=0.1"),
+    "train.spike_window": Case(trained, "32", f"{RISES} train.spike_window=1 train.spike_threshold=0.1"),
+    "train.spike_threshold": Case(trained, "1e6", f"{RISES} train.spike_window=1 train.spike_threshold=0.1"),
+    "train.out_of_memory": Case(exhausted, "stop", refused="memory"),
+    "train.objective": Case(batches, "other", refused="objective"),
+    "optimizer.name": Case(step, "sgd"),
+    "optimizer.lr": Case(step, "1e-2"),
+    "optimizer.weight_decay": Case(step, "0.5"),
+    "optimizer.betas": Case(step, "[0.5, 0.6]"),
+    "optimizer.eps": Case(step, "0.1"),
+    "optimizer.momentum": Case(step, "0.1", "optimizer.name=sgd"),
+    "optimizer.fused": Case(step, "false"),
+    "optimizer.library": Case(step, "bitsandbytes", "optimizer.name=adamw_8bit optimizer.library=torchao"),
+    "optimizer.stochastic_rounding": Case(step, "true", refused="stochastic_rounding"),
+    "optimizer.moments": Case(step, "bfloat16", refused="moments"),
+    "optimizer.in_backward": Case(step, "on", refused="in_backward"),
+    "schedule.name": Case(rates, "linear"),
+    "schedule.warmup_steps": Case(rates, "9"),
+    "schedule.warmup_ratio": Case(rates, "0.5"),
+    "schedule.min_lr_ratio": Case(rates, "0.5"),
+    "schedule.decay_ratio": Case(rates, "0.5", "schedule.name=wsd"),
+    "schedule.decay_steps": Case(rates, "9", "schedule.name=wsd"),
+    "techniques.rope.enabled": Case(step, "true", f"{ROPE}"),
+    "techniques.rope.type": Case(step, "linear", f"{ROPE}"),
+    "techniques.rope.factor": Case(step, "4.0", f"{ROPE}"),
+    "techniques.rope.original_max_position_embeddings": Case(step, "64", f"{ROPE}"),
+    "techniques.rope.beta_fast": Case(step, "4.0", f"{ROPE}"),
+    "techniques.rope.beta_slow": Case(step, "2.0", f"{ROPE}"),
+    "techniques.rope.attention_factor": Case(step, "2.0", f"{ROPE}"),
+    "techniques.rope.low_freq_factor": Case(step, "2.0", f"{ROPE} techniques.rope.type=llama3"),
+    "techniques.rope.high_freq_factor": Case(step, "8.0", f"{ROPE} techniques.rope.type=llama3"),
+    "techniques.attention.enabled": Case(step, "false", "data.packing=true", refused="attention"),
+    "techniques.attention.backend": Case(step, "eager"),
+    "techniques.attention.trust_remote_code": Case(step, "true", refused="trust_remote_code"),
+    "techniques.precision.enabled": Case(step, "false", "techniques.precision.autocast=bfloat16"),
+    "techniques.precision.autocast": Case(step, "bfloat16"),
+    "techniques.precision.initial_scale": Case(step, "8.0", "techniques.precision.autocast=float16"),
+    "techniques.precision.scale_growth_interval": Case(step, "1", "techniques.precision.autocast=float16"),
+    "techniques.precision.tf32": Case(step, "true", refused="tf32"),
+    "techniques.precision.cudnn_benchmark": Case(step, "true", refused="cudnn_benchmark"),
+    "techniques.liger.enabled": Case(step, "true", "techniques.liger.fused_linear_cross_entropy=on"),
+    **{
+        f"techniques.liger.{name}": Case(step, "on", refused="GPU")
+        for name in ("rms_norm", "layer_norm", "swiglu", "geglu")
+    },
+    "techniques.liger.rope": Case(step, "on"),
+    "techniques.liger.fused_linear_cross_entropy": Case(step, "on"),
+    "techniques.liger.chunk_rows": Case(step, "4", "techniques.liger.fused_linear_cross_entropy=on"),
+    **{
+        f"techniques.apex.{name}": Case(step, value, refused="apex")
+        for name, value in (("enabled", "true"), ("layer_norm", "false"), ("rms_norm", "false"))
+    },
+    "techniques.quantize.enabled": Case(
+        step, "true", "techniques.quantize.library=torchao techniques.quantize.type=int8"
+    ),
+    "techniques.quantize.type": Case(step, "int8", "techniques.quantize.library=bitsandbytes"),
+    "techniques.quantize.library": Case(step, "bitsandbytes", INT8),
+    "techniques.quantize.double": Case(step, "false", NF4),
+    "techniques.quantize.compute_dtype": Case(step, "bfloat16", INT8),
+    "techniques.quantize.skip": Case(step, "[down_proj]", INT8),
+    "techniques.quantize.head": Case(step, "true", INT8, refused="head"),
+    "techniques.quantize.embeddings": Case(step, "true", INT8, refused="embeddings"),
+    "techniques.quantize.transpose": Case(step, "on", INT8, refused="transpose"),
+    "techniques.quantize.experts": Case(step, "on", INT8, refused="experts"),
+    "techniques.quantize.linears": Case(step, "off", INT8, refused="linears"),
+    **{
+        f"techniques.float8.{name}": Case(step, value, "techniques.lora.enabled=false", refused="float8")
+        for name, value in (("enabled", "true"), ("weight_gradient", "bfloat16"), ("skip", "[down_proj]"))
+    },
+    "techniques.lora.enabled": Case(step, "false"),
+    "techniques.lora.r": Case(step, "4"),
+    "techniques.lora.alpha": Case(step, "8.0"),
+    "techniques.lora.dropout": Case(step, "0.5"),
+    "techniques.lora.target_modules": Case(step, "[q_proj]"),
+    "techniques.lora.exclude_modules": Case(step, "[q_proj]"),
+    "techniques.lora.layers_to_transform": Case(step, "[0]"),
+    "techniques.lora.rank_pattern": Case(step, "{q_proj: 4}"),
+    "techniques.lora.alpha_pattern": Case(step, "{q_proj: 4}"),
+    "techniques.lora.modules_to_save": Case(step, "[norm]"),
+    "techniques.lora.rslora": Case(step, "true"),
+    "techniques.lora.dora": Case(step, "true"),
+    "techniques.lora.init": Case(step, "gaussian"),
+    "techniques.lora.fused": Case(step, "on"),
+    "techniques.lora.grouped_experts": Case(step, "off", MIXTURE),
+    "techniques.lora.matmul": Case(step, "cute", refused="matmul"),
+    "techniques.router.enabled": Case(step, "false", f"{MIXTURE} techniques.router.aux_loss_coef=1.0"),
+    "techniques.router.aux_loss_coef": Case(step, "1.0", MIXTURE),
+    "techniques.plugins.enabled": Case(step, "false", "techniques.plugins.use={halved: {}}"),
+    "techniques.plugins.use": Case(step, "{halved: {}}"),
+    "techniques.checkpointing.enabled": Case(step, "true"),
+    "techniques.checkpointing.policy": Case(step, "selective"),
+    "techniques.checkpointing.every": Case(step, "2"),
+    "techniques.checkpointing.save": Case(step, "[attention]", "techniques.checkpointing.policy=selective"),
+    "techniques.checkpointing.recompute": Case(
+        step, "[gate_proj, up_proj]", "techniques.checkpointing.policy=selective techniques.lora.r=4"
+    ),
+    "techniques.checkpointing.mix": Case(step, "{narrow: 1}", MIX),
+    "techniques.checkpointing.budget": Case(step, "0.2", refused="budget"),
+    "techniques.checkpointing.offload": Case(step, "true", refused="offload"),
+    "techniques.checkpointing.offload_what": Case(step, "kept", refused="offload_what"),
+    "techniques.checkpointing.offload_layers": Case(step, "1", refused="offload_layers"),
+    "techniques.checkpointing.mlp_tiles": Case(step, "2"),
+    "techniques.compile.enabled": Case(compiled, "true", COMPILED),
+    "techniques.compile.scope": Case(compiled, "model", COMPILED),
+    "techniques.compile.mode": Case(compiled, "max_autotune", COMPILED),
+    "techniques.compile.fullgraph": Case(compiled, "false", COMPILED),
+    "techniques.compile.dynamic": Case(compiled, "always", COMPILED),
+    "techniques.compile.cuda_graphs": Case(compiled, "on", COMPILED, refused="cuda_graphs"),
+    "techniques.compile.max_graph_breaks": Case(compiled, "2", f"{COMPILED} techniques.compile.fullgraph=false"),
+    "techniques.compile.max_recompiles": Case(compiled, "2", COMPILED),
+    **{
+        f"parallel.{name}": Case(trained, value, beside, refused="rank")
+        for name, value, beside in (
+            ("replicate", "2", ""),
+            ("shard", "2", ""),
+            ("context", "2", ""),
+            ("bucket_mib", "1.0", ""),
+            ("reduce_dtype", "bfloat16", ""),
+            ("powersgd_rank", "2", "techniques.lora.enabled=false"),
+            ("powersgd_start", "4", "techniques.lora.enabled=false parallel.powersgd_rank=2"),
+            ("average_every", "2", ""),
+        )
+    },
+    "loader.num_workers": Case(loaded, "2"),
+    "loader.pin_memory": Case(loaded, "true", refused="pin_memory"),
+    "loader.persistent_workers": Case(loaded, "false", "loader.num_workers=1"),
+    "loader.prefetch_factor": Case(loaded, "2", "loader.num_workers=1"),
+    "checkpoint.every": Case(trained, "2", "checkpoint.keep=9"),
+    "checkpoint.keep": Case(trained, "1"),
+    "checkpoint.keep_best": Case(trained, "false", f"{RISES} train.eval_every=1 checkpoint.keep=1"),
+    "tracking.wandb.mode": Case(tracked, "offline"),
+    **{
+        f"tracking.wandb.{name}": Case(tracked, value, "tracking.wandb.mode=offline")
+        for name, value in (
+            ("project", "other"),
+            ("entity", "other"),
+            ("group", "other"),
+            ("tags", "[other]"),
+            ("init_timeout", "1.0"),
+        )
+    },
+    "tracking.tensorboard": Case(tracked, "true"),
+    "tracking.display": Case(trained, "plain"),
+    "tracking.cost.card_hour": Case(priced, "2.0"),
+    "tracking.cost.kwh": Case(priced, "2.0"),
+    "refresh.alpha": Case(refreshed, "0.49"),
+    "refresh.sample": Case(refreshed, "11"),
+    "refresh.held_out": Case(refreshed, "0.7"),
+    "refresh.replay": Case(refreshed, "0.1"),
+    "refresh.epochs": Case(refreshed, "1.0"),
+    "refresh.bound": Case(refreshed, "0.5"),
+    "refresh.gain": Case(refreshed, "0.5"),
+}
+"""Each key with its case. Keys of eval_sources are those of sources."""
+CASES |= {
+    key.replace("data.sources", "data.eval_sources"): replace(
+        case, beside=case.beside.replace("sources=", "eval_sources=")
+    )
+    for key, case in CASES.items()
+    if key.startswith("data.sources")
+}
+CASES["data.eval_sources.0.weight"] = Case(batches, "2.0", refused="weight")
+CASES["data.eval_sources.0.eval_fraction"] = Case(batches, "0.5", refused="eval_fraction")
+
+
+def slots(slot: Slot, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Slot]]:
+    """Each key that holds a value, and its slot."""
+    entry = slot.below("0") if slot.container is list else None
+    if slot.fields:
+        for name, below in slot.fields.items():
+            yield from slots(below, (*above, name))
+    elif entry is not None and entry.fields:
+        yield from slots(entry, (*above, "0"))
+    else:
+        yield ".".join(above), slot
+
+
+KEYS = dict(slots(Slot(Config)))
+NUMBERS = {
+    key: number
+    for key, slot in KEYS.items()
+    for number in [slot.below("0") if slot.container in (list, dict) else slot]
+    if number is not None and number.kind in (int, float)
+}
+"""Each key that holds numbers, and the slot of a number."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """The working directory: the files that the cases name."""
+    place = tmp_path_factory.mktemp("keys")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(place)
+        write_files(place)
+        with files_used(["halved.py"]):
+            yield place
+
+
+def write_files(place: Path) -> None:
+    def jsonl(name: str, rows: list[Any]) -> None:
+        (place / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    chats = write_chats(place / "chats.jsonl").read_text().splitlines()
+    write_chats(place / "more.jsonl", 20, seed=1)
+    held = write_chats(place / "held.jsonl", 20, seed=2).read_text().splitlines()
+    write_chats(place / "new.jsonl", 60, seed=3)
+    write_texts(place / "texts.jsonl")
+    jsonl("titled.jsonl", [{"text": f"text {row}", "title": f"title {row}"} for row in range(40)])
+    jsonl("noted.jsonl", [{**json.loads(chat), "note": "a note"} for chat in held])
+    jsonl("doubled.jsonl", [*map(json.loads, chats), *map(json.loads, chats)])
+    texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()]
+    jsonl("near.jsonl", [{"text": text + end} for text in texts for end in (" red lamp", " blue table from Oslo")])
+    jsonl("broken.jsonl", [*map(json.loads, chats), {"messages": 3}])
+    (place / "book.txt").write_text("".join(f"line {row} of the book\n" for row in range(40)))
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    calls = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {row}"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "seen"},
+                {"role": "assistant", "content": f"answer {row}"},
+            ]
+        }
+        for row in range(20)
+    ]
+    jsonl("calls.jsonl", calls)
+    turn = (
+        "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{{ m['tool_calls'] | tojson if m['tool_calls'] }}<|im_end|>\n"
+    )
+    plain = "{% for m in messages %}" + turn + "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+    (place / "halved.py").write_text(PLUGIN)
+    (place / "plain.jinja").write_text(plain)
+    (place / "moody.jinja").write_text("{{ mood }}" + plain)
+    (place / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + plain)
+    thought = "{{ 'Hm. ' if loop.last and m['role'] == 'assistant' }}"
+    (place / "rewriting.jinja").write_text(plain.replace("{{ m['content'] }}", thought + "{{ m['content'] }}"))
+
+
+def config(words: str) -> Config:
+    """The config of BASE with `words`, checked as that of a command line."""
+    base = _base()
+    for key, value in _pairs(words):
+        parsed = OverridesParser.create().parse_override(f"{key}={value}").value()
+        OmegaConf.update(base, key, parsed, merge=False, force_add=True)
+    return typed(base)
+
+
+@functools.cache
+def _plain() -> dict[str, Any]:
+    fixed = {word.partition("=")[0] for word in BASE}
+    words = [word for word in command(Path()) if word.partition("=")[0] not in fixed]
+    return json.loads(json.dumps(dataclasses.asdict(load([*words, *BASE]))))
+
+
+def _base() -> DictConfig:
+    return OmegaConf.create(_plain())
+
+
+def _pairs(words: str) -> list[tuple[str, str]]:
+    return re.findall(r"(?:^|\s)([a-z_0-9.]+)=(.*?)(?=\s[a-z_0-9.]+=|$)", words)
+
+
+def beside(key: str, case: Case) -> str:
+    """The words beside a key; an option of a technique is tried with the technique."""
+    group, _, option = key.rpartition(".")
+    on = group.startswith("techniques.") and option != "enabled" and group != "techniques.plugins"
+    source = "data.eval_sources=[{path: held.jsonl}]" if key.startswith("data.eval_sources.") else ""
+    words = [source, f"{group}.enabled=true" if on else "", case.beside]
+    return " ".join(filter(None, words))
+
+
+def observe(case: Case, words: str) -> Any:
+    """What `case` observes for a config of `words`, or the message that refuses it."""
+    for left in ("run", "runs", "other", "cache-2", "parent"):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        return case.observe(config(words))
+    except UserError as error:
+        return error
+
+
+@functools.cache
+def unchanged(observer: Callable[[Config], Any], words: str) -> Any:
+    return observe(Case(observer, ""), words)
+
+
+def test_every_key_has_a_case():
+    missing, gone = KEYS.keys() - CASES.keys(), CASES.keys() - KEYS.keys()
+    assert not missing, f"say in CASES of {__file__} where these keys act: {sorted(missing)}"
+    assert not gone, f"these keys are gone: {sorted(gone)}"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_acts_or_is_refused(key):
+    case = CASES[key]
+    words = beside(key, case)
+    seen = observe(case, f"{words} {key}={case.value}")
+    if case.refused:
+        assert isinstance(seen, UserError), seen
+        assert case.refused in str(seen)
+        return
+    before = unchanged(case.observe, words)
+    assert not isinstance(seen, UserError), seen
+    assert before != seen, f"{key}={case.value} changes nothing"
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_a_lower_limit(key):
+    assert {"min", "above"} & NUMBERS[key].limits.keys(), f"give the field of {key} the metadata min or above"
+
+
+def one_of(key: str, number: float | str) -> str:
+    """`number` as `key` takes it."""
+    text = f"{{{'q_proj' if 'lora' in key else 'input'}: {number}}}" if KEYS[key].container is dict else f"{number}"
+    return f"{key}={f'[{number}, {number}]' if KEYS[key].container is list else text}"
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_beyond_every_range_are_refused_in_one_message(key):
+    slot, keys = NUMBERS[key], key.split(".")
+    beyond = [-1, 2**63, 10**30] if slot.kind is int else [-1.0, 1e308, math.nan, math.inf]
+    for number in beyond:
+        validator = Validator(Config, lambda _: "on the command line")
+        validator.check(slot, number, tuple(keys))
+        (message,) = validator.problems
+        assert key in message
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_the_ends_of_every_range_are_refused_or_act_in_time(key):
+    """The lowest and the highest number either builds (a run that is longer than a test is not started), or ends in a
+    message of fxtune's."""
+    slot, case = NUMBERS[key], CASES[key]
+    built = {trained: step, exhausted: step, evaluated_slowly: step, launched: batches}.get(case.observe, case.observe)
+    for number in {*([lowest(slot)] if slot.kind is float else []), highest(slot)}:
+        observe(replace(case, observe=built), f"{beside(key, case)} {one_of(key, number)}")
+
+
+def lowest(slot: Slot) -> float:
+    return slot.limits.get("min", 1 if slot.kind is int else 1e-300)
+
+
+def highest(slot: Slot) -> float:
+    if "below" in slot.limits:
+        return math.nextafter(slot.limits["below"], -math.inf)
+    return slot.limits.get("max", LARGEST[slot.kind])

@@ -163,7 +163,7 @@ class DataConfig:
     eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Evaluate on at most this many of the documents that eval_fraction holds out of each source."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
-    sequence_length: int = field(default=2048, metadata={"min": 2})
+    sequence_length: int = field(default=2048, metadata={"min": 2, "max": 2**24})
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)
     """Let rows grow: [[0.0, 8192], [0.3, 16384], [0.6, 65536]] has rows of 8,192 tokens at first, and of 65,536 from

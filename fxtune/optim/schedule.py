@@ -21,7 +21,6 @@ class ScheduleName(str, Enum):
     wsd = "wsd"
 
 
-DECAYING = (ScheduleName.cosine, ScheduleName.linear, ScheduleName.wsd)
 EXTENDABLE = (ScheduleName.wsd, ScheduleName.constant)
 """Schedules of runs that can be extended: the rate before the decay does not depend on where the end is."""
 

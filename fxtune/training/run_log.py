@@ -8,7 +8,7 @@ from typing import Any
 
 from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import RunFolder
-from fxtune.config.needs import said_unread
+from fxtune.config.needs import named_unread
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.errors import StorageError
@@ -96,7 +96,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"memory {'on' if loader.pin_memory else 'off'}"
     )
     yield from config.techniques.ignored_options()
-    yield from said_unread(config)
+    yield from named_unread(config)
     yield from builder.decided
     yield from data.training.notes()
     summary = data.training.summary()

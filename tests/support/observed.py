@@ -8,7 +8,7 @@ import io
 import random
 import re
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,8 +92,13 @@ def _weights(model: nn.Module) -> list[Any]:
     ]
 
 
+def built(config: Config) -> Any:
+    """The weights and the buffers of the model with its techniques."""
+    return _weights(RunBuilder(config).build())
+
+
 def step(config: Config) -> Any:
-    """The model before and after two optimizer steps, and the operators of these steps."""
+    """The model before and after two optimizer steps, and the operators of the first."""
     builder = RunBuilder(config)
     _, data = builder.read()
     plan = builder.own(data.training)
@@ -102,11 +107,10 @@ def step(config: Config) -> Any:
     before = _weights(model)
     train_step = builder.train_step(language_model, OBJECTIVES[config.train.objective]())
     model.train()
-    with closing(Loader(plan, config.loader, builder.world.device)) as loader, _Operators() as operators:
-        for number, taken in enumerate(loader.steps()):
-            train_step(data.training, taken, builder.config.optimizer.lr)
-            if number == 1:
-                break
+    with closing(Loader(plan, config.loader, builder.world.device)) as loader:
+        for recorder, taken in zip((operators := _Operators(), nullcontext()), loader.steps(), strict=False):
+            with recorder:
+                train_step(data.training, taken, builder.config.optimizer.lr)
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for part in train_step.optimizer.parts
@@ -200,10 +204,10 @@ def refreshed(config: Config) -> Any:
     verdicts = []
     for change in (0.0, 0.02, 0.1):
         verdicts.append(find_drift(losses(old), losses(new * (1 + change)), config.refresh).found)
-        for kept in (0.0, 0.1):
-            after = old + kept + draw.normal(0, 0.01, 40), new - change / 10 + draw.normal(0, 0.01, 30)
-            verdict = judge((losses(old), losses(after[0])), (losses(new), losses(after[1])), config.refresh)
-            verdicts.append(verdict.passed)
+    for kept in (0.0, 0.1):
+        after = old + kept + draw.normal(0, 0.01, 40), new - 0.01 + draw.normal(0, 0.01, 30)
+        verdict = judge((losses(old), losses(after[0])), (losses(new), losses(after[1])), config.refresh)
+        verdicts.append(verdict.passed)
     Path("parent").mkdir(exist_ok=True)
     Path("parent/setting.json").write_text("{}")
     sources = [SourceConfig(path="new.jsonl")]

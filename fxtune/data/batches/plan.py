@@ -453,11 +453,8 @@ class Plan:
 def _count_rows(rows: RowSequence, epochs: float, limit: float) -> float:
     """Rows of `epochs` epochs, but at most `limit`."""
     count = number = 0
-    if rows.has_equal_epochs:
-        count = rows.end(int(epochs) - 1)
-    else:  # one by one: a weighted epoch takes time to build
-        while number < int(epochs) and count < limit:
-            count, number = rows.end(number), number + 1
+    while number < int(epochs) and count < limit:  # one by one: a weighted epoch takes time to build
+        count, number = rows.end(number), number + 1
     if epochs > int(epochs) and count < limit:
         count += rows.row_at(int(epochs), epochs - int(epochs))
     return min(max(count, 1), limit)

@@ -149,8 +149,8 @@ class Quantize(Technique):
             yield f"linears: {kind} always quantizes linears. Set it to auto, or type to fp8."
         if self.linears is Switch.on and self.type is Type.mxfp4:
             yield "linears: mxfp4 is for experts alone. Set it to auto."
-        if self.transpose is not Switch.auto and not fp8:
-            yield f"transpose: only fp8 has one, and type is {kind}. Set it to auto, or type to fp8."
+        if self.transpose is Switch.on and not fp8:
+            yield f"transpose: only fp8 keeps one, and type is {kind}. Set it to auto, or type to fp8."
         if facts.device == "cuda":
             yield from self._check_card(facts)
         if self.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
@@ -323,6 +323,7 @@ class Quantize(Technique):
         if self.type is Type.fp8 and self.transpose is Switch.auto:
             chosen.append(self._resolve_transpose(facts))
         if self.type is not Type.fp8:
+            self.transpose = Switch.off
             self.linears = Switch.off if self.type is Type.mxfp4 else Switch.on
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)

@@ -213,8 +213,8 @@ def refused(
         ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
         ({"kind": "int8", "here": {"double": False}}, "double: only nf4's scales can be quantized, and type is int8"),
         (
-            {"here": {"transpose": Switch.off}},
-            "transpose: only fp8 has one, and type is nf4. Set it",
+            {"here": {"transpose": Switch.on}},
+            "transpose: only fp8 keeps one, and type is nf4. Set it",
         ),
         (
             {"kind": "nf4_torchao"},

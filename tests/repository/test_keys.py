@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
         batches, "5.0", "data.sources=[{path: chats.jsonl, weight: 1.0},{path: more.jsonl, weight: 1.0}]"
     ),
     "data.sources.0.split": Case(batches, "'train[:50%]'"),
-    "data.sources.0.subset": Case(batches, "other", refused="subset"),
+    "data.sources.0.subset": Case(batches, "second", "data.sources=[{path: subsets, subset: first}]"),
     "data.sources.0.revision": Case(batches, "main", refused="revision"),
     "data.sources.0.columns": Case(batches, "{title: text}", "data.sources=[{path: titled.jsonl}]"),
     "data.sources.0.unused": Case(batches, "[note]", "data.sources=[{path: noted.jsonl}]"),
@@ -410,6 +410,12 @@ def write_files(place: Path) -> None:
     texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()]
     jsonl("near.jsonl", [{"text": text + end} for text in texts for end in (" red lamp", " blue table from Oslo")])
     jsonl("broken.jsonl", [*map(json.loads, chats), {"messages": 3}])
+    (place / "subsets").mkdir()
+    subsets = {"first": chats, "second": held}
+    for name, rows in subsets.items():
+        jsonl(f"subsets/{name}.jsonl", [*map(json.loads, rows)])
+    listed = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in subsets)
+    (place / "subsets" / "README.md").write_text(f"---\nconfigs:\n{listed}---\n")
     (place / "book.txt").write_text("".join(f"line {row} of the book\n" for row in range(40)))
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
     calls = [

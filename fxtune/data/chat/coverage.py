@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, VARIABLES, Conversation, RowError
+from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, VARIABLES, Conversation, RowError
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.read.formats import RowFormat, preference_columns
 
@@ -134,8 +134,8 @@ class Coverage:
                 if (index, "content") in lost or (at < 0 and _is_lost(content, text)):
                     if message.get("tool_calls"):
                         yield CONTENT_REMARK
-                    elif message["role"] != "system" or "system" not in self.unused:
-                        name = "system" if message["role"] == "system" else "content"
+                    elif message["role"] not in SYSTEM_ROLES or "system" not in self.unused:
+                        name = "system" if message["role"] in SYSTEM_ROLES else "content"
                         raise RowError(
                             self._message(f"the chat template drops {where}, of role {message['role']}", name)
                         )

@@ -30,6 +30,7 @@ from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import REASONING_REMARK, Coverage, reasoning_of
 from fxtune.data.chat.normalize import (
     SURROGATE,
+    SYSTEM_ROLES,
     VARIABLES,
     Conversation,
     RowError,
@@ -284,7 +285,7 @@ class Encoder:
 
     def _conversation(self, row: Mapping[str, Any]) -> Conversation:
         chat = read_conversation(self._parsed(row), self.format, self.learn, self.unused)
-        if self.system is not None and all(message["role"] != "system" for message in chat.messages):
+        if self.system is not None and all(message["role"] not in SYSTEM_ROLES for message in chat.messages):
             chat.messages.insert(0, {"role": "system", "content": self.system})
             chat.supervised.insert(0, False)
         return chat

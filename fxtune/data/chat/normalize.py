@@ -44,8 +44,8 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 
-OPENAI_ROLES = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's fine-tuning format that few templates know: the newer name of system, the older name of tool."""
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a system prompt. The second, OpenAI's newer name, stays only where a chat template knows it."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 LIST_KEYS = ("messages", "conversations", "conversation")
@@ -120,7 +120,9 @@ def require_answer(text: str, place: str) -> None:
 
 def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
     chosen = [
-        switched is not False and message["role"] in learn.roles and (learn.tool_calls or "tool_calls" not in message)
+        switched is not False
+        and ("system" if message["role"] in SYSTEM_ROLES else message["role"]) in learn.roles
+        and (learn.tool_calls or "tool_calls" not in message)
         for message, switched in zip(chat.messages, chat.switched, strict=True)
     ]
     if (learn.last_turn_only or learn.since_last_question) and True in chosen:
@@ -165,7 +167,7 @@ def _messages(row: Mapping[str, Any]) -> Conversation:
     chat = Conversation()
     _add_turns(chat, row[key], key)
     system = row.get("system")
-    if system is not None and chat.messages[0]["role"] != "system" and require_text(system, "system"):
+    if system is not None and chat.messages[0]["role"] not in SYSTEM_ROLES and require_text(system, "system"):
         chat.messages.insert(0, {"role": "system", "content": system})
         chat.places.insert(0, "system")
         chat.switched.insert(0, None)
@@ -261,8 +263,8 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
         role = turn.get("role")
         if not isinstance(role, str):
             raise RowError(f"{where}.role is {'missing' if 'role' not in turn else type_name(role)}")
-        role = OPENAI_ROLES.get(role, role)
-        if role not in ROLES:
+        role = "tool" if role == "function" else role  # OpenAI's older name
+        if role not in (*ROLES, *SYSTEM_ROLES):
             raise RowError(f"{where}: role {short(role)} is unknown; use system, user, assistant or tool")
         return role, "content" if "content" in turn or "value" not in turn else "value"
     role = turn["from"]
@@ -276,7 +278,10 @@ def _switch(turn: Mapping[str, Any], where: str) -> bool | None:
     """Whether the turn says that it is learned; None if it does not say."""
     weight, train = turn.get("weight"), turn.get("train")
     if weight is not None and weight not in (0, 1):
-        raise RowError(f"{where}.weight is {short(weight)}; use 0 (context only) or 1 (learn this turn)")
+        raise RowError(
+            f"{where}.weight is {short(weight)}, and a turn is learned whole or not at all: use 0 (context only) or 1 "
+            "(learn this turn). To learn a row less than others, move it to a source with a smaller `weight`"
+        )
     if train is not None and not isinstance(train, bool):
         raise RowError(f"{where}.train is {type_name(train)}; use true or false")
     if weight is None and train is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fxtune.data.chat.normalize import Conversation
+from fxtune.data.chat.normalize import SYSTEM_ROLES, Conversation
 
 Encode = Callable[[Conversation], Any]
 """A conversation to its tokens (a dataclass with `ids` and `supervised`); None if the template refuses it."""
@@ -51,7 +51,9 @@ class SplitChat:
 def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> SplitChat:
     """The pieces of a chat, of at most `longest` tokens each. `whole`: the tokens of the chat, which are more."""
     splitter = _Splitter(chat, encode, longest)
-    first = next((at for at, message in enumerate(chat.messages) if message["role"] != "system"), len(chat.messages))
+    first = next(
+        (at for at, message in enumerate(chat.messages) if message["role"] not in SYSTEM_ROLES), len(chat.messages)
+    )
     try:
         splitter.split(list(range(first)), _units(chat, range(first, len(chat.messages)), "user"))
     except _RefusedError:

@@ -41,7 +41,7 @@ from hashlib import blake2b
 from itertools import pairwise, product
 from typing import Any
 
-from fxtune.data.chat.normalize import RowError
+from fxtune.data.chat.normalize import SYSTEM_ROLES, RowError
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
@@ -161,7 +161,12 @@ class ChatTemplate:
         return texts[0], spans[0] if marks else []
 
     def adapted(self, messages: Messages) -> Messages:
-        """The messages with their calls in the form that this template takes. Raises RowError if it writes none."""
+        """The messages with the roles that this template knows, and with their calls in the form that it takes. Raises
+        RowError if it writes no calls."""
+        if any(message["role"] == "developer" for message in messages) and not self._knows_developer:
+            messages = [
+                message | {"role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
         calling = next((index for index, message in enumerate(messages) if "tool_calls" in message), None)
         if calling is None:
             return messages
@@ -217,7 +222,7 @@ class ChatTemplate:
     ) -> tuple[list[dict[str, Any]], int, tuple[Any, ...]]:
         """(the system messages and the turns from the question of `turn` to `later`, with made-up text; how many
         of these messages end with `turn`; their shape)."""
-        head = next((index for index, message in enumerate(messages) if message["role"] != "system"), 0)
+        head = next((index for index, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
         begin = max((index for index in range(head, turn) if messages[index]["role"] == "user"), default=head)
         part = [*messages[:head], *messages[begin : later + 1]]
         length = head + turn - begin + 1
@@ -462,6 +467,22 @@ class ChatTemplate:
         if prompt[1] and between.startswith(prompt[2]) and text.startswith(before[:start]):
             return start
         return None
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        """Whether the template has words of its own for the role developer.
+
+        Many templates copy the name of any role into the text. They do not know the role: they write it as they write
+        one that nobody has heard of.
+        """
+        texts = []
+        for role in ("developer", "unheardof"):
+            try:
+                text, _ = self.render([{"role": role, "content": "Rule."}, {"role": "user", "content": "Question?"}])
+            except RowError:
+                text = ""
+            texts.append(text.lower())
+        return "rule." in texts[0] and texts[0] != texts[1].replace("unheardof", "developer")
 
     @cached_property
     def _call_style(self) -> CallStyle:

@@ -182,7 +182,7 @@ def test_openai_s_older_names_are_read() -> None:
         "functions": [function],
     }
     chat = read_conversation(row, RowFormat.messages)
-    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in chat.messages] == ["developer", "user", "assistant", "tool", "assistant"]
     assert chat.tools == [{"type": "function", "function": function}]
 
 
@@ -230,8 +230,9 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
         ("messages", {"text": "a"}, "no list of messages: expected the key 'messages' or 'conversations'"),
         (
             "messages",
-            messages({**ANSWER, "weight": 2}),
-            "messages[1].weight is 2; use 0 (context only) or 1 (learn this turn)",
+            messages({**ANSWER, "weight": 0.5}),
+            "messages[1].weight is 0.5, and a turn is learned whole or not at all: use 0 (context only) or 1 (learn "
+            "this turn). To learn a row less than others, move it to a source with a smaller `weight`",
         ),
         ("messages", messages({**ANSWER, "train": "no"}), "messages[1].train is a string; use true or false"),
         ("messages", messages({**ANSWER, "tool_calls": {"a": 1}}), "messages[1].tool_calls is an object, not a list"),

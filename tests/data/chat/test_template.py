@@ -375,3 +375,51 @@ def test_conversation_without_marks_takes_two_renderings(family: str, monkeypatc
     known = len(renders)  # a new shape of conversation is tried in a few more
     assert encoder.encode([row]) == [document]
     assert len(renders) - known == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>Short.<user>a<assistant>b"),
+        (
+            "{% for m in messages %}{{ m.role | title }}: {{ m.content }} {% endfor %}",
+            "System: Short. User: a Assistant: b ",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'developer' %}Rules: {{ m.content }} {% else %}"
+            "{{ m.role }}: {{ m.content }} {% endif %}{% endfor %}",
+            "Rules: Short. user: a assistant: b ",
+        ),
+        (
+            "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role') }}"
+            "{% endif %}[{{ m.content }}]{% endfor %}",
+            "[Short.][a][b]",
+        ),
+        (
+            "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}.{% elif m.role == 'system' %}"
+            "S {{ m.content }} {% endif %}{% endfor %}",
+            "S Short. a.b.",
+        ),
+    ],
+)
+def test_developer_is_system_unless_the_template_has_words_for_it(source: str, text: str) -> None:
+    turns = (("developer", "Short."), ("user", "a"), ("assistant", "b"))
+    template = ChatTemplate(source, {}, [])
+    chat = read_conversation(
+        {"messages": [{"role": role, "content": content} for role, content in turns]}, RowFormat.messages
+    )
+    assert template.render(template.adapted(chat.messages))[0] == text
+
+
+@pytest.mark.parametrize("family", ["harmony", "chatml"])
+def test_a_developer_message_is_the_system_prompt_of_a_chat(family: str) -> None:
+    tokenizer, texts = families.tokenizer(family), []
+    for role in ("developer", "system"):
+        turns = ((role, "Short."), ("user", "a"), ("assistant", "b"))
+        row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+        (document,) = Encoder(tokenizer, RowFormat.messages, system="Other.").encode([row])
+        assert isinstance(document, Document), document
+        texts.append(tokenizer.decode(document.ids))
+    assert texts[0] == texts[1]
+    assert "Short." in texts[0]
+    assert "Other." not in texts[0]

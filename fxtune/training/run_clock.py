@@ -23,6 +23,8 @@ class RunClock:
         """Seconds of evaluations in this process."""
         self.takes = {"evaluation": 0.0, "questions": 0.0, "saving": 0.0}
         """How long each of these took the last time."""
+        self._begin = 0
+        """Steps done when the loop began."""
         self._first = self._last = (0, 0.0)
         """Steps done, and the seconds of training without evaluations, at the first and the last counted step."""
         self._warm = False
@@ -67,7 +69,7 @@ class RunClock:
 
     def start(self, step: int) -> None:
         """The loop begins, after `step` steps."""
-        self._loop = self._clock()
+        self._loop, self._begin = self._clock(), step
         self._first = self._last = (step, 0.0)
 
     def stop(self) -> None:
@@ -106,3 +108,9 @@ class RunClock:
         if self._last[0] <= self._first[0]:
             return None
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+
+    @property
+    def first_step_seconds(self) -> float | None:
+        """A step's time up to the first counted step, with what only first steps take; None before."""
+        steps, seconds = self._first
+        return seconds / (steps - self._begin) if self._warm else None

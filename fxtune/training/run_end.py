@@ -7,6 +7,10 @@ model is the one that a shorter run would have trained. With other schedules the
 
 A decision that depends on a clock is taken by rank 0, is part of the state, and is saved at once: a run that is killed
 afterwards repeats it, and ends with the same bits. One that is killed before decides anew.
+
+A run with a deadline looks at the clock after its first two steps, which time a step, and then whenever half of the
+steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run of
+N steps the host waits for the device about log2(N) times more than without a deadline.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ FOREVER = 2**31
 """More steps than any run has."""
 SLACK = 0.1
 """A decay is cut off for the deadline only if more than this share of it would be late."""
+LATE = 0.02
+"""An end that is late by more than this share of the deadline is called late."""
 EVAL_SHARE = 0.05
 """train.eval_share of a run with train.stop."""
 
@@ -61,13 +67,28 @@ class Decision:
 class RunEnd:
     """Decides where a run ends. What it must remember is in `state.ending`, which checkpoints hold."""
 
-    def __init__(self, config: Config, folder: Path, world: World, clock: RunClock, state: TrainState) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        world: World,
+        clock: RunClock,
+        state: TrainState,
+        compiles: bool = False,
+        evaluation_steps: float = 0.0,
+    ) -> None:
+        """`compiles`: the first step and the first evaluation include compilation. `evaluation_steps`: about how many
+        steps take as long as an evaluation, for as long as none was measured.
+        """
         self.config, self.world, self.clock, self.state = config, world, clock, state
+        self.compiles, self.evaluation_steps = compiles, evaluation_steps
         self.file = folder / FINISH
         train = config.train
-        self.stop, self.every = train.stop, train.log_every
+        self.stop = train.stop
         self.deadline = None if train.max_minutes is None else 60 * train.max_minutes
         """Seconds of the run after which it is to be done."""
+        self.next_look = state.step + 1
+        """With a deadline: the step after which to look at the clock, whether or not a log line is due."""
         share = EVAL_SHARE if self.stop.patience and not config.run.deterministic else 0.0
         self.share = share if train.eval_share is None else train.eval_share
         """The largest share of the time that evaluations may take; 0: any."""
@@ -81,13 +102,17 @@ class RunEnd:
         every = self.config.train.eval_every
         return every or (max(1, schedule.planned // EVALUATIONS) if self.stop.patience else 0)
 
-    def evaluated(self, figures: Mapping[str, float], schedule: Schedule, compiles: bool) -> bool:
+    def looks(self, step: int) -> bool:
+        """Whether a log line is due after `step` steps because decide() must then look at the clock."""
+        return self.deadline is not None and step == self.next_look
+
+    def evaluated(self, figures: Mapping[str, float], schedule: Schedule) -> bool:
         """Take the figures of an evaluation. Returns whether the state must be saved: these weights are the best so
-        far, or the interval of evaluations was decided. `compiles`: the first evaluation includes compilation.
+        far, or the interval of evaluations was decided.
         """
         state, ending = self.state, self.state.ending
         ending["evaluations"] = ending.get("evaluations", 0) + 1
-        save = self._decide_interval(schedule, 2 if compiles else 1)
+        save = self._decide_interval(schedule, 2 if self.compiles else 1)
         quality, tie = self._quality(figures)
         best = state.best_match if self.by_match else None if state.best_loss is None else -state.best_loss
         best_tie = -math.inf if state.best_loss is None else -state.best_loss
@@ -126,14 +151,20 @@ class RunEnd:
         return (figures["questions/exact_match"], loss) if self.by_match else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
-        """Stretch the interval of evaluations, once, so that they take no more than their share of the time."""
+        """Stretch the interval of evaluations, once, so that those of the whole run, the last one included, take no
+        more than their share of the time."""
         ending, step_seconds = self.state.ending, self.clock.step_seconds
         if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
             return False
         least, measured = self._least_interval(schedule), 0
         if self.world.main and step_seconds is not None and least:
-            steps = self.clock.takes["evaluation"] * (1 - self.share) / (self.share * step_seconds)
-            measured = least * max(1, math.ceil(steps / least))
+            takes, before = self.clock.takes["evaluation"], self.clock.figures()["time/evaluation_seconds"]
+            seconds = self.share / (1 - self.share) * schedule.planned * step_seconds - before - takes
+            step, last = self.state.step, schedule.planned - 1
+            intervals = range(least, last + least + 1, least)  # with the longest no evaluation comes between
+            measured = next(
+                (one for one in intervals if (last // one - step // one) * takes <= max(seconds, 0.0)), intervals[-1]
+            )
         measured = self.world.agree(measured, "deciding when to evaluate")
         if measured:
             ending["interval"] = measured
@@ -155,12 +186,13 @@ class RunEnd:
             reason, steps = self._look(schedule) if self.world.main else (Reason.none, 0)
             reason = Reason(self.world.agree(reason, "deciding whether to end"))
             steps = self.world.agree(steps, "deciding when to end")
+            self.next_look = self._next_look(schedule, steps)
         patience = self.stop.patience
         if evaluated and patience and not self._decays(schedule) and self.state.ending.get("since", 0) >= patience:
             reason = Reason.early
         if reason is Reason.none:
             return None
-        if not schedule.branches:
+        if not schedule.branches or (not steps and not self._decays(schedule)):
             # One more step, unless the weights have just been evaluated: the last step of a run is evaluated.
             last = self.state.step + (0 if evaluated else 1)
             last = min(self.state.step + steps, schedule.last) if reason is Reason.deadline else last
@@ -172,30 +204,53 @@ class RunEnd:
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
-        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for, at least
-        one."""
+        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for; FOREVER where
+        that is not known."""
         decided = bool(self.state.ending.get("reason"))
         requested = Reason.finish if not decided and self.file.exists() else Reason.none
-        step_seconds = self.clock.step_seconds
-        if self.deadline is None or step_seconds is None:
+        if self.deadline is None:
             return requested, FOREVER
-        steps = max(1, int((self.deadline - self.clock.seconds - self.reserve) / step_seconds))
+        seconds, step_seconds = self.deadline - self.clock.seconds - self.reserve, self._step_seconds(schedule)
+        if step_seconds is None:
+            # No step was measured by itself. The first one took longer than others will, which is still a bound.
+            first = self.clock.first_step_seconds
+            enough = seconds > (0.0 if first is None or self.compiles or decided else first)
+            return (requested, FOREVER) if enough else (max(requested, Reason.deadline), 0)
+        steps = max(0, int(seconds / step_seconds))
         left = schedule.last - self.state.step
         if steps >= left:
             return requested, steps
-        if decided:  # not for a small difference: each decision is saved
+        if decided or self._decays(schedule):  # not for a small difference: each decision is saved
             short = left - steps > max(1, SLACK * schedule.decay)
         else:
-            # The last moment is now if the steps until the next look, and then the decay, would take too long.
-            branches = schedule.branches and not self._decays(schedule)
-            short = steps < self.every + (self._decay(schedule)[1] if branches else 1)
+            # The last moment is now if, after one more step, the decay would take too long.
+            short = steps < 1 + (self._decay(schedule)[1] if schedule.branches else 1)
         return max(requested, Reason.deadline if short else Reason.none), steps
+
+    def _step_seconds(self, schedule: Schedule) -> float | None:
+        """A step's time with its share of evaluations; None before a step was measured."""
+        if (step_seconds := self.clock.step_seconds) is None:
+            return None
+        interval = self.state.ending.get("interval") or self._least_interval(schedule)
+        return step_seconds + (self.clock.takes["evaluation"] / interval if interval else 0.0)
+
+    def _next_look(self, schedule: Schedule, steps: int) -> int:
+        """The step after which to look again if there is time for `steps`: when half of the steps before the last
+        moment for a decision are done, and when a decay begins."""
+        step = self.state.step
+        if steps >= FOREVER:
+            return step + 1
+        waits = schedule.branches and not self._decays(schedule)
+        spare = min(steps, schedule.last - step) - (self._decay(schedule)[1] if waits else 0)
+        following = step + max(1, spare // 2)
+        return min(following, schedule.decay_start) if waits else following
 
     @property
     def reserve(self) -> float:
         """Seconds of what comes after the last step: an evaluation, the questions, a checkpoint and the export."""
-        takes = self.clock.takes
-        return takes["evaluation"] + takes["questions"] + 2 * takes["saving"] + 1.0
+        takes, step_seconds = self.clock.takes, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
+        evaluation = takes["evaluation"] or self.evaluation_steps * step_seconds
+        return evaluation + takes["questions"] + 2 * takes["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
         """(the step from whose weights a decay would begin now, its length). They are the present weights, unless the
@@ -208,9 +263,12 @@ class RunEnd:
 
     def _branch(self, schedule: Schedule, reason: Reason, steps: int) -> Decision:
         """The decision to decay, over `steps` steps at most."""
-        step, (origin, decay) = self.state.step, self._decay(schedule)
-        decay = min(decay, steps)
-        text = f": its learning rate decays over {decay} steps"
+        step, (origin, whole) = self.state.step, self._decay(schedule)
+        decay = min(whole, steps)
+        # The first step of a decay has the full rate.
+        text = f": its learning rate decays over {decay} steps" if decay > 1 else ": its learning rate does not decay"
+        if decay < whole:
+            text += f", because there is no time for {whole}"
         if origin != step:
             text += (
                 f", from the best weights, those of step {origin}. Steps {origin + 1} to {step} are dropped, and "
@@ -227,11 +285,19 @@ class RunEnd:
         elif reason is Reason.finish:
             why = f"Told to finish after step {step}"
         else:
-            why = f"Ending in time for train.max_minutes={self.config.train.max_minutes:g}"
+            assert self.deadline is not None
+            minutes = f"train.max_minutes={self.config.train.max_minutes:g}"
+            step_seconds = self.clock.step_seconds or self.clock.first_step_seconds or 0.0
+            late = self.clock.seconds + (schedule.last - step) * step_seconds + self.reserve - self.deadline
+            why = f"Ending in time for {minutes}"
+            if late > max(1.0, LATE * self.deadline):
+                why = f"{minutes} is too short by about {late:.0f} s"
         return Decision(reason, schedule, origin, f"{why}. The run ends after step {schedule.last}{text}.")
 
     def _unfinished(self, schedule: Schedule, last: int) -> str:
         name = schedule.config.name.value
+        if schedule.branches:
+            return "there is no time for the decay of its learning rate"
         if not schedule.decay or last >= schedule.steps:
             return f"schedule.name={name} has no decay to finish"
         return (

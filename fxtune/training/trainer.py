@@ -68,6 +68,7 @@ from fxtune.training.ranks import require_possible
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
 from fxtune.training.run_energy import RunEnergy, sentence
+from fxtune.training.run_forecast import FORWARD
 from fxtune.training.run_log import RunLog, introduction
 from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
@@ -245,7 +246,15 @@ class Trainer:
             self.state = self.run_state.load(self.plan.fingerprint)
         self.run_state.compare_ranks()
         self.clock.load(self.state.clock)
-        self.end = RunEnd(config, folder.path, self.world, self.clock, self.state)
+        self.end = RunEnd(
+            config,
+            folder.path,
+            self.world,
+            self.clock,
+            self.state,
+            self.techniques.compile.enabled,
+            self._evaluation_steps(),
+        )
         self.schedule = self.run_state.schedule(Schedule.of(config.schedule, self.peak_rate, self.plan.steps))
         if folder.extends or self.schedule.planned != self.plan.steps:
             self._extend()
@@ -285,6 +294,14 @@ class Trainer:
         """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
         self.unlogged_lr: float | None = None
         """The learning rate of a step whose log line is due; None: no line is due."""
+
+    def _evaluation_steps(self) -> float:
+        """About how many steps take as long as an evaluation, by their tokens. Asked for a deadline alone."""
+        if self.data.evaluation is None or self.config.train.max_minutes is None:
+            return 0.0
+        epoch = self.plan.summary()
+        step_tokens = epoch["tokens"] / epoch["steps_per_epoch"]
+        return FORWARD * float(self.data.evaluation.summary()["tokens"]) / step_tokens
 
     def _add_end_tokens(self) -> None:
         """Let the trained model stop where the answers of the data end, and say so where its base does not."""
@@ -341,6 +358,11 @@ class Trainer:
             text = f"Extending {self.folder.path} from {before.planned} to {steps} steps"
             if self.schedule.dropped > before.dropped:
                 text += f". It goes on from its weights before the decay, after {origin} steps of the data"
+            if (warmup := self.schedule.warmup) != Schedule.of(self.config.schedule, self.peak_rate, steps).warmup:
+                text += (
+                    f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
+                    f"with schedule.warmup_steps={warmup}"
+                )
             self.screen.note(f"{text}.")
         self.folder.extend(self.recipe)
 
@@ -398,7 +420,7 @@ class Trainer:
             last = state.step == self.schedule.last
             evaluate = self.end.evaluation_due(state.step, self.schedule)
             save = self.end.begins_decay(self.schedule) or last or _due(state.step, config.checkpoint.every)
-            looks = state.step % config.train.log_every == 0
+            looks = state.step % config.train.log_every == 0 or self.end.looks(state.step)
             # A run may end with any evaluation that can stop it.
             self.unlogged_lr = lr if last or looks or (evaluate and config.train.stop.patience) else None
             state.evaluation_due = evaluate
@@ -406,7 +428,7 @@ class Trainer:
                 SIGNALS.check()
             if self.unlogged_lr is not None:
                 statistics.post()
-                if evaluate or save or not self.logs_late:
+                if evaluate or save or not self.logs_late or self.end.looks(state.step):
                     self._log_line(self.unlogged_lr)
             self._stop_if_not_finite()
             self._end_step(evaluate, save, looks)
@@ -433,6 +455,9 @@ class Trainer:
         if decision is not None:
             self._end_early(decision)
             save = True
+            if self.state.step == self.schedule.last and not evaluate:  # the last step of a run is evaluated
+                with self.meter.paused():
+                    self._evaluate()
         if save:
             self.run_state.save()
 
@@ -530,7 +555,7 @@ class Trainer:
 
     def _collects(self, step: int) -> bool:
         """Whether the ranks exchange their figures after `step` steps: before each log line that the plan knows of."""
-        return step == self.plan.steps or step % self.config.train.log_every == 0
+        return step == self.plan.steps or step % self.config.train.log_every == 0 or self.end.looks(step)
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
@@ -666,7 +691,7 @@ class Trainer:
         self.state.evaluation_due = False
         self.log.log({**figures, "eval/share_of_time": self.clock.evaluation_share})
         self.log.compiled("evaluation")
-        return self.end.evaluated(figures, self.schedule, self.techniques.compile.enabled)
+        return self.end.evaluated(figures, self.schedule)
 
     def _ask_questions(self, when: str) -> None:
         with self.clock.timed("questions"), self._interruptible():

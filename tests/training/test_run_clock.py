@@ -23,13 +23,13 @@ def test_steps_are_measured_without_the_first_one_and_without_evaluations():
     clock = RunClock(before=5.0, clock=time)
     time.now += 10
     clock.start(step=3)
-    assert clock.step_seconds is None
+    assert clock.step_seconds is clock.first_step_seconds is None
     for step, seconds in zip(itertools.count(4), (60, 2, 2, 2)):  # the first one compiles
         time.now += seconds
         clock.reached(step)
         with clock.evaluation():
             time.now += 1
-    assert clock.step_seconds == 2.0
+    assert (clock.step_seconds, clock.first_step_seconds) == (2.0, 60.0)
     assert clock.takes["evaluation"] == 1.0
     assert (clock.seconds, clock.training) == (85.0, 70.0)
     assert clock.evaluation_share == pytest.approx(4 / 70)

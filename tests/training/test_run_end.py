@@ -14,11 +14,14 @@ from support.cases import slow_but
 from support.endings import timeless
 from support.runs import history
 
+from fxtune.checkpoint.manager import TrainState
 from fxtune.config.root import Config, Export, StopMetric
 from fxtune.data.config import OnOverlap, SourceConfig
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.optim.schedule import ScheduleName
+from fxtune.optim.schedule import Schedule, ScheduleName
 from fxtune.training import trainer as train
+from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import RunEnd
 
@@ -44,8 +47,8 @@ def scripted(monkeypatch):
     """Evaluations give the losses of SCRIPT."""
     evaluated = RunEnd.evaluated
 
-    def replace(self, figures, schedule, compiles):
-        return evaluated(self, {**figures, "eval/loss": SCRIPT.get(self.state.step, 9.0)}, schedule, compiles)
+    def replace(self, figures, schedule):
+        return evaluated(self, {**figures, "eval/loss": SCRIPT.get(self.state.step, 9.0)}, schedule)
 
     monkeypatch.setattr(RunEnd, "evaluated", replace)
 
@@ -128,34 +131,6 @@ def _kill_once(step_of, calls, trainer, step, lr):
     return step_of(trainer, step, lr)
 
 
-def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkeypatch):
-    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, 0.5, 1
-    monkeypatch.setattr("fxtune.training.run_clock.RunClock.step_seconds", property(lambda self: 1.0))
-    taken = RunEnd.evaluated
-
-    def slow(self, *arguments):
-        self.clock.takes["evaluation"] = 4.5
-        return taken(self, *arguments)
-
-    monkeypatch.setattr(RunEnd, "evaluated", slow)
-    stop = train.Trainer.step
-
-    def once(self, step, lr):
-        if step.index == 3:
-            monkeypatch.setattr(train.Trainer, "step", stop)
-            raise KeyboardInterrupt
-        return stop(self, step, lr)
-
-    monkeypatch.setattr(train.Trainer, "step", once)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(stopping)
-    monkeypatch.setattr("fxtune.training.run_clock.RunClock.step_seconds", property(lambda self: 0.01))
-    train.run(stopping)
-    lines = [line for line in history(Path("run")) if "eval/loss" in line]
-    assert [line["train/step"] for line in lines] == [2, 6, 12, 18, 20]
-    assert all(0 < line["eval/share_of_time"] < 1 for line in lines)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -196,42 +171,141 @@ def test_run_with_a_finish_file_decays_from_where_it_is(stopping, cwd, monkeypat
     assert not Path("run/finish").exists()
 
 
-def test_deadline_leaves_time_for_the_decay(stopping, cwd, monkeypatch, said):
-    """A clock by which each step takes ten seconds, and everything after the last step takes one second."""
-    seconds = {"now": 0.0}
-    monkeypatch.setattr(RunClock, "seconds", property(lambda self: seconds["now"]))
-    monkeypatch.setattr(RunClock, "step_seconds", property(lambda self: 10.0))
-    monkeypatch.setattr(RunEnd, "reserve", property(lambda self: 1.0))
-    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
-    stopping.data.eval_sources, stopping.train.eval_every = [], 0
-    stopping.train.max_minutes = 121 / 60
-    step_of = train.Trainer.step
+class Time:
+    """A clock that stands still unless it is moved."""
+
+    now = 0.0
+    startup = 0.0
+    """Seconds that a run's start takes."""
+    step = 10.0
+    """Seconds that a step takes."""
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch) -> Time:
+    """The clock of runs, by which each step takes ten seconds and nothing else takes any."""
+    time, step_of = Time(), train.Trainer.step
+    monkeypatch.setattr(train, "RunClock", lambda before: RunClock(time.startup, time))
 
     def count(self, step, lr):
-        seconds["now"] += 10.0
+        time.now += time.step
         return step_of(self, step, lr)
 
     monkeypatch.setattr(train.Trainer, "step", count)
-    result = train.run(stopping)
+    return time
+
+
+@pytest.fixture
+def timed(stopping) -> Config:
+    """A run of twenty steps that evaluates at its end alone and logs its last step alone."""
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 100
+    stopping.data.eval_sources, stopping.train.eval_every = [], 0
+    return stopping
+
+
+def test_deadline_leaves_time_for_the_decay(timed, cwd, time, said):
+    timed.train.max_minutes = 121 / 60
+    result = train.run(timed)
     # After step 9 there is time for 3 steps, just what the decay of a run of 12 takes.
     assert [result[name] for name in ("train/step", "train/last_step", "train/ended_early")] == [12, 12, "deadline"]
-    assert list(rates("run").values())[8:] == pytest.approx([1e-3, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
-    assert all("train/end_time" in line for line in history(Path("run")) if "train/loss" in line)
-    stopping.run.dir, stopping.schedule.name, seconds["now"] = "cosine", ScheduleName.cosine, 0.0
-    assert train.run(stopping)["train/step"] == 12
+    assert list(rates("run").values())[-3:] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    assert all("train/end_time" in line for line in history(Path("run"))[1:] if "train/loss" in line)
+    timed.run.dir, timed.schedule.name, time.now = "cosine", ScheduleName.cosine, 0.0
+    assert train.run(timed)["train/step"] == 12
     assert any("laid out for 20 steps and is cut off" in line for line in said)
-    stopping.run.dir, seconds["now"] = "late", 121.0
+    timed.run.dir, time.startup = "late", 121.0
     with pytest.raises(ConfigError, match=r"train.max_minutes=2.01667 is over before the first step"):
+        train.run(timed)
+
+
+def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkeypatch, time):
+    """Evaluations may take half of the time, and take 45 s each; a step takes 10 s until the run is killed, then 40 s."""
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, 0.5, 1
+    measure, step_of = HeldOutEvaluation.measure, train.Trainer.step
+
+    def slow(self, *arguments):
+        time.now += 45.0
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(HeldOutEvaluation, "measure", slow)
+
+    def once(self, step, lr):
+        if step.index == 3:
+            monkeypatch.setattr(train.Trainer, "step", step_of)
+            raise KeyboardInterrupt
+        return step_of(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", once)
+    with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
+    time.step = 40.0
+    train.run(stopping)
+    lines = [line for line in history(Path("run")) if "eval/loss" in line]
+    # Of 20 steps of 10 s each there is time for four evaluations. The first one came before the decision.
+    assert [line["train/step"] for line in lines] == [2, 8, 16, 20]
+    assert 0 < lines[-1]["eval/share_of_time"] < 0.5
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(14, 1), (25, 2), (35, 3)])
+@pytest.mark.parametrize("name", slow_but([ScheduleName.wsd, ScheduleName.cosine], ScheduleName.wsd))
+def test_deadline_of_a_few_steps_is_kept_to_a_step(timed, cwd, time, name, seconds, steps):
+    """Long before the first log line. The held-out data is evaluated at the end all the same."""
+    timed.schedule.name, timed.train.max_minutes, timed.data.eval_fraction = name, seconds / 60, 0.2
+    result = train.run(timed)
+    assert (result["train/step"], time.now) == (steps, 10.0 * steps)
+    assert result["eval/loss"] > 0
+    assert train.run(timed) == result, "the same command finds the run finished"
+
+
+def test_deadline_that_is_missed_is_called_too_short(timed, cwd, time, said):
+    timed.train.max_minutes = 5 / 60
+    assert train.run(timed)["train/step"] == 1
+    assert any(
+        "train.max_minutes=0.0833333 is too short by about 6 s. The run ends after step 1" in line for line in said
+    )
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+@pytest.mark.parametrize("step_seconds", [0.5, 7.0, 90.0])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_looks_at_the_clock_are_few_and_the_end_is_on_time(tmp_path, name, step_seconds, compiles):
+    """A run of an hour, whose first step takes a minute more where it compiles, by a clock that the test moves."""
+    config, planned = Config(), 20_000
+    config.train.max_minutes, config.schedule.name = 60.0, name
+    time, state = Time(), TrainState()
+    clock = RunClock(20.0, time)
+    end = RunEnd(config, tmp_path, World(torch.device("cpu")), clock, state, compiles)
+    schedule, looks = Schedule.of(config.schedule, 1e-3, planned), 0
+    clock.start(0)
+    time.now += 60.0 * compiles
+    while state.step < schedule.last:
+        state.step += 1
+        time.now += step_seconds
+        if end.looks(state.step):
+            looks += 1
+            clock.reached(state.step)
+            if decision := end.decide(schedule, evaluated=False, looks=True):
+                end.take(decision)
+                schedule = decision.schedule
+    assert 3600.0 - 2 * step_seconds <= clock.seconds + end.reserve <= 3600.0
+    assert looks <= 2 + 2 * math.log2(state.step)
+    if schedule.branches:
+        assert schedule.decay == pytest.approx(0.2 * schedule.last, abs=2)
 
 
 @pytest.mark.parametrize("name", slow_but([ScheduleName.wsd, ScheduleName.constant], ScheduleName.wsd))
 def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, monkeypatch, said, name):
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
     stopping.schedule.name, stopping.run.export = name, Export.last
-    stopping.run.dir, stopping.train.max_steps = "long", 12
+    stopping.schedule.warmup_ratio, ratio = 0.0, 0.2
+    stopping.run.dir, stopping.train.max_steps, stopping.schedule.warmup_steps = "long", 12, 2
     train.run(stopping)
+    # A run of 8 steps warms up in 2 of them, a run of 12 steps in 3.
     stopping.run.dir, stopping.train.max_steps = "run", 8
+    stopping.schedule.warmup_ratio, stopping.schedule.warmup_steps = ratio, 0
     short = train.run(stopping)
     stopping.train.max_steps = 12
     step_of = train.Trainer.step
@@ -249,7 +323,7 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     assert same(exported("run"), exported("long"))
     dropped = 2 if name is ScheduleName.wsd else 0  # the decay of the short run
     assert result["train/step"] == 12 + dropped
-    assert any("from 8 to 12 steps" in line for line in said)
+    assert any("from 8 to 12 steps" in line and "schedule.warmup_steps=2" in line for line in said)
     assert json.loads(Path("run/result-1.json").read_text()) == short
     assert train.run(stopping) == result, "the same command finds the extended run finished"
     stopping.train.max_steps = 8

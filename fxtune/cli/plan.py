@@ -62,14 +62,17 @@ def run(
         raise HubError(f"{error} {_shapes(str(config.model.path))}") from error
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
-        rows = []
+        rows, few = [], list[str]()
         for name in MODELS:
             found = _try(config, name, gpus, host_gib, lengths)
+            few = found.few_steps if isinstance(found, RunForecast) else few
             rows.append(_figures(name, found, gpus, price))
             if isinstance(found, RunForecast) and not found.fits:
                 rows[-1]["fitting_gpus"] = fitting_count(config, found, gpus, lengths)
         say(_cards_table(rows, gpus))
         _say_lengths(counted)
+        for line in few:
+            say(line)
         say("One of them in detail: --gpu NAME.")
         if json is not None:
             write_json(json, rows)
@@ -81,6 +84,8 @@ def run(
     say(_bar(forecast))
     say(_table(forecast, figures, gpus, price))
     _say_lengths(counted)
+    for line in forecast.few_steps:
+        say(line)
     if not forecast.fits:
         _say_changes(config, forecast, gpus, host_gib, lengths)
     if json is not None:

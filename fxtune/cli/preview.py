@@ -34,6 +34,7 @@ from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.facts import Facts
 from fxtune.training.ranks import facts_on_ranks
 from fxtune.training.rows import decide_rows
+from fxtune.training.step_count import few_steps
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -82,7 +83,8 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     print_statistics(data.training, console)
     print_lengths(data.tables, console)
     print_forecast(decided_with(on_ranks := facts_on_ranks(facts, config), on_ranks.degrees), data.training, console)
-    notes = [*padded, *data.training.notes()]
+    summary = data.training.summary()
+    notes = [*padded, *data.training.notes(), *few_steps(config.train, summary["steps"], summary["rows"])]
     if data.evaluation:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"

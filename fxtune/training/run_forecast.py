@@ -33,6 +33,7 @@ from fxtune.training.oom_advice import Change, MemoryPhase
 from fxtune.training.ranks import share
 from fxtune.training.refusals import refusals
 from fxtune.training.rows import decide_rows
+from fxtune.training.step_count import few_steps
 
 WHOLE_BYTES = 16 << 20
 """Files of a source up to this size in all are tokenized whole."""
@@ -88,6 +89,8 @@ class RunForecast:
     checkpoints: int
     """How many are on the disk at a time, at most."""
     export_bytes: int
+    few_steps: list[str] = field(default_factory=list)
+    """A line if the steps are too few to learn from."""
 
     @property
     def fits(self) -> bool:
@@ -182,6 +185,7 @@ def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths |
         int(trained * size * (1 + moments)),
         config.checkpoint.keep + (config.checkpoint.keep_best and held_out > 0) + 1,
         trained * size,
+        list(few_steps(train, steps, lengths.padded / facts.row_length)) if lengths else [],
     )
 
 

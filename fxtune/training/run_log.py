@@ -18,6 +18,7 @@ from fxtune.tracking.display import Display
 from fxtune.tracking.tracker import Tracker
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
+from fxtune.training.step_count import few_steps
 
 
 @dataclass
@@ -104,6 +105,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"{summary['steps']} steps of {data.training.step_rows}, {summary['epochs']:.2f} epochs; "
         f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
     )
+    yield from few_steps(config.train, summary["steps"], summary["rows"])
     settings = config.data
     if settings.own_questions() is not settings.questions:
         yield (

@@ -1,0 +1,45 @@
+"""Whether a run has enough steps to learn, and which settings give it more.
+
+Thinking Machines' guide, which optimizer.lr=auto follows too, aims at 100 steps at least and sees the best results
+with 1,000 or more; it finds that smaller batches give better models (docs/supervised-learning/sl-hyperparams.mdx of
+tinker-cookbook). Batches down to one document train as stably (arXiv 2507.07101). So more steps come from smaller
+batches first, then from more epochs: up to 4 of them, repeated rows are nearly worth new ones (arXiv 2305.16264).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fxtune.config.root import TrainConfig
+
+FEW = 50
+"""A run of fewer steps is told so. The quickstart learns its task in 87."""
+ENOUGH = 100
+"""Steps that the settings named here aim at."""
+EPOCHS = 4
+
+
+def few_steps(train: TrainConfig, steps: int | None, epoch_rows: float) -> Iterator[str]:
+    """A line if `steps`, of a run whose data has `epoch_rows` rows, are too few to learn from. Nothing where the user
+    chose the number of steps (train.max_steps) or a batch that grows."""
+    if steps is None or steps >= FEW or train.max_steps is not None or train.batch_ramp:
+        return
+    epochs, rows = train.epochs or 1.0, train.global_batch_size
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    size = next((size for size in sizes if epochs * epoch_rows / size >= ENOUGH), 1)
+    if (needed := epochs * epoch_rows / size) < ENOUGH and epochs < EPOCHS:
+        epochs = float(min(EPOCHS, math.ceil(epochs * ENOUGH / needed)))
+    keys = {
+        "train.micro_batch_size": (math.gcd(size, train.micro_batch_size), train.micro_batch_size),
+        "train.global_batch_size": (size, rows),
+        "train.epochs": (epochs, train.epochs or 1.0),
+    }
+    changed = " ".join(f"{key}={new:g}" for key, (new, now) in keys.items() if new != now)
+    found = round(epochs * epoch_rows / size)
+    few = f"{steps} step{'s' * (steps != 1)} of {rows} row{'s' * (rows != 1)} are too few to learn from"
+    if not changed:
+        yield f"{few}: 100 or more are a common rule. More rows of data are needed."
+        return
+    more = "" if found >= ENOUGH else f". That is still less than {ENOUGH}: more rows of data would help, too"
+    yield f"{few} (100 or more are a common rule): {changed} gives {found} steps{more}."

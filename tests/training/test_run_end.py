@@ -300,12 +300,11 @@ def test_looks_at_the_clock_are_few_and_the_end_is_on_time(tmp_path, name, step_
 def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, monkeypatch, said, name):
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
     stopping.schedule.name, stopping.run.export = name, Export.last
-    stopping.schedule.warmup_ratio, ratio = 0.0, 0.2
     stopping.run.dir, stopping.train.max_steps, stopping.schedule.warmup_steps = "long", 12, 2
     train.run(stopping)
     # A run of 8 steps warms up in 2 of them, a run of 12 steps in 3.
     stopping.run.dir, stopping.train.max_steps = "run", 8
-    stopping.schedule.warmup_ratio, stopping.schedule.warmup_steps = ratio, 0
+    stopping.schedule.warmup_ratio, stopping.schedule.warmup_steps = 0.2, 0
     short = train.run(stopping)
     stopping.train.max_steps = 12
     step_of = train.Trainer.step

@@ -322,6 +322,15 @@ def read_template_time(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def read_trained_tokens(path: Path) -> list[str] | None:
+    """The tokens that techniques.lora.train_tokens=auto chose when the run in `path` was started; None if none."""
+    try:
+        found = read_json(path / SETTING)["techniques"]["lora"]["train_tokens"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, list) and all(isinstance(token, str) for token in found) else None
+
+
 def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
     """The config of the run in `path`, or None if there is no run. Raises StorageError if it cannot be read."""
     file = path / name

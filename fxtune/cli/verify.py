@@ -36,7 +36,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.dims import EXPERTS
 from fxtune.models.proof import PROOF, changed_since
-from fxtune.models.structure import beside_text, observed, parameter_counts
+from fxtune.models.structure import beside_text, is_adapter, observed, parameter_counts
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.plugins import OBJECTIVES
 from fxtune.system.console import say, table, tick
@@ -229,8 +229,7 @@ def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[st
     wrong = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        != ("lora_" in name or "modules_to_save" in name if adapters else id(parameter) not in images)
+        if parameter.requires_grad != (is_adapter(name) if adapters else id(parameter) not in images)
     ]
     sizes = parameter_counts(model)
     count, total = sum(sizes[name] for name in gradients), sum(sizes.values())

@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fxtune.checkpoint.run_folder import read_config, read_template_time
+from fxtune.checkpoint.run_folder import read_config, read_template_time, read_trained_tokens
 from fxtune.config import discovery
 from fxtune.config.introspection import Slot, with_defaults
 from fxtune.config.needs import unread
@@ -36,6 +36,7 @@ from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, ref
 from fxtune.config.root import Config
 from fxtune.config.validate import Validator
 from fxtune.errors import ConfigError
+from fxtune.techniques.base import AUTO
 
 _ROOT = "train"
 """Name of the primary config: configs/train.yaml."""
@@ -119,6 +120,8 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
         )
     config.run.dir = config.train.pause_after = None
     config.data.template_time = config.data.template_time or read_template_time(folder)
+    if config.techniques.lora.train_tokens == AUTO:
+        config.techniques.lora.train_tokens = read_trained_tokens(folder)
     if all(choice.key != "data.cache_dir" for choice in choices):
         config.data.cache_dir = None
     return config

@@ -2,7 +2,8 @@
 
 A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max`
 are allowed values, `above` and `below` are not. The range of a list's field holds for each entry. A field that holds a
-value of one kind or a word is `Any` for OmegaConf, with the metadata {"kind": bool, "words": ("auto",)}.
+value of one kind or a word is `Any` for OmegaConf, with the metadata {"kind": bool, "words": ("auto",)}, and
+"nullable": True where it may also be null.
 
 Each number has a lower limit. One without an upper limit ends at LARGEST, so that no value overflows further on.
 """
@@ -97,7 +98,7 @@ class Slot:
 def _slot(hint: Any, metadata: Mapping[str, Any]) -> Slot:
     limits = {name: limit for name, limit in metadata.items() if name in _LIMITS}
     if "kind" in metadata:
-        return Slot(metadata["kind"], False, limits, metadata["words"])
+        return Slot(metadata["kind"], metadata.get("nullable", False), limits, metadata["words"])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [part for part in typing.get_args(hint) if part is not type(None)]
         return Slot(kinds[0], len(kinds) < len(typing.get_args(hint)), limits)

@@ -100,7 +100,9 @@ class Validator:
                 self.add(keys, f"`{name}` cannot be null; it is {expected(slot)}")
         elif slot.container is list or (slot.kind is Any and isinstance(value, list)):
             if not isinstance(value, list):
-                self.add(keys, f"`{name}` is a list: [{_shown(value)}], not {_shown(value)}")
+                if value not in slot.words:
+                    words = "".join(f" or {word}" for word in slot.words)
+                    self.add(keys, f"`{name}` is a list{words}: [{_shown(value)}], not {_shown(value)}")
                 return
             for index, item in enumerate(value):
                 self._check_below(slot, str(index), item, keys)

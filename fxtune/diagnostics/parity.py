@@ -42,6 +42,7 @@ from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Switch
 from fxtune.techniques.float8 import Float8
+from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
@@ -240,6 +241,7 @@ class _Comparison:
         device = self.builder.world.device
         loss = torch.zeros((), device=device, dtype=torch.float64)
         with self._built(pipeline, World(device)) as model:
+            as_peft(model)
             if float32:
                 _to_float32(model)
             if checkpointed:

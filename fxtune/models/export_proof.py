@@ -266,8 +266,9 @@ def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a base by the names that they have without adapters."""
     for path, module in base.named_modules():
         parts = path.split(".")
-        if not any(part.startswith(("lora_", "modules_to_save", "token_adapter")) for part in parts):
-            yield ".".join(part for part in parts if part not in ("base_layer", "original_module")), module
+        if not any(part.startswith(("lora_", "modules_to_save", "trainable_tokens")) for part in parts):
+            wrappers = ("base_layer", "original_module", "token_adapter")
+            yield ".".join(part for part in parts if part not in wrappers), module
 
 
 def _require_same_modules(model: Any, plain: Any) -> None:

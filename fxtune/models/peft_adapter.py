@@ -128,6 +128,10 @@ def _wrong_values(saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
         names = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not (names or value is None or isinstance(value, str)):
             yield f"{option}={shortened(value)}", "is not a list of names"
+    tokens = saved.get("trainable_token_indices") or []
+    tables = tokens.values() if isinstance(tokens, dict) else [tokens]
+    if not all(isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids) for ids in tables):
+        yield f"trainable_token_indices={shortened(tokens)}", "is not a list of token ids"
     alphas = {"lora_alpha": saved.get("lora_alpha")}
     for option in ("rank_pattern", "alpha_pattern"):
         value = saved.get(option) or {}

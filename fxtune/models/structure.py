@@ -102,10 +102,15 @@ def cache_keyword(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(_base(model).forward).parameters else "past_key_values"
 
 
+def is_adapter(parameter: str) -> bool:
+    """Whether the parameter of this name is peft's: of an adapter, a module trained in full, or trained rows."""
+    return any(part in parameter for part in ("lora_", "modules_to_save", "trainable_tokens"))
+
+
 def base_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the model's weights. Packed weights and adapters have dtypes of their own."""
     parameters = model.named_parameters()
-    return next(one.dtype for name, one in parameters if one.is_floating_point() and "lora_" not in name)
+    return next(one.dtype for name, one in parameters if one.is_floating_point() and not is_adapter(name))
 
 
 def beside_text(model: nn.Module) -> list[nn.Parameter]:

@@ -375,6 +375,7 @@ def _library_optimizers(
     tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tables |= set(head.parameters()) if head is not None else set()
+    tables |= {p for name, p in model.named_parameters() if "trainable_tokens" in name}  # rows of both
     tables |= {rows[table] for table in tables if table in rows}
     matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
     rest = [p for p in parameters if p.ndim != 2 or p in tables]

@@ -41,6 +41,8 @@ def refuses(facts: Facts) -> Iterator[str]:
         yield f"{kind} computes adapters from whole weights, which no rank has. Set {change}, {whole}."
     if lora.enabled and lora.modules_to_save:
         yield f"techniques.lora.modules_to_save copies whole weights, which no rank has. Remove it, {whole}."
+    if lora.enabled and lora.train_tokens:
+        yield f"techniques.lora.train_tokens copies rows of whole weights, which no rank has. Set it to null, {whole}."
     if lora.enabled and (model := skeleton(facts.model)) is not None and select(model, lora).experts:
         yield (
             "peft adds adapters of experts to whole weights in each pass. Set "

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -39,6 +39,7 @@ from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
+from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.lora.fuse import fuses_mlps
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
@@ -258,23 +259,36 @@ class Pipeline:
             return
         yield f"{taken}, {here}. Use {', '.join(change for change, helps in changes.items() if helps)}, or a GPU."
 
-    def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
+    def build(
+        self, model: ModelConfig, hf_config: Any, world: World, seed: int, special_tokens: Sequence[int] = ()
+    ) -> nn.Module:
         """Configure and build the model and apply the techniques of a resolved pipeline, in order.
 
-        `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`.
+        `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the
+        ids of those in the data, among which techniques.lora.train_tokens=auto chooses; it is decided here.
         """
         if model.adapter and not self.lora.enabled:
             raise ConfigError(
                 f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the "
                 "adapter."
             )
+        tokenizer = cache(partial(models.load_tokenizer, model))
+        if self.lora.enabled:
+            self.lora.find_tokens(tokenizer, model.adapter)
         if model.adapter:
             self.lora.check_start(model.adapter)
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)
         by_rows = world.degrees.shard == 1 and self._quantizes_rows(model, hf_config, world)
+        if by_rows and self.lora.train_tokens == AUTO:
+            raise ConfigError(
+                "techniques.lora.train_tokens: auto looks at the rows of the base, which is quantized here while it "
+                "is read. Name the tokens."
+            )
         built: nn.Module = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
+        if self.lora.enabled:
+            self.lora.choose_tokens(built, tokenizer, special_tokens)
         observe_routers(built, world.device)
         if not self.lora.enabled:  # adapters freeze the whole base
             for parameter in beside_text(built):
@@ -299,6 +313,8 @@ class Pipeline:
             else:
                 divided_weights.divide(built, world, self.precision)
             models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
+            if self.lora.enabled and not model.adapter:
+                trained_tokens.read_rows(built)
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:

@@ -228,10 +228,17 @@ class Quantize(Technique):
         trained = {*lora.modules_to_save, *lora.target_modules} if lora.enabled else set()
         for option, module in (("head", head), ("embeddings", embedding)):
             names = [name for name, one in model.named_modules() if one is module]
-            if getattr(self, option) and any(matches(names[0], str(one)) for one in trained):
+            if not getattr(self, option):
+                continue
+            if any(matches(names[0], str(one)) for one in trained):
                 yield (
                     f"{option}: techniques.lora trains {names[0]}, and fp8 weights are frozen. Set it to false, or "
                     "remove it from target_modules and modules_to_save."
+                )
+            elif lora.enabled and lora.train_tokens:
+                yield (
+                    f"{option}: techniques.lora.train_tokens trains rows of {names[0]}, and fp8 weights are frozen. "
+                    "Set it to false, or train_tokens to null."
                 )
 
     def _check_card(self, facts: Facts) -> Iterator[str]:

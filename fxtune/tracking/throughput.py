@@ -113,6 +113,8 @@ def _matmul(module: nn.Module) -> tuple[int, int] | None:
     def sizes(candidate: nn.Module) -> tuple[int, int] | None:
         names = ("nx", "nf") if type(candidate).__name__ == "Conv1D" else ("in_features", "out_features")  # GPT-2
         rows, columns = (getattr(candidate, name, None) for name in names)
+        if isinstance(getattr(candidate, "base_layer", None), nn.Embedding):  # PEFT's: it looks rows up
+            return None
         return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
 
     inner = any(sizes(child) for child in module.modules() if child is not module)

@@ -26,6 +26,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, SourceConfig, time_of_templates
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
+from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.sharding import free_gathered, sharding_of
@@ -76,6 +77,8 @@ class RunBuilder:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
         ranks, and nothing can be built. `threads`: the number of CPU threads that a resumed run was started with."""
         self.config = config
+        self.special_tokens: list[int] = []
+        """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. read() finds them."""
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic:
@@ -157,6 +160,8 @@ class RunBuilder:
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
+        if self.techniques.lora.enabled and self.techniques.lora.train_tokens == AUTO:
+            self.special_tokens = used_special_tokens(data.tables, tokenizer)
         if config.optimizer.lr == update_rule.AUTO:
             found = guess(config.optimizer, self.facts, data.training.documents_per_step)
             self.config = replace(config, optimizer=replace(config.optimizer, lr=found.rate))
@@ -170,7 +175,8 @@ class RunBuilder:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
-            return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
+            model, seed = self.config.model, self.config.run.seed
+            return self.techniques.build(model, self.hf_config, self.world, seed, self.special_tokens)
 
     @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: nn.Module) -> LanguageModel:

@@ -42,7 +42,10 @@ BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
-BEFORE = {"lora": {"grouped_experts": "off"}, "quantize": {"transpose": "on", "experts": "off", "linears": "on"}}
+BEFORE: dict[str, dict[str, Any]] = {
+    "lora": {"grouped_experts": "off", "train_tokens": None},
+    "quantize": {"transpose": "on", "experts": "off", "linears": "on"},
+}
 """Options that earlier versions did not have, by technique, with the value by which their runs were trained."""
 DRAWS = {"draws": "one seed a weight"}
 """How stochastic rounding draws its random bits, as setting.json records it."""
@@ -99,7 +102,9 @@ class ResumeCheck:
             }
             if different:
                 changes[name] = dataclasses.replace(technique, **different)
-                values = (f"{key}={was[key]} (today it would be {decisions[key]})" for key in different)
+                # What is decided on the built model is still `auto` today.
+                aside = {key: f" (today it would be {now})" * (now != AUTO) for key, now in decisions.items()}
+                values = (f"{key}={was[key]}{aside[key]}" for key in different)
                 self.note(f"{name}: as when the run was started, {', '.join(values)}")
         return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
 

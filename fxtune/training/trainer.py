@@ -318,14 +318,13 @@ class Trainer:
         """Say which special tokens of the data have no trained row in the base, and what trains them."""
         if not self.techniques.lora.enabled:
             return
-        found = untrained_rows(self.model, used_special_tokens(self.data.tables, self.tokenizer))
+        trained = self.builder.techniques.lora.token_ids
+        used = [token for token in used_special_tokens(self.data.tables, self.tokenizer) if token not in trained]
+        found = untrained_rows(self.model, used)
         if not found:
             return
         tokens = sorted({token for rows in found.values() for token in rows})
-        if self.facts.tied_embeddings:
-            way = "full fine-tuning (techniques.lora.enabled=false) trains them"
-        else:
-            way = f"techniques.lora.modules_to_save=[{','.join(found)}] trains them"
+        way = "techniques.lora.train_tokens=auto trains them"
         self.screen.note(
             f"the base has never trained {', '.join(self.tokenizer.convert_ids_to_tokens(tokens))}: these rows of "
             f"{' and '.join(found)} are zero or the same as others, and adapters leave them so; {way}, or use a chat "

@@ -274,6 +274,7 @@ CASES: dict[str, Case] = {
     "techniques.lora.rank_pattern": Case(built, "{q_proj: 4}"),
     "techniques.lora.alpha_pattern": Case(step, "{q_proj: 4}"),
     "techniques.lora.modules_to_save": Case(built, "[norm]"),
+    "techniques.lora.train_tokens": Case(built, "['<|im_end|>']"),
     "techniques.lora.rslora": Case(step, "true"),
     "techniques.lora.dora": Case(built, "true"),
     "techniques.lora.init": Case(built, "gaussian"),

@@ -29,6 +29,7 @@ def sharded(techniques, model=None):
         ({"lora": {"dora": True}}, "Set techniques.lora.dora=false"),
         ({"lora": {"init": "pissa"}}, "pissa computes adapters from whole weights"),
         ({"lora": {"modules_to_save": ["lm_head"]}}, "modules_to_save copies whole weights"),
+        ({"lora": {"train_tokens": ["a"]}}, "train_tokens copies rows of whole weights"),
         ({**LORA, "compile": {"scope": "model"}}, "Set techniques.compile.scope=layers"),
     ],
 )

@@ -341,6 +341,10 @@ def refused(
             {"here": {"head": True}, "modules_to_save": ["lm_head"]},
             "head: techniques.lora trains lm_head, and fp8 weights are frozen",
         ),
+        (
+            {"here": {"head": True}, "train_tokens": ["a"]},
+            "head: techniques.lora.train_tokens trains rows of lm_head",
+        ),
         ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
     ],
 )

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from fxtune.errors import ConfigError, nearest
 from fxtune.models.peft_adapter import lost_on_loading
 from fxtune.models.structure import backbone, decoder_layers, is_named
+from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
@@ -189,6 +190,9 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
                 f"{option}: {len(lost)} modules in {beside}, such as {lost[0]}, would get no gradient, because text "
                 f"does not reach {beside}. {change}."
             )
+    if lora.train_tokens:
+        trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
+        yield from trained_tokens.problems(model, trained)
     for path in chosen.modules:
         if is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:
             yield f"target_modules: {path} is a {type(named[path]).__name__}, which is no plain linear. Take it out."
@@ -201,6 +205,7 @@ def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device
         return [path for path, _ in every if path and any(matches(path, entry) for entry in entries)]
 
     config = _read_as_experts(model, lora)[0] if chosen.experts else lora.peft_config([])
+    config.trainable_token_indices = trained_tokens.indices(model, lora.token_ids) if lora.token_ids else None
     plain = all(NAME.fullmatch(entry) for entry in lora.target_modules)
     as_written = plain and named_by(lora.target_modules, model.named_modules()) == chosen.modules
     of_modules = {one for one in lora.target_modules if named_by([one], model.named_modules())}

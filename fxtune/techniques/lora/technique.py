@@ -14,7 +14,7 @@ adapters' products in the dtype of the base, as under autocast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,11 +27,12 @@ from fxtune.errors import ConfigError
 from fxtune.models.dims import EXPERTS
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.probe import probe_logits, relative_distance
-from fxtune.models.structure import base_dtype, observed, parameter_counts, running_on_text, skeleton
+from fxtune.models.structure import base_dtype, is_adapter, observed, parameter_counts, running_on_text, skeleton
+from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.console import say
-from fxtune.techniques.base import Evidence, Switch, Technique
+from fxtune.techniques.base import AUTO, Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
-from fxtune.techniques.lora import gemm_backend, targets
+from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 from fxtune.techniques.lora.experts import follows_interface, group_experts, observe_experts
 from fxtune.techniques.lora.targets import ALL_LINEAR
 from fxtune.upstream.peft import alone
@@ -92,6 +93,10 @@ class Lora(Technique):
     """Another alpha for some modules, named as in rank_pattern."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained in full and saved with the adapter."""
+    train_tokens: Any = field(default=None, metadata={"kind": list[str], "words": (AUTO,), "nullable": True})
+    """Tokens whose rows of the embedding and the head are trained and saved with the adapter. `auto`: the special
+    tokens of the data whose rows the base has never trained (they are zero, or the same as others); with
+    model.adapter, the tokens of that adapter."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) in place of alpha / r (arXiv 2312.03732)."""
     dora: bool = False
@@ -116,6 +121,8 @@ class Lora(Technique):
         # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused, or nothing compiles.
         self._fused_by_auto = self._cute_by_auto = self._grouped_by_auto = False
         self._not_compiled = ""  # why quack's kernel did not compile
+        self.token_ids: list[int] = []
+        """The ids of train_tokens, once find_tokens() or choose_tokens() knows them."""
 
     @property
     def factored(self) -> bool:
@@ -136,6 +143,8 @@ class Lora(Technique):
             yield f"fused: {why}. Use auto or off."
         if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
             yield f"matmul: cute, but {why}. Or use auto."
+        if self.train_tokens == []:
+            yield f"train_tokens: empty, so no row is trained. Name tokens, or use {AUTO} or null."
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
         if tied and facts.tied_embeddings:
             yield (
@@ -145,7 +154,7 @@ class Lora(Technique):
         # Plain adapters on all linears fit any model, so building its skeleton is not needed.
         entries = (self.modules_to_save, self.exclude_modules, self.layers_to_transform)
         patterns = (self.rank_pattern, self.alpha_pattern)
-        kinds = (self.dropout, self.dora, self.factored)
+        kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
         if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):
             model = skeleton(facts.model)
             yield from targets.problems(model, self) if model is not None else ()
@@ -213,6 +222,8 @@ class Lora(Technique):
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         targets.require_loadable(adapted, chosen)
         _train_in_float32(adapted)
+        if self.token_ids:
+            trained_tokens.prepare(adapted)
         adapted.base_start, adapted.targets = start, chosen
         if self.grouped_experts is not Switch.off:
             group_experts(adapted)
@@ -241,6 +252,39 @@ class Lora(Technique):
                 init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
                 task_type="CAUSAL_LM",
             )
+
+    def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None) -> None:
+        """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.
+
+        `tokenizer`: loads it. Raises ConfigError for a token that it does not have, and for other tokens than those of
+        `adapter`.
+        """
+        if self.train_tokens not in (None, AUTO):
+            self.token_ids = trained_tokens.ids_of(self.train_tokens, tokenizer())
+        saved = trained_tokens.ids_of_adapter(adapter) if adapter else []
+        if adapter and self.train_tokens == AUTO:
+            self._train(saved, tokenizer())
+        elif adapter and saved != self.token_ids:
+            names = tokenizer().convert_ids_to_tokens(saved)
+            raise ConfigError(
+                f"model.adapter={adapter} was made with other options:\n  techniques.lora.train_tokens: "
+                f"{self.train_tokens} in the recipe, {names or None} in the adapter\n"
+                "To train this adapter further, set techniques.lora.train_tokens="
+                f"{AUTO + ', which takes those of the adapter' if saved else 'null'}."
+            )
+
+    def choose_tokens(self, base: Any, tokenizer: Callable[[], Any], special_tokens: Sequence[int]) -> None:
+        """Decide `auto`: those of `special_tokens` whose rows `base` has never trained."""
+        if self.train_tokens != AUTO:
+            return
+        base.requires_grad_(False)  # as adapters will freeze it
+        found = sorted({token for rows in untrained_rows(base, special_tokens).values() for token in rows})
+        self._train(found, tokenizer())
+        seen = "the base has trained all special tokens of the data, so no rows are trained"
+        say(f"techniques.lora.train_tokens: {'auto trains ' + ', '.join(self.train_tokens) if found else seen}.")
+
+    def _train(self, ids: list[int], tokenizer: Any) -> None:
+        self.token_ids, self.train_tokens = ids, tokenizer.convert_ids_to_tokens(ids) or None
 
     def check_start(self, adapter: str) -> None:
         """start_from()'s ConfigError for options that can be compared before the base is loaded."""
@@ -273,7 +317,7 @@ class Lora(Technique):
         complete = modules == {*model.targets.modules} and len(wrappers) == len(model.targets.experts)
         counts = parameter_counts(model)
         learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        strays = [name for name in learning if "lora_" not in name and "modules_to_save" not in name]
+        strays = [name for name in learning if not is_adapter(name)]
         trained, total = sum(counts[name] for name in learning), sum(counts.values())
         yield Evidence(
             "lora",
@@ -284,6 +328,8 @@ class Lora(Technique):
         )
         if model.targets.experts:
             yield self._experts(model, probe)
+        if self.token_ids:
+            yield self._trains_rows(model, probe)
         if self.fused is Switch.on:
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
@@ -323,6 +369,19 @@ class Lora(Technique):
             f"{seen.experts:,} experts in {seen.layers} layers have adapters, {seen.grouped} run grouped matmuls; "
             f"of {seen.reached:,} experts that a small row reaches, {seen.learning:,} have a gradient",
             seen.learning == seen.reached > 0 and (not demanded or seen.grouped == seen.layers),
+        )
+
+    def _trains_rows(self, model: Any, probe: dict[str, Any]) -> Evidence:
+        """Gradients of the rows, and logits with other rows than the base's, against those of peft's own code."""
+        seen = trained_tokens.observe(model, probe)
+        limit = 1e-4 if base_dtype(model) is torch.float32 else 5e-2
+        return Evidence(
+            "lora",
+            f"rows of {len(self.token_ids)} tokens are trained as peft trains them (train_tokens)",
+            f"{seen.learning} of {seen.expected} rows have a gradient; with other rows the logits are "
+            f"{seen.from_base:.1e} from the base's and {seen.from_peft:.1e} from peft's",
+            seen.learning == seen.expected and seen.from_peft <= limit and seen.from_base > seen.from_peft,
+            "lora.train_tokens",
         )
 
     def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:

@@ -1,0 +1,179 @@
+"""Rows of the embedding and the head that are trained beside adapters (`techniques.lora.train_tokens`), through peft's
+own `trainable_token_indices`. All other rows stay those of the base, bit for bit.
+
+peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass peft writes them into a
+copy of the whole table, whose gradient is as large again: 2 GB for 128k tokens of width 4,096 in bfloat16, in the head
+for each chunk of the loss. Here the base's table runs as it is, and what the trained rows give takes the place of its
+results for these tokens: the same mathematics, for a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxtune.errors import ConfigError, did_you_mean
+from fxtune.models.peft_adapter import fetch_adapter, read_options
+from fxtune.models.probe import relative_distance
+from fxtune.models.structure import observed
+from fxtune.system.hub import locate_adapter
+
+KEY = "techniques.lora.train_tokens"
+
+
+def ids_of(tokens: Sequence[str], tokenizer: Any) -> list[int]:
+    """The ids of `tokens`, ascending. Raises ConfigError for one that the tokenizer does not have."""
+    known, special = tokenizer.get_vocab(), [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    for token in tokens:
+        if token not in known:
+            raise ConfigError(f"{KEY}: the tokenizer has no token {token}{did_you_mean(token, special)}")
+    return sorted({known[token] for token in tokens})
+
+
+def ids_of_adapter(adapter: str) -> list[int]:
+    """The ids of the tokens whose rows `adapter` (a folder or a hub id) trains, ascending. Raises as
+    read_options()."""
+    origin, key = locate_adapter(adapter), "model.adapter"
+    fetch_adapter(origin, adapter, key)
+    found = read_options(origin, adapter, key).get("trainable_token_indices") or []
+    return sorted({token for ids in found.values() for token in ids} if isinstance(found, dict) else found)
+
+
+def problems(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
+    """Why rows of `model`, without adapters yet, cannot be trained. `trained`: modules with trained weights besides
+    these rows, and by which option."""
+    for path, table in _tables(model).items():
+        if option := trained.get(path):
+            yield f"train_tokens: {option} already trains {path}. Take it out there, or set train_tokens to null."
+        elif not _is_lookup(table) and not isinstance(table, nn.Linear):
+            yield f"train_tokens: {path} is a {type(table).__name__}, in which peft trains no rows. Set it to null."
+
+
+def indices(model: Any, ids: list[int]) -> list[int] | dict[str, list[int]]:
+    """peft's `trainable_token_indices`. A list stands for the embedding and a head that is the same tensor; a head
+    with another weight needs another entry."""
+    tables = _tables(model)
+    if len(tables) == 1 or len({id(table.weight) for table in tables.values()}) == 1:
+        return ids
+    paths = [path for path, _ in model.named_modules()]
+    leaves = {path: path.rpartition(".")[2] for path in tables}
+    # peft takes each module whose name ends so.
+    return {leaf if sum(other.endswith(leaf) for other in paths) == 1 else path: ids for path, leaf in leaves.items()}
+
+
+def prepare(adapted: Any) -> None:
+    """Make the rows that peft trains float32, as adapters are, and let the base's tables run beside them.
+
+    Raises ConfigError if peft has not wrapped both tables.
+    """
+    for table in (adapted.get_input_embeddings(), adapted.get_output_embeddings()):
+        if table is not None and not hasattr(table, "token_adapter"):
+            raise ConfigError(f"{KEY}: peft trains no rows of this model's {type(table).__name__}. Set it to null.")
+    for layer in _layers(adapted):
+        for name, rows in layer.trainable_tokens_delta.items():
+            rows.data = rows.data.float()
+            # Sorted, so that a row is found by its token. Beside the state that peft saves.
+            layer.register_buffer("trained_ids", torch.tensor(layer.token_indices[name], device=rows.device), False)
+    _run_apart(adapted)
+
+
+def read_rows(adapted: Any) -> None:
+    """Take the trained rows from the base, whose weights had not been read when the rows got their memory."""
+    with torch.no_grad():
+        for layer in _layers(adapted):
+            for name, rows in layer.trainable_tokens_delta.items():
+                rows.copy_(layer.base_layer.weight[layer.trained_ids])
+                layer.trainable_tokens_original[name].copy_(rows)
+
+
+def as_peft(adapted: nn.Module) -> None:
+    """Run the trained rows by peft's own code."""
+    for layer in _layers(adapted):
+        vars(layer).pop("forward_adapters", None)
+
+
+class Observed(NamedTuple):
+    """What observe() has seen."""
+
+    learning: int
+    """Rows with a gradient, over all matrices."""
+    expected: int
+    from_peft: float
+    """Relative distance of the logits from those of peft's own code, with other rows than the base's."""
+    from_base: float
+
+
+def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
+    """Run a probe in which trained tokens stand, and see which rows get a gradient, and whether the rows act."""
+    layers = [layer for layer in _layers(adapted) if layer.tied_adapter is None]
+    matrices = [next(iter(layer.trainable_tokens_delta.values())) for layer in layers]
+    ids = probe["input_ids"].clone()
+    shown = layers[0].trained_ids[: ids.shape[1]]
+    ids[0, : len(shown)] = shown
+    probe = {**probe, "input_ids": ids}
+    with observed(adapted), torch.compiler.set_stance("force_eager"):
+        with torch.enable_grad():
+            total = adapted(**probe).logits.float().logsumexp(-1).sum()
+            found = torch.autograd.grad(total, matrices)
+        learning = sum(int(gradient.any(-1).sum()) for gradient in found)
+        in_head = [len(layers) == 1 or not _is_lookup(layer.base_layer) for layer in layers]
+        expected = sum(len(matrix) if head else len(shown) for matrix, head in zip(matrices, in_head, strict=True))
+        before = [matrix.detach().clone() for matrix in matrices]
+        with torch.no_grad():
+            try:
+                for matrix in matrices:  # a new adapter has the base's rows
+                    matrix.copy_(matrix.roll(1, -1) + matrix.abs().mean() + 0.01)
+                own = adapted(**probe).logits
+                as_peft(adapted)
+                peft = adapted(**probe).logits
+            finally:
+                _run_apart(adapted)
+                for matrix, rows in zip(matrices, before, strict=True):
+                    matrix.copy_(rows)
+            base = adapted(**probe).logits
+    return Observed(learning, expected, relative_distance(own, peft), relative_distance(own, base))
+
+
+def _forward(layer: Any, x: torch.Tensor, active: Sequence[str], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """TrainableTokensLayer.forward_adapters() without a copy of the table."""
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()
+    result: torch.Tensor = layer.base_layer(x, *args, **kwargs)
+    if layer.disable_adapters or layer.merged or not active:
+        return result
+    rows, ids = layer.trainable_tokens_delta[active[0]], layer.trained_ids
+    if not _is_lookup(layer.base_layer):
+        logits = F.linear(x, rows.to(x.dtype))
+        bias = layer.base_layer.bias
+        logits = logits if bias is None else logits + bias[ids]
+        return result.index_copy(-1, ids, logits.to(result.dtype))
+    at = torch.searchsorted(ids, x).clamp(max=len(ids) - 1)
+    # In float32 until the end, so that the gradients of a row, which occurs often, add up in float32.
+    vectors = F.embedding(at, rows)
+    if (scale := getattr(layer.base_layer, "embed_scale", None)) is not None:  # Gemma's
+        vectors = vectors.to(result.dtype) * torch.as_tensor(scale).to(result.device, result.dtype)
+    return torch.where((ids[at] == x)[..., None], vectors.to(result.dtype), result)
+
+
+def _run_apart(adapted: nn.Module) -> None:
+    for layer in _layers(adapted):
+        layer.forward_adapters = partial(_forward, layer)
+
+
+def _tables(model: Any) -> dict[str, Any]:
+    """The embedding and the head, by name."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {path: module for path, module in model.named_modules() if any(module is end for end in ends)}
+
+
+def _is_lookup(table: Any) -> bool:
+    return isinstance(table, nn.Embedding)
+
+
+def _layers(adapted: nn.Module) -> list[Any]:
+    return [module for module in adapted.modules() if hasattr(module, "trainable_tokens_delta")]

@@ -92,7 +92,7 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["model.revision=12e4"], "put it in quotes"),
         (["run.name=null"], "cannot be null"),
         (["optimizer.betas=0.9"], "is a list"),
-        (["techniques.lora.train_tokens=end"], "is a list or auto: [end], not end"),
+        (["techniques.lora.train_tokens=end"], "is a list or auto: ['end'], not 'end'"),
         (["train=3"], "has keys of its own"),
         (["optimizer.lr=1,2"], "Add -m for one run each"),
         (["~optimizer.lr"], "no key can be taken out"),

@@ -197,6 +197,7 @@ def test_rows_of_a_base_that_is_quantized_as_it_is_read_are_the_base_s(tmp_path,
     model = ModelConfig(path=str(on_disk(tmp_path / "base", **wide)))
     pipeline = lora(train_tokens=["t5", "t9"])
     pipeline.quantize.enabled, pipeline.quantize.type = True, Type.int8
+    pipeline, _ = pipeline.resolved(facts_of(model))
     whole = built(pipeline, model)
     monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
     mine = built(pipeline, model)

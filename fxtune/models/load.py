@@ -66,6 +66,12 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Needs a revision that is a full commit hash."""
 
+    @property
+    def on_hub(self) -> bool:
+        """Whether `path` is a hub id."""
+        path = self.path or ""
+        return bool(path) and not path.startswith("builtin:") and not os.path.exists(os.path.expanduser(path))
+
 
 def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
     """`model` with the weights that its run exported to `folder`: an adapter over the same base, or a whole model with
@@ -298,13 +304,7 @@ def _check(model: ModelConfig) -> None:
             "model.path is null and model.architecture has no model_type: name a model, or write an architecture "
             "(model_type and its sizes) with model.init=random."
         )
-    local = model.path is None or model.path.startswith("builtin:") or os.path.exists(os.path.expanduser(model.path))
-    if model.revision is not None and local:
-        raise ConfigError(
-            f"model.revision={model.revision} is a version of a hub model, and model.path={model.path} is none. Set "
-            "model.revision=null, or model.path to a hub id."
-        )
-    if model.trust_remote_code and (local or not is_commit(model.revision)):
+    if model.trust_remote_code and (not model.on_hub or not is_commit(model.revision)):
         raise ConfigError(
             "model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it needs a "
             f"hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision (here "

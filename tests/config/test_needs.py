@@ -46,6 +46,7 @@ REFUSED = [
     ),
 ]
 NAMED = [
+    (["model.revision=main"], "model.revision=main", "a hub id in model.path"),
     (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
     (["tracking.wandb.project=mine"], "tracking.wandb.project=mine", "tracking.wandb.mode=auto|online|offline"),
     (

@@ -1,4 +1,5 @@
-"""Every key of the schema acts or is refused, and no number of any size ends in a traceback or in no end.
+"""Every key of the schema acts or is refused, or a line of the run names it as unread. No number of any size ends in a
+traceback or in no end.
 
 `CASES` says, for each key, another value, what is set beside it, and where its effect is observed (support/observed.py:
 batches, a step, a run). A new key fails until it has a line. What an observer sees is built or trained from the config,
@@ -126,7 +127,7 @@ CASES: dict[str, Case] = {
     "run.export": Case(trained, "last", f"{RISES} train.eval_every=1 train.global_batch_size=4"),
     "run.report": Case(trained, "true"),
     "model.path": Case(batches, "no/folder", refused="no/folder"),
-    "model.revision": Case(batches, "main", refused="revision"),
+    "model.revision": Case(trained, "main", "tracking.display=plain"),
     "model.dtype": Case(built, "bfloat16"),
     "model.init": Case(built, "random", "model.init=pretrained model.architecture={}"),
     "model.architecture": Case(built, NARROW.replace("num_hidden_layers: 2", "num_hidden_layers: 1")),

@@ -5,15 +5,17 @@
 An input is a line of a JSONL file (one in fifty: a complete file of another kind). It is a conversation, an Alpaca row, a text and
 so on, made of difficult pieces (special tokens, lone surrogates, half emojis, strings that templates look for). Half of the inputs
 are then damaged: a value of another type, a missing key, a repeated turn, bytes flipped, removed or inserted. Files of a hundred
-lines go through `tokenize`, as in a run, with the tokenizers and chat templates of eight model families, with generation marks and
-without. For each file it checks:
+lines go through `tokenize`, as in a run, with the tokenizers and chat templates of twelve model families, with generation marks and
+without, and with other values of `data.learn` and `data.on_rewritten`. For each file it checks:
 
 - only fxtune's own errors are raised, and no file takes longer than SECONDS;
 - every line is a document or a quarantined row with a short reason;
 - in a chat, only the template's special tokens open and close turns: there are as many assistant turns as the row has, and every
   supervised token is inside one. This is read from the ids alone;
 - in an input that was not damaged, no supervised token is of a user, a system message, a tool, a prompt or an answer that the row
-  switches off: these texts, and no others, contain a diamond. Text, prompts and pre-tokenized rows have exactly their own mask.
+  switches off: these texts, and no others, contain a diamond. Text, prompts and pre-tokenized rows have exactly their own mask;
+- in such a chat, as many turns are supervised as `data.learn` and the row say. Where a chat becomes a document for each question,
+  each turn is supervised in one of them, behind the very prompt that sampling would give.
 
 If a check fails, the exit code is 1 and the inputs are kept in FOLDER.
 """
@@ -46,8 +48,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support import families  # the tests' tokenizers and templates
 
-from fxtune.data.chat.normalize import SHAREGPT_ROLES
-from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
+from fxtune.data.chat.normalize import REASONING_KEYS, SHAREGPT_ROLES, VARIABLES
+from fxtune.data.config import ChatRole, DataConfig, LearnConfig, OnBadRow, OnRewritten, SourceConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import UserError
@@ -58,7 +60,16 @@ SECONDS = 300.0
 """A file that takes longer counts as a hang. Most take a tenth of a second."""
 LONGEST_REASON = 1000
 DIAMOND = "♦"
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool", **SHAREGPT_ROLES}
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system", "tool": "tool"}
+ROLES |= {"function": "tool", **SHAREGPT_ROLES}
+ALL_FAMILIES = [*families.FAMILIES, *(set(families.TOOL_FAMILIES) - set(families.FAMILIES))]
+LEARN = [
+    *[LearnConfig()] * 4,
+    LearnConfig(tool_calls=False),
+    LearnConfig(last_turn_only=True),
+    LearnConfig(since_last_question=True),
+    LearnConfig(roles=[ChatRole.user, ChatRole.assistant]),
+]
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,7 @@ class Maker:
         if form is RowFormat.messages:
             return self._messages()
         if form is RowFormat.sharegpt:
-            names = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
+            names = {"system": "system", "developer": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
             return {
                 "conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in self._turns()]
             }
@@ -283,15 +294,23 @@ class Maker:
         return {"text": self.text()}
 
     def _turns(self) -> list[dict[str, Any]]:
-        turns = [{"role": "system", "content": self.other()}] if self.draw.random() < 0.3 else []
+        role = self.draw.choice(("system", "system", "developer"))
+        turns = [{"role": role, "content": self.other()}] if self.draw.random() < 0.3 else []
         for _ in range(self.draw.randint(1, 3)):
             turns += [{"role": "user", "content": self.other()}, {"role": "assistant", "content": self.text()}]
         return turns
 
     def _messages(self) -> dict[str, Any]:
         row: dict[str, Any] = {"messages": self._turns()}
+        thinks, uses_tools = self.draw.random() < 0.25, self.draw.random() < 0.2
+        if uses_tools:
+            row["messages"] = [turn for each in row["messages"] for turn in self._with_round(each)]
         for turn in row["messages"]:
             if turn["role"] != "assistant":
+                continue
+            if thinks and self.draw.random() < 0.8:
+                turn[self.draw.choice(("reasoning_content", "thinking", "reasoning"))] = self.text()
+            if uses_tools:
                 continue
             if self.draw.random() < 0.1:
                 turn |= {"weight": 0, "content": self.other()}
@@ -301,11 +320,33 @@ class Maker:
                 turn |= {"content": words(), "tool_calls": [call], "train": words == self.text}
             elif self.draw.random() < 0.1:
                 turn["reasoning_content"] = self.text()
-        if self.draw.random() < 0.1:
+        if self.draw.random() < 0.05:
+            row["chat_template_kwargs"] = {"enable_thinking": self.draw.random() < 0.5}
+        if self.draw.random() < (0.7 if uses_tools else 0.1):
             row["tools"] = [
                 {"type": "function", "function": {"name": "f", "description": self.other(), "parameters": {}}}
             ]
         return row
+
+    def _with_round(self, turn: dict[str, Any]) -> list[dict[str, Any]]:
+        """An answer, now and then behind one or two calls with their results."""
+        rounds: list[dict[str, Any]] = []
+        for number in range(self.draw.choice((0, 1, 1, 2)) if turn["role"] == "assistant" else 0):
+            name = f"call{number}abcd"
+            call = {
+                "id": name,
+                "type": "function",
+                "function": {"name": "f", "arguments": {self.text(2): self.text(2)}},
+            }
+            rounds += [
+                {
+                    "role": "assistant",
+                    "content": None if self.draw.random() < 0.5 else self.text(),
+                    "tool_calls": [call],
+                },
+                {"role": "tool", "content": self.other(), "tool_call_id": name},
+            ]
+        return [*rounds, turn]
 
     def broken(self, row: Any) -> Any:
         """Replace a value, rename or remove a key, or repeat an entry."""
@@ -356,6 +397,7 @@ class Report:
     tokens: int = 0
     supervised: int = 0
     escaped: int = 0
+    questions: int = 0
     slowest: float = 0.0
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     violations: list[str] = field(default_factory=list)
@@ -385,6 +427,7 @@ class Fuzzer:
         self.maker = Maker(self.draw)
         self.folder, self.keep = folder, keep
         self.report = Report()
+        self.learn, self.on_rewritten = LearnConfig(), OnRewritten.split
 
     def go(self, inputs: int) -> Report:
         while self.report.inputs < inputs:
@@ -400,7 +443,8 @@ class Fuzzer:
             [RowFormat.messages] * 5
             + [RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion, RowFormat.text, RowFormat.tokens]
         )
-        family, marks = self.draw.choice(list(families.FAMILIES)), self.draw.random() < 0.3
+        family, marks = self.draw.choice(ALL_FAMILIES), self.draw.random() < 0.3
+        self.learn, self.on_rewritten = self.draw.choice(LEARN), self.draw.choice(list(OnRewritten))
         lines, untouched = [], set()
         for _ in range(count):
             row: Any = self.maker.row(form)
@@ -442,7 +486,14 @@ class Fuzzer:
         shutil.rmtree(cache, ignore_errors=True)
         quarantine.unlink(missing_ok=True)
         # Rows that are long enough for every chat: data.on_long is not what is fuzzed.
-        data = DataConfig(cache_dir=str(cache), workers=1, on_bad_row=OnBadRow.quarantine, sequence_length=1 << 30)
+        data = DataConfig(
+            cache_dir=str(cache),
+            workers=1,
+            on_bad_row=OnBadRow.quarantine,
+            sequence_length=1 << 30,
+            learn=self.learn,
+            on_rewritten=self.on_rewritten,
+        )
         began = time.perf_counter()
         table = None
         try:
@@ -458,7 +509,7 @@ class Fuzzer:
         return table
 
     def _look(self, file: Path, table: TokenTable, family: str, marks: bool, untouched: set[bytes]) -> None:
-        table = table.whole or table  # one document a row; those of single questions are made of the same rows
+        questions, table = (table, table.whole) if table.whole else (None, table)
         quarantine = self.folder / "quarantine.jsonl"
         entries = [json.loads(line) for line in quarantine.read_text().splitlines()] if quarantine.exists() else []
         everything = file.read_bytes().split(b"\n")
@@ -467,7 +518,7 @@ class Fuzzer:
             self.report.reasons[reason] += 1
             self.report.refused[reason] += everything[int(entry["where"].rpartition(":")[2]) - 1] in untouched
             if len(entry["error"]) > LONGEST_REASON:
-                self._wrong(f"{family}: a reason of {len(entry['error']):,} characters", file)
+                self._wrong(f"{family}: a reason of {len(entry['error']):,} characters: {entry['error'][:200]}", file)
         out = {int(entry["where"].rpartition(":")[2]) for entry in entries}
         lines = [(number, line) for number, line in enumerate(everything, 1) if line.strip()]
         kept = [line for number, line in lines if number not in out]
@@ -480,6 +531,7 @@ class Fuzzer:
             self._wrong(f"{family}: {len(lines)} lines are {len(table)} documents and {table.bad_rows} bad rows", file)
             return
         tokenizer = families.tokenizer(family, marks)
+        pieces = pieces_of_rows(table, questions) if questions is not None else None
         for index, line in enumerate(kept):
             here = slice(table.offsets[index], table.offsets[index + 1])
             row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
@@ -491,7 +543,21 @@ class Fuzzer:
                 np.array(table.ids[here]),
                 np.array(table.supervised[here]),
                 line in untouched,
+                self.learn,
             )
+            chat = table.format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca)
+            if wrong is None and chat and line in untouched:
+                documents = [(np.array(table.ids[here]), np.array(table.supervised[here]))]
+                if pieces is not None and questions is not None and table.digests[index] in pieces:
+                    self.report.questions += len(pieces[table.digests[index]])
+                    documents = [
+                        (np.array(questions.ids[one]), np.array(questions.supervised[one]))
+                        for one in pieces[table.digests[index]]
+                    ]
+                # A part that the template refuses is left out, and counted.
+                if self.on_rewritten is OnRewritten.keep or (questions is not None and not questions.split.refused):
+                    sampled = questions is not None and families.style(family).startswith("bytelevel")
+                    wrong = turns_fault(tokenizer, row, table.format, self.learn, documents, family if sampled else "")
             if wrong:
                 self._wrong(
                     f"{family}{' with marks' if marks else ''}, {table.format.value}: {wrong} in {line[:2000]!r}", file
@@ -513,6 +579,7 @@ def fault(
     ids: np.ndarray,
     supervised: np.ndarray,
     untouched: bool,
+    learn: LearnConfig,
 ) -> str | None:
     """A violation in a document, or None."""
     if form is RowFormat.tokens:
@@ -523,6 +590,8 @@ def fault(
     chat = form is not RowFormat.prompt_completion or any(
         isinstance(row[side], list) for side in ("prompt", "completion")
     )
+    if ChatRole.user in learn.roles:
+        return None
     if untouched and DIAMOND in tokenizer.decode(ids[supervised]):
         return "text that must not be learned is supervised"
     if not chat or family not in GRAMMARS:
@@ -556,6 +625,79 @@ def structure_fault(
     spoken = sum(role == grammar.speaker for role, _ in turns)
     more = grammar.more * any(reasoning for _, reasoning in turns)
     return None if spoken <= openings <= spoken + more else f"{spoken} turns of {grammar.speaker}, {openings} openings"
+
+
+def pieces_of_rows(table: TokenTable, questions: TokenTable) -> dict[int, list[slice]]:
+    """The documents of single questions of each chat, by its digest. A chat that stands there twice has its documents
+    once."""
+    pieces: dict[int, list[slice]] = {}
+    copies = collections.Counter(table.digests.tolist())
+    for index, digest in enumerate(questions.digests.tolist()):
+        pieces.setdefault(digest, []).append(slice(questions.offsets[index], questions.offsets[index + 1]))
+    return {digest: found[: len(found) // copies[digest]] for digest, found in pieces.items()}
+
+
+def turns_fault(
+    tokenizer: Any,
+    row: dict[str, Any],
+    form: RowFormat,
+    learn: LearnConfig,
+    documents: list[tuple[np.ndarray, np.ndarray]],
+    family: str,
+) -> str | None:
+    """A violation in the documents of one chat, or None. `family`: whose prompts in sampling the documents must have;
+    empty if they need not, or cannot be decoded exactly."""
+    turns = [{"role": "user"}, {"role": "assistant"}] if form is RowFormat.alpaca else row.get("messages") or []
+    turns = turns or [{"role": role} for role, _ in turns_of(row, form)]
+    wanted = learned_turns(turns, learn)
+    runs = [
+        (ids, start)
+        for ids, supervised in documents
+        for start in np.flatnonzero(supervised & ~np.concatenate([[False], supervised[:-1]]))
+    ]
+    if len(runs) != len(wanted):
+        return f"{len(wanted)} turns are to be learned, and {len(runs)} are"
+    variables = row.get(VARIABLES, {})
+    if not family or form is not RowFormat.messages or any("tool_calls" in turn for turn in turns):
+        return None
+    if variables.get("enable_thinking") is False and any(name in turn for turn in turns for name in REASONING_KEYS):
+        return None  # the prompt asks for none, the row has some: a line says so
+    for (ids, start), turn in zip(runs, wanted, strict=True):
+        if turns[turn]["role"] != "assistant":
+            continue
+        messages = [
+            one | {"thinking": one[key], "reasoning_content": one[key]}
+            if (key := next((name for name in REASONING_KEYS if name in one), None))
+            else one
+            for one in turns[:turn]
+        ]
+        if family != "harmony" and messages[0]["role"] == "developer":  # the only template that knows this role
+            messages[0] = messages[0] | {"role": "system"}
+        prompt = tokenizer.apply_chat_template(
+            messages, row.get("tools"), add_generation_prompt=True, tokenize=False, **variables
+        )
+        if tokenizer.decode(ids[:start]) != prompt:
+            return f"turn {turn} stands behind {tokenizer.decode(ids[:start])!r}, not behind {prompt!r}"
+    return None
+
+
+def learned_turns(turns: list[dict[str, Any]], learn: LearnConfig) -> list[int]:
+    """The turns of an undamaged chat that are to be learned."""
+    wanted = [
+        index
+        for index, turn in enumerate(turns)
+        if ROLES[turn["role"]] in learn.roles
+        and turn.get("weight") != 0
+        and turn.get("train") is not False
+        and (learn.tool_calls or not turn.get("tool_calls"))
+    ]
+    if wanted and learn.last_turn_only:
+        wanted = wanted[-1:]
+    elif wanted and learn.since_last_question:
+        question = max((index for index in range(wanted[-1]) if turns[index]["role"] == "user"), default=-1)
+        wanted = [index for index in wanted if index > question]
+    switched_on = [index for index, turn in enumerate(turns) if turn.get("train") is True]
+    return sorted({*wanted, *switched_on})
 
 
 def turns_of(row: dict[str, Any], form: RowFormat) -> list[tuple[str, bool]]:
@@ -618,6 +760,7 @@ def main() -> int:
         ("documents", report.documents),
         ("quarantined rows", report.quarantined),
         ("documents with quoted special tokens", report.escaped),
+        ("documents of single questions that were checked", report.questions),
         ("tokens", report.tokens),
         ("supervised tokens", report.supervised),
         ("violations", len(report.violations)),

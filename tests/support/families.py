@@ -78,6 +78,11 @@ def template(family: str, marks: bool) -> str:
 
 
 @lru_cache
+def style(family: str) -> str:
+    """How the family's tokenizer reads spaces: the text of tokens is exact for `bytelevel`."""
+    return (FAMILIES | TOOL_FAMILIES)[family][0]
+
+
 def tokenizer(family: str, marks: bool = False) -> PreTrainedTokenizerFast:
     style, bos, eos, others = (FAMILIES | TOOL_FAMILIES)[family]
     made = build_tokenizer(style, bos, eos, tuple(others))

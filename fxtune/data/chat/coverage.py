@@ -18,6 +18,7 @@ from typing import Any
 from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, VARIABLES, Conversation, RowError
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.read.formats import RowFormat, preference_columns
+from fxtune.errors import shortened
 
 KNOWN = frozenset(
     """
@@ -81,7 +82,8 @@ class Coverage:
         for column in self._unknown_keys(row, self._columns) if self.enabled else ():
             if _is_lost(row[column], text):
                 raise RowError(
-                    preference_columns(row, self.unused) or self._message(f"column {column!r} is not read", column)
+                    preference_columns(row, self.unused)
+                    or self._message(f"column {shortened(column)!r} is not read", shortened(column))
                 )
 
     def check_conversation(
@@ -103,7 +105,7 @@ class Coverage:
             for index, turn in enumerate(turns if isinstance(turns, (list, tuple)) else ()):
                 for name in self._unknown_keys(turn, self._turn_keys) if isinstance(turn, Mapping) else ():
                     if _is_lost(turn[name], text):
-                        raise RowError(self._message(f"{key}[{index}].{name} is not read", name))
+                        raise RowError(self._message(f"{key}[{index}].{shortened(name)} is not read", shortened(name)))
         return list(remarks)
 
     def _unknown_keys(self, value: Mapping[str, Any], known: frozenset[str]) -> list[str]:

@@ -47,7 +47,7 @@ from fxtune.data.config import LearnConfig, OnRewritten, time_of_templates
 from fxtune.data.read.files import require_file
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import type_name
-from fxtune.errors import DataError, did_you_mean
+from fxtune.errors import DataError, did_you_mean, shortened
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 IGNORE_INDEX = -100
@@ -443,7 +443,8 @@ def _require_variables(variables: Mapping[str, Any], own: Any, replacement: str 
             raise DataError(f"data.{VARIABLES}.{name}: fxtune sets this variable of the chat template itself")
         if name not in known:
             raise DataError(
-                f"data.{VARIABLES}.{name}: the chat template reads no such variable{did_you_mean(name, known)}"
+                f"data.{VARIABLES}.{shortened(name)}: the chat template reads no such variable"
+                f"{did_you_mean(name, known)}"
             )
 
 

@@ -229,7 +229,11 @@ class ChatTemplate:
         for known in (self._rewritten, self._asking):
             if len(known) > 10_000:
                 known.clear()
-        return [_plain(message) for message in part], length, (length, bool(tools), *map(_shape, part))
+        return (
+            [_plain(message, number) for number, message in enumerate(part)],
+            length,
+            (length, bool(tools), *map(_shape, part)),
+        )
 
     def supervised_spans(
         self, messages: Messages, supervised: Sequence[bool], tools: Tools = None
@@ -652,11 +656,14 @@ def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of the same shape, with made-up text."""
+def _plain(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message of the same shape, with made-up text that no other message has: Mistral's template finds the last
+    question by comparing messages."""
     plain, content = {"role": message["role"]}, message.get("content")
     if "content" in message:
-        plain["content"] = content and ("<think>\nr\n</think>\n\na" if "</think>" in content else "a")
+        plain["content"] = content and (
+            f"<think>\nr\n</think>\n\na{number}" if "</think>" in content else f"a{number}"
+        )
     if "reasoning_content" in message:
         plain["reasoning_content"] = plain["thinking"] = message["reasoning_content"].strip() and "r"
     if "tool_call_id" in message:

@@ -156,3 +156,15 @@ def test_classes_are_no_preferences(tmp_path: Path) -> None:
     assert open_source(SourceConfig(path=str(path))).format() is RowFormat.text
     reason = encode("chatml", json.loads(path.read_text()), "text")
     assert "column 'label' is not read" in reason
+
+
+@pytest.mark.parametrize("place", ["column", "turn", "variable"])
+def test_a_reason_does_not_repeat_a_name_of_thousands_of_letters(place: str) -> None:
+    name = "x" * 10_000
+    row: dict[str, Any] = {"messages": [dict(USER), dict(ANSWER)]}
+    {"column": row, "turn": row["messages"][1], "variable": row.setdefault("chat_template_kwargs", {})}[place][
+        name
+    ] = "z"
+    (reason,) = Encoder(families.tokenizer("qwen3"), RowFormat.messages).encode([row])
+    assert isinstance(reason, str)
+    assert len(reason) < 500

@@ -74,6 +74,17 @@ def test_each_question_is_a_document_with_its_reasoning() -> None:
     ]
 
 
+def test_tools_that_a_template_moves_to_the_last_question_are_in_each_document() -> None:
+    """Mistral's template finds the last question by comparing messages, so a trial with equal ones would not see it."""
+    tools = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}]
+    row = {"messages": [USER, answer("four."), AGAIN, answer("six.")], "tools": tools}
+    found = documents(encoder("mistral_v3"), row)
+    texts = [families.tokenizer("mistral_v3").decode(one.ids) for one in found]
+    assert [text.count("[AVAILABLE_TOOLS]") for text in texts] == [1, 1]
+    assert texts[0].startswith("<s>[AVAILABLE_TOOLS]")
+    assert [text.strip() for text in learned("mistral_v3", found)] == ["four.</s>", "six.</s>"]
+
+
 CHATS = {
     "plain": [USER, answer("four."), AGAIN, answer("six.")],
     "thought": THOUGHT["messages"],

@@ -159,7 +159,7 @@ class OpenedAdapter:
     model: ModelConfig
     """The base, in the dtype in which it is stored."""
     hf_config: Any
-    """The base's config, with the RoPE scaling of the adapter."""
+    """The base's config, with the RoPE scaling of the adapter and rows for the tokens that its run added."""
     tokenizer: Any
 
     @property
@@ -211,8 +211,9 @@ def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> Opened
     model = ModelConfig(**source, dtype=stored_dtype(hf_config, source["path"]))
     set_attention(hf_config, "eager")  # the kernels that it names may not be installed
     own = str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None
-    tokenizer = models.load_tokenizer(ModelConfig(**source, tokenizer=own))
-    return OpenedAdapter(name, origin, lora, model, models.with_adapter_rope(hf_config, origin), tokenizer)
+    hf_config = models.with_changes_of(origin, hf_config)
+    tokenizer = models.load_tokenizer(ModelConfig(**source, tokenizer=own), hf_config)
+    return OpenedAdapter(name, origin, lora, model, hf_config, tokenizer)
 
 
 def _require_writable(out: Path) -> Path:

@@ -24,12 +24,15 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
+from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
 from fxtune.system.library_log import take_loggers
 
+FEW = 8
+"""How many tokens an error lists."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -63,6 +66,9 @@ class ModelConfig:
     This does not resume a run: see run.resume."""
     tokenizer: Optional[str] = None
     """A folder or a hub id for the tokenizer; null: that of `path`."""
+    add_tokens: list[str] = field(default_factory=list)
+    """Special tokens that the tokenizer gets beside its own. Their rows of the embedding and the head are spare rows
+    of the base, or new ones that start as the mean of all; adapters train them as techniques.lora.train_tokens."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Needs a revision that is a full commit hash."""
 
@@ -78,7 +84,9 @@ def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
     its tokenizer."""
     if (Path(folder) / "adapter_config.json").exists():
         return dataclasses.replace(model, adapter=str(folder))
-    return dataclasses.replace(model, path=str(folder), revision=None, init=Init.pretrained, architecture={})
+    whole = dataclasses.replace(model, path=str(folder), revision=None, init=Init.pretrained, architecture={})
+    # The added tokens are in the model's tokenizer.
+    return dataclasses.replace(whole, tokenizer=None, add_tokens=[]) if model.add_tokens else whole
 
 
 def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
@@ -92,7 +100,7 @@ def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
 
 def load_config(model: ModelConfig) -> Any:
     """The model's Hugging Face config, from its folder or the recipe's `architecture`, with the RoPE scaling of its
-    adapter.
+    adapter, and a `vocab_size` that has room for model.add_tokens.
 
     Raises ConfigError for a mistake in the recipe, StorageError for a hub out of reach or an unreadable file.
     """
@@ -111,12 +119,22 @@ def load_config(model: ModelConfig) -> Any:
             f"model.path: {config.model_type} holds several text models (an encoder and a decoder), and fxtune trains "
             "a decoder alone. Use another model."
         ) from error
-    return with_adapter_rope(config, adapter) if adapter else config
+    if model.add_tokens:
+        text = config.get_text_config()
+        text.vocab_size = rows_for(_read_tokenizer(model, text.vocab_size), text.vocab_size)
+    return with_changes_of(adapter, config) if adapter else config
 
 
-def with_adapter_rope(config: Any, adapter: Origin) -> Any:
-    """A base's config with the RoPE parameters that `adapter` was trained with, which save_model() writes to a
-    config.json next to it. At other frequencies the adapter gives wrong results, without an error.
+def rows_of_base(model: ModelConfig) -> int:
+    """How many tokens the model embeds without model.add_tokens."""
+    rows: int = load_config(dataclasses.replace(model, add_tokens=[], adapter=None)).get_text_config().vocab_size
+    return rows
+
+
+def with_changes_of(adapter: Origin, config: Any) -> Any:
+    """A base's config with the RoPE parameters and the rows for added tokens that `adapter` was trained with, which
+    save_model() writes to a config.json next to it. At other frequencies the adapter gives wrong results, without an
+    error.
 
     Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
     """
@@ -141,6 +159,7 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
     for name in ("rope_parameters", "max_position_embeddings"):
         if hasattr(trained, name):
             setattr(scaled.get_text_config(), name, copy.deepcopy(getattr(trained, name)))
+    scaled.get_text_config().vocab_size = max(getattr(trained, "vocab_size", 0), config.get_text_config().vocab_size)
     return scaled
 
 
@@ -151,16 +170,35 @@ def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
     return weights.unpacks(_locate(model), hf_config)
 
 
-def load_tokenizer(model: ModelConfig) -> Any:
-    """The model's fast tokenizer, with a pad token. Each of its ids has an embedding in the model.
+def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
+    """The model's fast tokenizer, with a pad token and with model.add_tokens. Each of its ids has an embedding in the
+    model of `hf_config`, by default that of load_config().
 
     A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. This is
     safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
     generation passes its own attention mask.
     """
+    rows = (hf_config or load_config(model)).get_text_config().vocab_size
+    tokenizer = _read_tokenizer(model, rows_of_base(model) if model.add_tokens else rows)
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if beyond:
+        key = "model.path" if model.tokenizer is None else "model.tokenizer"
+        tokens = ",".join(f'"{token}"' for _, token in beyond)
+        new = f"or add its tokens to the model: model.add_tokens=[{tokens}]. " if len(beyond) <= FEW else ""
+        raise ConfigError(
+            f"The tokenizer of {key}={model.tokenizer or model.path} has ids up to {beyond[-1][0]}, but the model "
+            f"embeds only {rows} tokens (vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), "
+            f"{new or 'or a model with a larger vocab_size. '}Single tokens are added by model.add_tokens."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def _read_tokenizer(model: ModelConfig, rows: int) -> Any:
+    """The tokenizer with model.add_tokens. `rows`: tokens that the model embeds."""
     from transformers import AutoTokenizer
 
-    config = load_config(model)
     own = model.tokenizer is None
     key, name = ("model.path", model.path or "builtin:tiny") if own else ("model.tokenizer", str(model.tokenizer))
     code = own and model.trust_remote_code
@@ -184,15 +222,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
             f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
             "Convert it, or name another in model.tokenizer."
         )
-    largest, rows = max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
-    if largest >= rows:
-        raise ConfigError(
-            f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens "
-            "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a larger "
-            "vocab_size."
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    if model.add_tokens:
+        add_tokens(tokenizer, model.add_tokens, rows, f"the tokenizer of {key}={name}")
     return tokenizer
 
 
@@ -208,7 +239,7 @@ def build(
 
     The result's `name_or_path` and `base_revision` say where it came from, `trust_remote_code` whether its author's
     code may run, `config_edited` whether its config differs from the one found there, `ships_mxfp4` whether its
-    experts are stored in MXFP4.
+    experts are stored in MXFP4, `grown_from` how many tokens the base embeds if `hf_config` has more.
     """
     silence_libraries()
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
@@ -217,7 +248,18 @@ def build(
     if origin is not None and (origin.folder / PROOF).exists():
         weights.readable_files(origin)  # fetches those of the hub
         require_unchanged(origin, f"model.path={model.path}", (world.rank, world.size))
+    found = None if origin is None else _read_config(origin, model)
+    rows, before = hf_config.get_text_config().vocab_size, 0
+    if found is not None and rows > found.get_text_config().vocab_size:
+        before = found.get_text_config().vocab_size
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.get_text_config().vocab_size = before
     empty = by_rows or world.degrees.shard > 1
+    if before and empty:
+        raise ConfigError(
+            "model.add_tokens: the embedding cannot grow while weights are read row by row, which this base needs "
+            "here. Remove it, set parallel.shard=1, or leave techniques.quantize out."
+        )
     if not empty and shrinks and not weights.start_on_device(hf_config, dtype, world, code, random):
         world = dataclasses.replace(world, device=torch.device("cpu"))
     if empty:
@@ -229,7 +271,10 @@ def build(
     built.name_or_path, built.base_revision = (origin.name, origin.revision) if origin else ("", None)
     built.trust_remote_code = code
     built.ships_mxfp4 = origin is not None and weights.unpacks(origin, hf_config)
-    built.config_edited = origin is None or hf_config.to_dict() != _read_config(origin, model).to_dict()
+    built.grown_from = before or None
+    if before:
+        grow(built, rows)
+    built.config_edited = found is None or before > 0 or hf_config.to_dict() != found.to_dict()
     return built
 
 

@@ -47,12 +47,14 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         "data": facts.get("data"),
         "weights": facts.get("weights"),
     }
+    grown = facts.get("grown_from") if adapter else None
+    code = _loading_code(folder, base, bool(adapter), hf_config, grown)
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {facts.get('title') or folder.name}",
         "Trained with fxtune.",
         _table(summary),
-        f"## How to load it\n\n```python\n{_loading_code(folder, base, bool(adapter), bool(hf_config))}```",
+        f"## How to load it\n\n```python\n{code}```",
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
@@ -71,10 +73,24 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _loading_code(path: Path, base: str, adapter: bool, config: bool) -> str:
-    """The Python lines that load the model or adapter. `config`: an adapter's folder has a config.json."""
+def _loading_code(path: Path, base: str, adapter: bool, hf_config: Any, grown_from: int | None) -> str:
+    """The Python lines that load the model or adapter. `hf_config`: the config.json in an adapter's folder.
+    `grown_from`: how many tokens the base embeds, if the run added rows."""
+    config = bool(hf_config)
     classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
     scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
+    grow = []
+    if grown_from:
+        rows = (hf_config.get("text_config") or hf_config)["vocab_size"]
+        scaled = (
+            "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training\n"
+            f"config.get_text_config().vocab_size = {grown_from}  # as in the base's files"
+        )
+        grow = [
+            f"base.resize_token_embeddings({rows}, mean_resizing=False)",
+            "for table in (base.get_input_embeddings(), base.get_output_embeddings()):",
+            f"    table.weight.data[{grown_from}:] = table.weight.data[:{grown_from}].mean(0)",
+        ]
     ends = adapter and (path / GENERATION_CONFIG).exists()
     if adapter:
         lines = [
@@ -84,6 +100,7 @@ def _loading_code(path: Path, base: str, adapter: bool, config: bool) -> str:
             folder,
             *([scaled] if config else []),
             f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}"{", config=config" * config})',
+            *grow,
             *(
                 ["base.generation_config = GenerationConfig.from_pretrained(folder)  # stops where answers end"]
                 if ends

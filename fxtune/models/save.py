@@ -44,7 +44,7 @@ def save_model(
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
     With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
-    config.json next to it; the card says so, and with_adapter_rope() reads it. The same holds for a generation config
+    config.json next to it; the card says so, and with_changes_of() reads it. The same holds for a generation config
     to which training has added end tokens (generation.py).
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
     with RoPE as transformers 5, transformers 4 and vLLM read it.
@@ -83,7 +83,11 @@ def save_model(
         return proof.with_check(partial(check, staging)) if check else proof
 
     def end() -> None:
-        origin = {"base": model.name_or_path, "revision": model.base_revision}
+        origin = {
+            "base": model.name_or_path,
+            "revision": model.base_revision,
+            "grown_from": getattr(model, "grown_from", None),
+        }
         write_card(staging, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
         write_proof(staging, proof)
         readable = (staging / "README.md").stat().st_mode

@@ -39,7 +39,7 @@ from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.lora import trained_tokens
+from fxtune.techniques.lora import targets, trained_tokens
 from fxtune.techniques.lora.fuse import fuses_mlps
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
@@ -274,7 +274,10 @@ class Pipeline:
             )
         tokenizer = cache(partial(models.load_tokenizer, model))
         if self.lora.enabled:
-            self.lora.find_tokens(tokenizer, model.adapter)
+            self.lora.find_tokens(tokenizer, model.adapter, model.add_tokens)
+            shape = skeleton(hf_config.to_dict()) if model.add_tokens else None
+            if shape is not None and (reasons := targets.problems(shape, self.lora)):
+                raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
         if model.adapter:
             self.lora.check_start(model.adapter)
         hf_config = copy.deepcopy(hf_config)

@@ -146,6 +146,11 @@ class RunBuilder:
             tokenizer = self.world.main_first(
                 partial(models.load_tokenizer, config.model), "waiting for the tokenizer"
             )
+        if added := config.model.add_tokens:
+            rows, grown = models.rows_of_base(config.model), self.hf_config.get_text_config().vocab_size
+            where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new ones start as the mean"
+            ids = ", ".join(f"{token} ({tokenizer.convert_tokens_to_ids(token)})" for token in added)
+            self.decided.append(f"model.add_tokens: {ids}; {where if grown > rows else 'spare rows of the base'}")
         prepare = partial(
             prepare_data,
             config.data,

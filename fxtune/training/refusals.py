@@ -16,6 +16,15 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from update_rule.check(config.optimizer, facts)
     yield from noise_scale.refusals(config, facts.degrees)
     yield from in_backward.refusals(config, facts)
+    lora, quantize = config.techniques.lora, config.techniques.quantize
+    if config.model.add_tokens:
+        if facts.degrees.shard > 1:
+            yield "model.add_tokens: weights divided over ranks cannot grow. Remove it, or set parallel.shard=1."
+        if lora.enabled and quantize.enabled and (quantize.head or quantize.embeddings):
+            yield (
+                "model.add_tokens: its rows are trained, and the head or the embedding is stored in fp8. Set "
+                "techniques.quantize.head=false and techniques.quantize.embeddings=false."
+            )
     if facts.degrees.shard > 1 and facts.ships_mxfp4:
         yield (
             f"parallel.shard: {facts.degrees.shard} ranks would read the weights row by row, and this checkpoint has "

@@ -190,7 +190,7 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
                 f"{option}: {len(lost)} modules in {beside}, such as {lost[0]}, would get no gradient, because text "
                 f"does not reach {beside}. {change}."
             )
-    if lora.train_tokens:
+    if lora.train_tokens or lora.token_ids:
         trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
         yield from trained_tokens.problems(model, trained)
     for path in chosen.modules:

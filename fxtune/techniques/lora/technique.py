@@ -122,7 +122,8 @@ class Lora(Technique):
         self._fused_by_auto = self._cute_by_auto = self._grouped_by_auto = False
         self._not_compiled = ""  # why quack's kernel did not compile
         self.token_ids: list[int] = []
-        """The ids of train_tokens, once find_tokens() or choose_tokens() knows them."""
+        """The ids of train_tokens and of model.add_tokens, once find_tokens() or choose_tokens() knows them."""
+        self._added: list[str] = []
 
     @property
     def factored(self) -> bool:
@@ -253,22 +254,29 @@ class Lora(Technique):
                 task_type="CAUSAL_LM",
             )
 
-    def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None) -> None:
+    def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
         """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.
 
-        `tokenizer`: loads it. Raises ConfigError for a token that it does not have, and for other tokens than those of
-        `adapter`.
+        `tokenizer`: loads it. `added`: model.add_tokens, whose rows are trained too, unless modules_to_save trains
+        both tables. Raises ConfigError for a token that the tokenizer does not have, and for other tokens than those
+        of `adapter`.
         """
-        if self.train_tokens not in (None, AUTO):
-            self.token_ids = trained_tokens.ids_of(self.train_tokens, tokenizer())
-        saved = trained_tokens.ids_of_adapter(adapter) if adapter else []
-        if adapter and self.train_tokens == AUTO:
+        self._added = [] if {"embed_tokens", "lm_head"} <= {*self.modules_to_save} else list(added)
+        if tokens := [*self._added, *(self.train_tokens if self.train_tokens not in (None, AUTO) else ())]:
+            self.token_ids = trained_tokens.ids_of(tokens, tokenizer())
+        if adapter is None:
+            return
+        saved = trained_tokens.ids_of_adapter(adapter)
+        if self.train_tokens == AUTO:
             self._train(saved, tokenizer())
-        elif adapter and saved != self.token_ids:
-            names = tokenizer().convert_ids_to_tokens(saved)
+        elif saved != self.token_ids:
+            named = zip(saved, tokenizer().convert_ids_to_tokens(saved), strict=True)
+            names = [
+                token or f"id {number}, which is in no tokenizer without model.add_tokens" for number, token in named
+            ]
             raise ConfigError(
                 f"model.adapter={adapter} was made with other options:\n  techniques.lora.train_tokens: "
-                f"{self.train_tokens} in the recipe, {names or None} in the adapter\n"
+                f"{tokens or None} in the recipe, {names or None} in the adapter\n"
                 "To train this adapter further, set techniques.lora.train_tokens="
                 f"{AUTO + ', which takes those of the adapter' if saved else 'null'}."
             )
@@ -284,7 +292,8 @@ class Lora(Technique):
         say(f"techniques.lora.train_tokens: {'auto trains ' + ', '.join(self.train_tokens) if found else seen}.")
 
     def _train(self, ids: list[int], tokenizer: Any) -> None:
-        self.token_ids, self.train_tokens = ids, tokenizer.convert_ids_to_tokens(ids) or None
+        self.train_tokens = tokenizer.convert_ids_to_tokens(ids) or None
+        self.token_ids = sorted({*ids, *tokenizer.convert_tokens_to_ids(self._added)})
 
     def check_start(self, adapter: str) -> None:
         """start_from()'s ConfigError for options that can be compared before the base is loaded."""

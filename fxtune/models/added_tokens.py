@@ -1,0 +1,69 @@
+"""Tokens that a recipe adds to the tokenizer of its base (`model.add_tokens`), and the rows that they need.
+
+The new rows of the embedding and the head start as the mean of the base's rows. transformers draws them around that
+mean with the rows' covariance, scaled by 1e-9; for that it computes the covariance of the whole table. The mean alone
+costs one pass over the table and is the same on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxtune.errors import ConfigError
+
+MULTIPLE = 64
+"""A table grows to a multiple of this many rows: tensor cores multiply by other sizes several times as slowly."""
+MOST = 65536
+"""The largest number of rows that a table may grow by, so that no damaged config fills the memory."""
+
+
+def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
+    """Add special tokens to `tokenizer`, whose model embeds `rows` tokens. `name`: the tokenizer's, for messages.
+
+    Raises ConfigError for a token that the tokenizer and the model have already.
+    """
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if not token.strip() or tokens.count(token) > 1:
+            raise ConfigError(
+                f"model.add_tokens: {token!r} is {'twice in it' if token.strip() else 'no token'}. Remove it."
+            )
+        if known.get(token, rows) < rows:
+            raise ConfigError(
+                f"model.add_tokens: {name} has the token {token} already. Take it out; techniques.lora.train_tokens "
+                "trains the rows of tokens that are there."
+            )
+    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in known]
+    tokenizer.add_tokens(new, special_tokens=True)
+
+
+def rows_for(tokenizer: Any, rows: int) -> int:
+    """How many rows a table of `rows` rows needs for all ids of `tokenizer`."""
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
+    return rows if needed <= rows else -(-needed // MULTIPLE) * MULTIPLE
+
+
+@torch.no_grad()
+def grow(model: Any, rows: int) -> None:
+    """Grow the embedding and the head of `model` to `rows` rows, and its config. Raises ConfigError for a table that
+    transformers cannot resize."""
+    before = len(model.get_input_embeddings().weight)
+    if rows - before > MOST:
+        raise ConfigError(f"model: its {before:,} rows cannot grow to {rows:,}. At most {MOST:,} tokens can be added.")
+    try:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    except (NotImplementedError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.add_tokens: transformers cannot grow the embedding of a {type(model).__name__}. Use another model."
+        ) from error
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for parameter in {one for end in ends if end is not None for one in end.parameters(recurse=False)}:
+        parameter[before:] = parameter[:before].mean(0, dtype=torch.float32).to(parameter.dtype)
+    if any(len(end.weight) != rows for end in ends if end is not None):
+        raise ConfigError(
+            f"model.add_tokens: transformers has not grown both tables of a {type(model).__name__}. Use another model."
+        )

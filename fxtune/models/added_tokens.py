@@ -15,6 +15,8 @@ from fxtune.errors import ConfigError
 
 MULTIPLE = 64
 """A table grows to a multiple of this many rows: tensor cores multiply by other sizes several times as slowly."""
+BLOCK = 1024
+"""Rows that are added up at a time."""
 MOST = 65536
 """The largest number of rows that a table may grow by, so that no damaged config fills the memory."""
 
@@ -62,7 +64,9 @@ def grow(model: Any, rows: int) -> None:
         ) from error
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for parameter in {one for end in ends if end is not None for one in end.parameters(recurse=False)}:
-        parameter[before:] = parameter[:before].mean(0, dtype=torch.float32).to(parameter.dtype)
+        # In blocks: a mean in float32 would copy the table.
+        total = sum(block.float().sum(0) for block in parameter[:before].split(BLOCK))
+        parameter[before:] = (total / before).to(parameter.dtype)
     if any(len(end.weight) != rows for end in ends if end is not None):
         raise ConfigError(
             f"model.add_tokens: transformers has not grown both tables of a {type(model).__name__}. Use another model."

@@ -78,7 +78,7 @@ class RunBuilder:
         ranks, and nothing can be built. `threads`: the number of CPU threads that a resumed run was started with."""
         self.config = config
         self.special_tokens: list[int] = []
-        """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. read() finds them."""
+        """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic:
@@ -165,8 +165,16 @@ class RunBuilder:
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
-        if self.techniques.lora.enabled and self.techniques.lora.train_tokens == AUTO:
-            self.special_tokens = used_special_tokens(data.tables, tokenizer)
+        added = config.model.add_tokens
+        used = (
+            used_special_tokens(data.tables, tokenizer) if added or self.techniques.lora.train_tokens == AUTO else []
+        )
+        self.special_tokens = used
+        if unused := [token for token in added if tokenizer.convert_tokens_to_ids(token) not in used]:
+            self.decided.append(
+                f"model.add_tokens: {', '.join(unused)} occur in no document, so their rows learn no "
+                "meaning (in a chat only the chat template writes special tokens; in a message they are text)"
+            )
         if config.optimizer.lr == update_rule.AUTO:
             found = guess(config.optimizer, self.facts, data.training.documents_per_step)
             self.config = replace(config, optimizer=replace(config.optimizer, lr=found.rate))

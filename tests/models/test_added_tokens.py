@@ -12,6 +12,7 @@ import torch
 from support.architectures import built, logits, lora, on_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fxtune.cli import verify
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
@@ -55,6 +56,7 @@ def next_token(model, tokenizer) -> str:
 def test_an_adapter_learns_a_new_token_and_its_export_loads_as_its_card_says(growing, cwd, said, tied):
     trainer.run(growing)
     assert any("<|yes|> (1024), <|no|> (1025); the embedding and the head grow from 1,024" in note for note in said)
+    assert any("model.add_tokens: <|no|> occur in no document" in note for note in said)
     options = json.loads(Path("run/adapter/adapter_config.json").read_text())
     assert options["trainable_token_indices"] == (
         [1024, 1025] if tied else {"embed_tokens": [1024, 1025], "lm_head": [1024, 1025]}
@@ -72,7 +74,7 @@ def test_an_adapter_learns_a_new_token_and_its_export_loads_as_its_card_says(gro
     torch.testing.assert_close(logits(merged), logits(plain), rtol=1e-5, atol=1e-4)
     for base, table in zip(tables("base"), tables("merged"), strict=True):
         assert torch.equal(table[:1024], base)
-        assert torch.equal(table[1026], base.mean(0)), "a spare row stays as it began"
+        torch.testing.assert_close(table[1026], base.mean(0))  # a spare row stays as it began
         assert not torch.equal(table[1024], table[1026])
     further = replace(
         growing, run=replace(growing.run, dir="further"), model=replace(growing.model, adapter="run/adapter")
@@ -82,6 +84,13 @@ def test_an_adapter_learns_a_new_token_and_its_export_loads_as_its_card_says(gro
     assert (out / "adapter_model.safetensors").read_bytes() == Path(
         "run/adapter/adapter_model.safetensors"
     ).read_bytes()
+
+
+def test_a_step_has_the_loss_and_the_gradients_of_plain_transformers(growing, cwd, capsys):
+    verify.run(growing, loss=True, json=cwd / "seen.json")
+    seen = json.loads((cwd / "seen.json").read_text())
+    assert len(seen["loss"]) > 1, "verify raises unless each variant is within its bounds"
+    assert any("rows of 2 tokens are trained as peft trains them" in found["asked"] for found in seen["evidence"])
 
 
 def test_full_fine_tuning_trains_a_new_token_and_exports_the_grown_model(growing, cwd):

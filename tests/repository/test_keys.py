@@ -133,6 +133,7 @@ CASES: dict[str, Case] = {
     "model.architecture": Case(built, NARROW.replace("num_hidden_layers: 2", "num_hidden_layers: 1")),
     "model.adapter": Case(batches, "no/folder", refused="no/folder"),
     "model.tokenizer": Case(batches, "no/folder", refused="no/folder"),
+    "model.add_tokens": Case(built, "['<|new|>']"),
     "model.trust_remote_code": Case(batches, "true", refused="trust_remote_code"),
     "data.sources.0.path": Case(batches, "more.jsonl"),
     "data.sources.0.format": Case(batches, "text", refused="text"),

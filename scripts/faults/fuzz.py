@@ -62,7 +62,7 @@ LONGEST_REASON = 1000
 DIAMOND = "♦"
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system", "tool": "tool"}
 ROLES |= {"function": "tool", **SHAREGPT_ROLES}
-ALL_FAMILIES = [*families.FAMILIES, *(set(families.TOOL_FAMILIES) - set(families.FAMILIES))]
+ALL_FAMILIES = list(families.FAMILIES | families.TOOL_FAMILIES)
 LEARN = [
     *[LearnConfig()] * 4,
     LearnConfig(tool_calls=False),
@@ -444,7 +444,7 @@ class Fuzzer:
             + [RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion, RowFormat.text, RowFormat.tokens]
         )
         family, marks = self.draw.choice(ALL_FAMILIES), self.draw.random() < 0.3
-        self.learn, self.on_rewritten = self.draw.choice(LEARN), self.draw.choice(list(OnRewritten))
+        self.learn, self.on_rewritten = self.draw.choice(LEARN), self.draw.choice([OnRewritten.split, *OnRewritten])
         lines, untouched = [], set()
         for _ in range(count):
             row: Any = self.maker.row(form)

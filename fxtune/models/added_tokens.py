@@ -49,6 +49,11 @@ def rows_for(tokenizer: Any, rows: int) -> int:
     return rows if needed <= rows else -(-needed // MULTIPLE) * MULTIPLE
 
 
+def mean_of_rows(table: torch.Tensor) -> torch.Tensor:
+    """The mean of the rows of `table`, computed in float32 and in blocks: torch would copy the table."""
+    return (torch.stack([block.float().sum(0) for block in table.split(BLOCK)]).sum(0) / len(table)).to(table.dtype)
+
+
 @torch.no_grad()
 def grow(model: Any, rows: int) -> None:
     """Grow the embedding and the head of `model` to `rows` rows, and its config. Raises ConfigError for a table that
@@ -64,9 +69,7 @@ def grow(model: Any, rows: int) -> None:
         ) from error
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for parameter in {one for end in ends if end is not None for one in end.parameters(recurse=False)}:
-        # In blocks: a mean in float32 would copy the table.
-        total = sum(block.float().sum(0) for block in parameter[:before].split(BLOCK))
-        parameter[before:] = (total / before).to(parameter.dtype)
+        parameter[before:] = mean_of_rows(parameter[:before])
     if any(len(end.weight) != rows for end in ends if end is not None):
         raise ConfigError(
             f"model.add_tokens: transformers has not grown both tables of a {type(model).__name__}. Use another model."

@@ -37,6 +37,19 @@ def test_a_plan_and_training_refuse_the_same(words, message, chats):
         assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.shard=2"], "model.add_tokens: weights divided over ranks cannot grow"),
+        (["techniques=[qlora]", "techniques.quantize.type=fp8", "techniques.quantize.head=true"], "is stored in fp8"),
+    ],
+)
+def test_tokens_are_not_added_where_the_tables_cannot_grow_or_learn(words, message, chats):
+    config = compose([*WORDS, f"data.sources=[{{path: {chats}}}]", "model.add_tokens=['<|new|>']", *words])
+    with pytest.raises(ConfigError, match=message):
+        forecast_run(config, machine("H200", 128), 2, None)
+
+
 def test_ranks_that_divide_weights_do_not_start_over_experts_in_mxfp4(tmp_path):
     folder = on_disk(tmp_path / "base", model=tiny_model("gpt_oss"))
     in_mxfp4(folder)

@@ -214,6 +214,8 @@ class Lora(Technique):
         if reasons := targets.problems(model, self):
             raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
         chosen = targets.select(model, self)
+        if self.token_ids:
+            trained_tokens.start_zero_rows(model, self.token_ids)
         with targets.calls_observed(model, chosen), running_on_text(model):
             before = probe_logits(model)
         start = None if before.is_meta else _Start.of(model, before)

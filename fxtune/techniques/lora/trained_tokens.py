@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError, did_you_mean
+from fxtune.models.added_tokens import mean_of_rows
 from fxtune.models.peft_adapter import fetch_adapter, read_options
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import observed
@@ -66,6 +67,19 @@ def indices(model: Any, ids: list[int]) -> list[int] | dict[str, list[int]]:
     return {leaf if sum(other.endswith(leaf) for other in paths) == 1 else path: ids for path, leaf in leaves.items()}
 
 
+@torch.no_grad()
+def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
+    """Let rows of the tokens `ids` that are zero start as the mean of all rows.
+
+    The first norm divides by the length of its input: the gradient of a zero row in the embedding is larger by the
+    inverse root of the norm's eps, in a small Llama 2e9 to the others' 3e-3, and clipping would take all others away.
+    """
+    for weight in {table.weight for table in _tables(model).values()}:
+        zero = [] if weight.is_meta else [number for number in ids if not weight[number].any()]
+        if zero:
+            weight[zero] = mean_of_rows(weight)
+
+
 def prepare(adapted: Any) -> None:
     """Make the rows that peft trains float32, as adapters are, and let the base's tables run beside them.
 
@@ -84,6 +98,7 @@ def prepare(adapted: Any) -> None:
 
 def read_rows(adapted: Any) -> None:
     """Take the trained rows from the base, whose weights had not been read when the rows got their memory."""
+    start_zero_rows(adapted, [int(number) for layer in _layers(adapted)[:1] for number in layer.trained_ids])
     with torch.no_grad():
         for layer in _layers(adapted):
             for name, rows in layer.trainable_tokens_delta.items():
@@ -151,7 +166,7 @@ def _forward(layer: Any, x: torch.Tensor, active: Sequence[str], *args: Any, **k
         logits = F.linear(x, rows.to(x.dtype))
         bias = layer.base_layer.bias
         logits = logits if bias is None else logits + bias[ids]
-        return result.index_copy(-1, ids, logits.to(result.dtype))
+        return result.index_copy_(-1, ids, logits.to(result.dtype))  # nothing else holds the result
     at = torch.searchsorted(ids, x).clamp(max=len(ids) - 1)
     # In float32 until the end, so that the gradients of a row, which occurs often, add up in float32.
     vectors = F.embedding(at, rows)
@@ -167,7 +182,10 @@ def _run_apart(adapted: nn.Module) -> None:
 
 def _tables(model: Any) -> dict[str, Any]:
     """The embedding and the head, by name."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [
+        getattr(getattr(end, "token_adapter", None), "base_layer", end)
+        for end in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
     return {path: module for path, module in model.named_modules() if any(module is end for end in ends)}
 
 

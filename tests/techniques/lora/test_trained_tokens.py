@@ -237,6 +237,23 @@ def test_what_cannot_act_is_refused_before_weights_load(options, reason):
     assert reason in "\n".join(pipeline.lora.check(facts_of(random_model("llama"))))
 
 
+@BOTH
+def test_a_zero_row_starts_as_the_mean_so_that_its_gradient_is_like_the_others(tied, tmp_path):
+    folder = untrained_base(tmp_path / "base", tied)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[START] = 0
+    model.save_pretrained(folder)
+    pipeline = lora(train_tokens=ROWS)
+    mine = built(pipeline, ModelConfig(path=str(folder)))
+    pipeline.prove(mine, make_probe(mine))
+    probe = make_probe(mine)
+    probe["input_ids"][0, ::4] = START
+    mine(**probe).logits.logsumexp(-1).mean().backward()
+    start, end = mine.get_input_embeddings().token_adapter.trainable_tokens_delta["default"].grad.norm(dim=-1)
+    assert 0 < start < 100, (start, end)
+
+
 def test_a_token_that_the_tokenizer_does_not_have_is_refused():
     model = replace(random_model("llama", vocab_size=1024), tokenizer="builtin:tiny")
     with pytest.raises(ConfigError, match=r"no token <\|im_stop\|>; did you mean `<\|im_start\|>`"):

@@ -5,7 +5,7 @@
     fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two of them, at 3.5 an hour each
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
     fxtune plan +recipe=llama_lora model=llama_8b_shape           # without the hub: the shape of the model
-    fxtune plan +recipe=quickstart --gpu cpu                      # on the cores of this machine
+    fxtune plan +recipe=quickstart --gpu cpu                      # on the cores of this machine, timed by a product
 
 No weight is loaded and no GPU is needed. docs/performance.md compares the forecasts with measurements. Time counts the
 start, the steps and the evaluations; the first start compiles for a minute more.
@@ -23,7 +23,7 @@ from fxtune.config import discovery
 from fxtune.errors import ConfigError, HubError
 from fxtune.models.load import load_config
 from fxtune.system.console import plain, say, table, unicode
-from fxtune.system.units import GIB, size
+from fxtune.system.units import GIB, duration, size
 from fxtune.techniques.estimate.machines import MODELS, machine
 from fxtune.training.run_forecast import (
     Lengths,
@@ -166,9 +166,9 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
         ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
         (
             "evaluations",
-            f"{forecast.evaluations:,}, {_duration(forecast.evaluation_seconds)} each" if forecast.evaluations else "",
+            f"{forecast.evaluations:,}, {duration(forecast.evaluation_seconds)} each" if forecast.evaluations else "",
         ),
-        ("time", "not known" if seconds is None else _duration(seconds)),
+        ("time", "not known" if seconds is None else duration(seconds)),
         ("cost", "" if figures["cost"] is None else f"{figures['cost']:,.2f} at {price:g} per GPU and hour"),
         ("allocated", f"{size(forecast.need.allocated)} at the peak, as `bench` measures it: without fragmentation"),
         ("host memory", f"{forecast.need.host / GIB:,.1f} GiB pinned by each rank" if forecast.need.host else ""),
@@ -178,7 +178,8 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
             f"{size(forecast.checkpoint_bytes)}, the export {size(forecast.export_bytes)}",
         ),
     ]
-    return table(f"Calculated for {cards}; nothing was run", ["", ""], [row for row in rows if row[1]])
+    timed = "a matrix product was timed" if facts.device == "cpu" else "nothing was run"
+    return table(f"Calculated for {cards}; {timed}", ["", ""], [row for row in rows if row[1]])
 
 
 def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
@@ -190,7 +191,7 @@ def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
         more = f", --gpus {row['fitting_gpus']} fits" if row.get("fitting_gpus") else ""
         fits = Text("fits", "green") if row["fits"] else Text(f"does not fit{more}", "red")
         memory = Text.assemble(f"{row['memory_gib']:,.1f} of {row['free_gib']:,.1f} GiB: ", fits)
-        time = "" if row["seconds"] is None else _duration(row["seconds"])
+        time = "" if row["seconds"] is None else duration(row["seconds"])
         cost = "" if row["cost"] is None else f"{row['cost']:,.2f}"
         speed = f"{row['tokens_per_second']:,.0f}"
         shown = [f"{row['step_seconds']:,.3g} s", speed, time, cost] if row["fits"] else ["", "", "", ""]
@@ -221,11 +222,3 @@ def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: flo
         say(f"  a larger card: --gpu {fitting[0]}")
     if count := fitting_count(config, forecast, gpus, lengths):
         say(f"  {count} x {forecast.facts.device_name}: --gpus {count}")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:,.3g} s"
-    if seconds < 5400:
-        return f"{seconds / 60:,.0f} min"
-    return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"

@@ -25,7 +25,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.models.load import load_config, load_tokenizer
 from fxtune.system import console as screen
-from fxtune.system.units import GIB
+from fxtune.system.units import GIB, duration
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.degrees import decided_with
 from fxtune.techniques.estimate.degrees import sent as sent_by_rank
@@ -34,6 +34,7 @@ from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.facts import Facts
 from fxtune.training.ranks import facts_on_ranks
 from fxtune.training.rows import decide_rows
+from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         seconds = own * micro_batch_seconds(facts, kept, share)
         speed = plan.tokens(plan.last_stage) / seconds
         rows["a step"] = f"at least {seconds:,.2g} s, at most {speed:,.0f} tokens/s in all, by the kernels' rates"
+    elif seconds := seconds_here(facts, plan):
+        rows["the steps"] = f"about {duration(seconds)} if these cores stay as free as now (a product was timed)"
     shown = [(name, _gib(row) if isinstance(row, int) else row) for name, row in rows.items() if row]
     title = f"Forecast for {'each rank' if degrees.ranks > 1 else 'a step'} on {facts.device_name}"
     console.print(screen.table(title, ["", ""], shown))

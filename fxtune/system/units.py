@@ -1,4 +1,4 @@
-"""Units of memory in bytes."""
+"""Units of memory and time in words."""
 
 MIB = 2**20
 GIB = 2**30
@@ -10,3 +10,12 @@ def size(number: float) -> str:
         if number >= unit / 10:
             return f"{number / unit:,.1f} {name}"
     return f"{number / 1024:,.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 41 s, 12 min, 3.5 h, 2.1 days."""
+    if seconds < 90:
+        return f"{seconds:,.3g} s"
+    if seconds < 5400:
+        return f"{seconds / 60:,.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"

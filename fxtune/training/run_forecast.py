@@ -24,6 +24,7 @@ from fxtune.errors import UserError
 from fxtune.models.load import DType, load_config, load_tokenizer
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
+from fxtune.techniques.estimate.cpu_speed import cpu_speed
 from fxtune.techniques.estimate.degrees import decided_with, sent
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
 from fxtune.techniques.estimate.step_time import micro_batch_seconds, update_seconds
@@ -42,6 +43,8 @@ HEAD_BYTES = 2 << 20
 START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
 """From the start of the process to the second step, with warm caches: of a large model on a card
 (docs/performance.md), of a small one on a CPU (README)."""
+SHORT = 10.0
+"""Seconds of steps below which a run on a CPU is not forecast."""
 FORWARD = 0.35
 """The time of a forward pass as a share of a training step's, without recomputation."""
 
@@ -187,6 +190,16 @@ def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths |
         trained * size,
         list(few_steps(train, steps, lengths.padded / facts.row_length)) if lengths else [],
     )
+
+
+def seconds_here(facts: Facts, plan: Plan) -> float | None:
+    """Seconds of the steps of `plan` on the cores of this machine, which are timed (techniques/estimate/cpu_speed.py);
+    None for so few that timing is not worth it. `facts`: with techniques decided."""
+    summary, kept = plan.summary(), facts.techniques.recompute_plan()
+    row = summary["tokens"] / (1 - summary["padding_share"]) / summary["rows"]
+    micro = micro_batch_seconds(facts, kept, summary["supervised_share"], _attended(plan)) * row / facts.row_length
+    seconds = plan.steps * (plan.micro_batches(0) * micro + update_seconds(facts))
+    return seconds / cpu_speed(facts.cores) if seconds >= SHORT else None
 
 
 def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, bool]]:

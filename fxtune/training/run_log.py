@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fxtune.checkpoint.manager import TrainState
@@ -13,11 +13,13 @@ from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.errors import StorageError
 from fxtune.system.startup import StartupTimer
+from fxtune.system.units import duration
 from fxtune.techniques.compile.technique import Compile
 from fxtune.tracking.display import Display
 from fxtune.tracking.tracker import Tracker
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
+from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
 
@@ -106,6 +108,9 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"{summary['supervised_share']:.1%} of the tokens supervised, {summary['padding_share']:.1%} padding"
     )
     yield from few_steps(config.train, summary["steps"], summary["rows"])
+    alone = facts.device == "cpu" and builder.world.size == 1
+    if alone and (seconds := seconds_here(replace(facts, techniques=builder.techniques), data.training)):
+        yield f"the steps take about {duration(seconds)} if these cores stay as free as now (a product was timed)"
     settings = config.data
     if settings.own_questions() is not settings.questions:
         yield (

@@ -94,6 +94,19 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
             max_position_embeddings=65536,
         ),
     ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        "llama",
+        dict(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ),
+    ),
     "openai/gpt-oss-20b": ("gpt_oss", dict(num_hidden_layers=24, num_local_experts=32)),
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",

@@ -116,7 +116,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 def rates(machine: MachineFacts) -> Rates:
     """The rates of the machine's device."""
     if machine.device != "cuda":
-        each = {name: machine.cores * getattr(CPU, name) for name in ("matmul", "fp8", "attention", "memory")}
+        cores = machine.cores * machine.cpu_speed
+        each = {name: cores * getattr(CPU, name) for name in ("matmul", "fp8", "attention", "memory")}
         return replace(CPU, **each)
     card = _card(machine.device_name)
     if card and card.rates:

@@ -12,6 +12,7 @@ from fxtune.errors import ConfigError, did_you_mean
 from fxtune.system.facts import MachineFacts, installed_packages
 from fxtune.system.host import cores, memory
 from fxtune.system.units import GIB
+from fxtune.techniques.estimate.cpu_speed import cpu_speed
 
 CONTEXT_MIB = 600
 """What the driver and a process's context take of a card's memory."""
@@ -61,7 +62,7 @@ PACKAGES = {
 
 def machine(name: str, host_gib: float, free_gib: float | None = None) -> MachineFacts:
     """The facts of a machine with cards of this name and fxtune's packages for GPUs; `cpu`: of this machine without
-    its cards.
+    its cards, whose cores are timed.
 
     `host_gib`: a rank's share of the host's memory; `free_gib`: the part of the card that the run may use (None: all
     but the context). Raises ConfigError for a name that is not in MODELS.
@@ -75,6 +76,7 @@ def machine(name: str, host_gib: float, free_gib: float | None = None) -> Machin
             free_memory=min(free, int(free_gib * GIB)) if free_gib else free,
             host_memory=int(host_gib * GIB),
             cores=cores(),
+            cpu_speed=cpu_speed(cores()),
             packages=installed_packages(),
         )
     found = {known.lower(): model for known, model in MODELS.items()}.get(name.lower())

@@ -211,8 +211,8 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         seconds = own * micro_batch_seconds(facts, kept, share)
         speed = plan.tokens(plan.last_stage) / seconds
         rows["a step"] = f"at least {seconds:,.2g} s, at most {speed:,.0f} tokens/s in all, by the kernels' rates"
-    elif seconds := seconds_here(facts, plan):
-        rows["the steps"] = f"about {duration(seconds)} if these cores stay as free as now (a product was timed)"
+    elif whole := seconds_here(facts, plan):
+        rows["the steps"] = f"about {duration(whole)} if these cores stay as free as now (a product was timed)"
     shown = [(name, _gib(row) if isinstance(row, int) else row) for name, row in rows.items() if row]
     title = f"Forecast for {'each rank' if degrees.ranks > 1 else 'a step'} on {facts.device_name}"
     console.print(screen.table(title, ["", ""], shown))

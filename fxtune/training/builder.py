@@ -172,7 +172,7 @@ class RunBuilder:
         self.special_tokens = used
         if unused := [token for token in added if tokenizer.convert_tokens_to_ids(token) not in used]:
             self.decided.append(
-                f"model.add_tokens: {', '.join(unused)} occur in no document, so their rows learn no "
+                f"model.add_tokens: no document has {', '.join(unused)}, whose rows learn no "
                 "meaning (in a chat only the chat template writes special tokens; in a message they are text)"
             )
         if config.optimizer.lr == update_rule.AUTO:

@@ -56,7 +56,7 @@ def next_token(model, tokenizer) -> str:
 def test_an_adapter_learns_a_new_token_and_its_export_loads_as_its_card_says(growing, cwd, said, tied):
     trainer.run(growing)
     assert any("<|yes|> (1024), <|no|> (1025); the embedding and the head grow from 1,024" in note for note in said)
-    assert any("model.add_tokens: <|no|> occur in no document" in note for note in said)
+    assert any("model.add_tokens: no document has <|no|>" in note for note in said)
     options = json.loads(Path("run/adapter/adapter_config.json").read_text())
     assert options["trainable_token_indices"] == (
         [1024, 1025] if tied else {"embed_tokens": [1024, 1025], "lm_head": [1024, 1025]}

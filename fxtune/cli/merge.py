@@ -2,7 +2,7 @@
 
     fxtune merge quickstart              # the adapter of a run, into runs/quickstart/merged
     fxtune merge quickstart FOLDER       # or into another folder
-    fxtune merge quickstart/step-87      # any checkpoint, into runs/quickstart/merged-step-70
+    fxtune merge quickstart/step-87      # any checkpoint, into runs/quickstart/merged-step-87
     fxtune merge me/lamps FOLDER         # an adapter of the hub, or the folder of an adapter
     fxtune merge +recipe=NAME            # the adapter of the recipe's newest run
 

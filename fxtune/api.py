@@ -42,8 +42,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
     """Train, or continue an unfinished run of the same recipe, and return the run. With several GPUs (`run.gpus`) each
     has a process of its own. Raises what the command line reports: a UserError, or Stopped after Ctrl-C."""
+    from fxtune.settle.ranks import ranks_of
     from fxtune.training import trainer
-    from fxtune.training.ranks import ranks_of
 
     config = _config(recipe, overrides)
     if not config.data.sources:

@@ -212,7 +212,7 @@ def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] |
     device = "cpu" if not facts.get("gpus") or (config and config.run.device.value == "cpu") else "cuda"
     ranks = facts.get("gpus", 1)
     if config is not None:
-        from fxtune.training.ranks import ranks_of
+        from fxtune.settle.ranks import ranks_of
 
         try:
             ranks = ranks_of(config)
@@ -222,17 +222,18 @@ def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] |
 
 
 def _recipe(config: Config) -> Finding:
+    from fxtune.distributed.world import World
+    from fxtune.settle.settled import settle_here
     from fxtune.techniques.estimate.degrees import need_with
-    from fxtune.training.builder import RunBuilder
 
     name = config.run.name
     try:
-        builder = RunBuilder(config, ahead=True)
-        facts = builder.facts
+        settled = settle_here(config, World.create(config.run.device, config.run.memory_gib))
+        facts = settled.facts
         need = need_with(replace(facts, techniques=config.techniques), facts.degrees).device
     except UserError as error:
         return Finding(name, f"cannot run here: {redact(str(error))}", State.broken)
-    notes = "".join(f"\n{note}" for note in [*builder.config.techniques.ignored_options(), *builder.decided])
+    notes = "".join(f"\n{note}" for note in [*config.techniques.ignored_options(), *settled.notes])
     several = f"{facts.degrees.ranks} ranks ({facts.degrees}) on " if facts.degrees.ranks > 1 else ""
     seen = f"can run on {several}{facts.device_name}, weights in {facts.dtype}"
     verify = "(`fxtune verify` builds it and checks that each technique acts)"

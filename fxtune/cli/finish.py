@@ -26,8 +26,8 @@ from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
 from fxtune.distributed.ranks import LAUNCHER, place
 from fxtune.errors import ConfigError, StorageError
+from fxtune.settle.ranks import ranks_of
 from fxtune.system.console import say
-from fxtune.training.ranks import ranks_of
 from fxtune.training.run_end import FINISH
 
 DONE = "done"

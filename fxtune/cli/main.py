@@ -344,7 +344,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
 
     progress.show("none" if place()[0] else config.tracking.display.value)
     with progress.phase("Loading the libraries", announce=False, part="imports"):
-        from fxtune.training.ranks import ranks_of
+        from fxtune.settle.ranks import ranks_of
 
     if command.ranks and own.keys().isdisjoint(command.alone_with) and (ranks := ranks_of(config)) > 1:
         from fxtune.distributed.launch import launch

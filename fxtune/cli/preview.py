@@ -23,17 +23,15 @@ from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.data.tokenized.profile import PERCENTILES
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
-from fxtune.models.load import load_config, load_tokenizer
+from fxtune.models.load import load_tokenizer
+from fxtune.settle.settled import settle
 from fxtune.system import console as screen
 from fxtune.system.units import GIB, duration
 from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.degrees import decided_with
 from fxtune.techniques.estimate.degrees import sent as sent_by_rank
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.facts import Facts
-from fxtune.training.ranks import facts_on_ranks
-from fxtune.training.rows import decide_rows
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -68,9 +66,10 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     """Print samples and statistics of the data of a run. Raises as the run itself does."""
     console = console or screen.console()
     tokenizer = load_tokenizer(config.model)
-    rows, padded, facts = decide_rows(config, World.create(config.run.device), load_config(config.model))
+    machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
+    settled = settle(config, machine, checks=False)
     data = prepare_data(
-        rows,
+        settled.config.data,
         tokenizer,
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=config.train.global_batch_size,
@@ -83,9 +82,9 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     print_samples(data.training, TokenTexts(tokenizer, signs), console)
     print_statistics(data.training, console)
     print_lengths(data.tables, console)
-    print_forecast(decided_with(on_ranks := facts_on_ranks(facts, config), on_ranks.degrees), data.training, console)
+    print_forecast(settled.facts, data.training, console)
     summary = data.training.summary()
-    notes = [*padded, *data.training.notes(), *few_steps(config.train, summary["steps"], summary["rows"])]
+    notes = [*settled.notes, *data.training.notes(), *few_steps(config.train, summary["steps"], summary["rows"])]
     if data.evaluation:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"

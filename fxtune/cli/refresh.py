@@ -39,10 +39,10 @@ from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, StorageError, not_written
 from fxtune.models.load import starting_from
+from fxtune.settle.ranks import ranks_of
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say, table
 from fxtune.system.redact import redact, redact_arguments
-from fxtune.training.ranks import ranks_of
 from fxtune.training.refresh import RefreshData
 
 PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "replaced"

@@ -135,7 +135,7 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
     from fxtune.training.builder import RunBuilder
 
     builder = RunBuilder(config, ahead=True)
-    context = SearchContext(builder.facts, precision_of(builder))
+    context = SearchContext(builder.facts, precision_of(builder.facts), hf_config=builder.settled.hf_config)
     if not with_data:
         return context
     plan = builder.read()[1].training

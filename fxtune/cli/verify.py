@@ -63,7 +63,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = builder.read()
-        for note in [*config.techniques.ignored_options(), *builder.decided]:
+        for note in [*config.techniques.ignored_options(), *builder.settled.notes]:
             say(note)
         if builder.facts.in_backward:
             say("verify looks at all gradients at once, so it needs memory for them, which the run does not")
@@ -83,7 +83,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
     if json is not None:
         found = {
             "acted": not failed,
-            "decided": builder.decided,
+            "decided": list(builder.settled.notes),
             "techniques": builder.techniques.options(),
             "evidence": [dataclasses.asdict(one) for one in seen],
             "loss": [dataclasses.asdict(one) for one in compared],

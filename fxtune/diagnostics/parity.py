@@ -41,6 +41,7 @@ from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Switch
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.techniques.pipeline import Pipeline
@@ -121,7 +122,10 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
 
 
 def describe_bounds(builder: RunBuilder) -> str:
-    precision, reference = precision_of(builder), "Reference: plain transformers in float32, each document alone."
+    precision, reference = (
+        precision_of(builder.facts),
+        "Reference: plain transformers in float32, each document alone.",
+    )
     if precision == "float32":
         bounds = "Relative bounds: loss {:g}, gradient {:g}, each parameter's gradient {:g}.".format(*EXACT)
         return f"{reference} {bounds}"
@@ -132,15 +136,15 @@ def describe_bounds(builder: RunBuilder) -> str:
     )
 
 
-def precision_of(builder: RunBuilder) -> str:
+def precision_of(facts: Facts) -> str:
     """What matmuls round to: float32, tf32, bfloat16 or float16."""
-    computed, precision = builder.facts.compute_dtype, builder.techniques.precision
+    computed, precision = facts.compute_dtype, facts.techniques.precision
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
 
 def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
     """A scale at which float16 keeps small gradients: about the number of supervised tokens. Training adapts its."""
-    half = precision_of(builder) == "float16"
+    half = precision_of(builder.facts) == "float16"
     return LossScale(builder.world.device, 2.0 ** round(math.log2(supervised)) if half else 1.0, active=half)
 
 
@@ -154,7 +158,7 @@ class _Comparison:
         if self.techniques.router.enabled:  # its loss is that of a micro-batch, so other splits have another one
             self.techniques.router.enabled = False
             tell("Without the auxiliary loss, which depends on the micro-batches: the evidence compares it.")
-        self.hf_config = copy.deepcopy(builder.hf_config)
+        self.hf_config = copy.deepcopy(builder.settled.hf_config)
         for config in (self.hf_config, self.hf_config.get_text_config()):
             for name, value in vars(config).items():
                 if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
@@ -163,7 +167,7 @@ class _Comparison:
         self.bounds = EXACT
 
     def run(self, each: bool) -> Iterator[Compared]:
-        precision, unbounded = precision_of(self.builder), (math.inf,) * 3
+        precision, unbounded = precision_of(self.builder.facts), (math.inf,) * 3
         plain = self._plain()
         exact = replace(plain, precision=Precision(enabled=True, tf32=False), float8=Float8())
         name = "plain transformers, float32"
@@ -269,11 +273,11 @@ class _Comparison:
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
         """The training step with the techniques of `pipeline`, once for each micro-batch size."""
         builder = copy.copy(self.builder)
-        builder.techniques = pipeline
         # On slow links reduce_dtype, powersgd_rank and average_every change the sum by design.
         parallel = builder.config.parallel
         parallel = ParallelConfig(parallel.replicate, parallel.shard, parallel.context)
-        builder.config = replace(builder.config, parallel=parallel)
+        settled = builder.settled.using(pipeline)
+        builder.settled = replace(settled, config=replace(settled.config, parallel=parallel))
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         with self._built(pipeline, self.world) as model:

@@ -133,6 +133,11 @@ class World:
         return self.rank == 0
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability as (major, minor); None without a GPU."""
+        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+
+    @property
     def degrees(self) -> Degrees:
         """How many ranks replicate, shard and divide rows."""
         return self.chosen or Degrees(replicate=self.size)
@@ -335,23 +340,24 @@ class World:
         )
 
     def facts(self, deterministic: bool = False) -> MachineFacts:
-        """The device, the memory and the installed packages.
+        """The device, the memory and the installed packages, the same on all ranks: those of rank 0, with the free
+        memory of the fullest device.
 
         `deterministic`: count all memory as free except the driver's. The memory that other processes use differs from
         run to run, and `auto` settings depend on free memory.
         """
-        name, capability, total = f"{cores()} cores, {platform.machine()}", None, memory()[0]
+        name, total = f"{cores()} cores, {platform.machine()}", memory()[0]
         free = total
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device)
-            name, capability = card.name, (card.major, card.minor)
+            name = card.name
             total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
             free = total - CONTEXT if deterministic else min(torch.cuda.mem_get_info(self.device)[0], total)
         ranks = self.gather((free, socket.gethostname()), "comparing free memory")
-        return MachineFacts(
+        here = MachineFacts(
             device=self.device.type,
             device_name=name,
-            capability=capability,
+            capability=self.capability,
             memory=total,
             free_memory=min(each for each, _ in ranks),
             host_memory=memory()[0] // [host for _, host in ranks].count(socket.gethostname()),
@@ -360,6 +366,7 @@ class World:
             packages=installed_packages(),
             broken=dict(BROKEN),
         )
+        return self.from_main(lambda: here, "waiting for the facts of rank 0's machine")
 
 
 @functools.cache

@@ -89,13 +89,13 @@ def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
     return dataclasses.replace(whole, tokenizer=None, add_tokens=[]) if model.add_tokens else whole
 
 
-def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
-    """The dtype that the weights will have. GPUs support bfloat16 from compute capability 8.0 (Ampere) on."""
+def resolve_dtype(model: ModelConfig, capability: tuple[int, int] | None) -> torch.dtype:
+    """The dtype that the weights will have. GPUs support bfloat16 from compute capability 8.0 (Ampere) on; None: the
+    device is a CPU."""
     if model.dtype is not DType.auto:
         dtype: torch.dtype = getattr(torch, model.dtype.value)
         return dtype
-    capable = world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) >= (8, 0)
-    return torch.bfloat16 if capable else torch.float32
+    return torch.bfloat16 if capability and capability >= (8, 0) else torch.float32
 
 
 def load_config(model: ModelConfig) -> Any:
@@ -242,7 +242,7 @@ def build(
     experts are stored in MXFP4, `grown_from` how many tokens the base embeds if `hf_config` has more.
     """
     silence_libraries()
-    dtype, code = resolve_dtype(model, world), model.trust_remote_code
+    dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
     random = model.init is Init.random
     origin = None if random else _locate(model)
     if origin is not None and (origin.folder / PROOF).exists():
@@ -289,7 +289,7 @@ def each_weight(
 ) -> None:
     """Read or draw weights of a model that build() made without them, and hand each of `wanted`, by name and shape, to
     `take`, whole and on world.device. One at a time: `take` must not keep it."""
-    dtype, code = resolve_dtype(model, world), model.trust_remote_code
+    dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
     if model.init is Init.random:
         drawn_shards.each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
     else:
@@ -311,7 +311,7 @@ def fill(
     out. The other arguments are those of build().
     """
     if model.init is Init.random:
-        dtype, code = resolve_dtype(model, world), model.trust_remote_code
+        dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
         drawn_shards.draw(built, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
     else:
         shards.read(_found(model, built), built, pieces, world, str(model.path), elsewhere)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.distributed.world import World
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.pipeline import Pipeline
 
@@ -49,10 +48,9 @@ class Facts(MachineFacts):
     techniques: Pipeline = field(default_factory=Pipeline)
 
     @classmethod
-    def of(cls, world: World, **known: Any) -> Facts:
-        """The facts of `world`'s machine, with the fields in `known` set."""
-        machine = world.facts(known.get("deterministic", False))
-        return cls(**{**vars(machine), "degrees": world.degrees, **known})
+    def of(cls, machine: MachineFacts, **known: Any) -> Facts:
+        """The facts of `machine`, with the fields in `known` set."""
+        return cls(**{**vars(machine), **known})
 
     @property
     def text(self) -> dict[str, Any]:

@@ -327,7 +327,7 @@ class Pipeline:
             return True
         if not self.quantize.enabled or not self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
-        dtype = models.resolve_dtype(model, world)
+        dtype = models.resolve_dtype(model, world.capability)
         needed, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
         large = needed > 0.9 * max(facts.free_memory, facts.host_memory)
         return any(world.gather(large, "choosing how weights are read"))

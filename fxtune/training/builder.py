@@ -23,17 +23,13 @@ from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import AUTO, SourceConfig, time_of_templates
-from fxtune.data.read.sources import missing_reason
-from fxtune.data.tokenized.cache import cache_root
+from fxtune.data.config import AUTO, time_of_templates
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.launch import require_equal_parts
-from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, HubError, UnavailableError, UserError
+from fxtune.errors import ConfigError, HardwareError, UnavailableError
 from fxtune.models import load as models
-from fxtune.models.dims import Shape
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as update_rule
@@ -41,42 +37,43 @@ from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.plugins import OBJECTIVES
+from fxtune.settle.in_backward import change_for
+from fxtune.settle.missing import all_missing_at_once
+from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
-from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
 from fxtune.techniques import divided_weights, withdrawal
-from fxtune.techniques.attention import context, isolation, recurrent
+from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.estimate.memory import trained_parameters
-from fxtune.techniques.package_checks import Heads, import_ahead, unusable
-from fxtune.techniques.pipeline import make_probe, require_acted
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import Autocast, LossScale
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
-from fxtune.training.ranks import facts_on_ranks, share
-from fxtune.training.refusals import refusals
 from fxtune.training.resume_check import ResumeCheck
-from fxtune.training.rows import decide_rows, documents_padding
 from fxtune.training.step import TrainStep
+
+LOOKS = 8
+"""Steps whose documents documents_padding() looks at."""
 
 
 class RunBuilder:
-    """Resolves a recipe for this machine; builds the data, the model and the training step on demand.
+    """Settles a recipe for this machine; builds the data, the model and the training step on demand.
 
-    The constructor refuses impossible recipes from configs alone: no weight is loaded, no row is read. It raises
-    ConfigError with all reasons at once, and the HardwareError and StorageError of World.create() and load_config().
+    The constructor refuses impossible recipes from configs alone: no weight is loaded, no row is read. It raises what
+    settle() and World.create() raise.
     """
 
     @phase("Checking the recipe", part="checks")
     def __init__(self, config: Config, ahead: bool = False, threads: int | None = None) -> None:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
-        ranks, and nothing can be built. `threads`: the number of CPU threads that a resumed run was started with."""
-        self.config = config
+        ranks, and no model can be built. `threads`: the number of CPU threads that a resumed run was started with."""
         self.special_tokens: list[int] = []
         """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
         _reset_process()
@@ -87,49 +84,22 @@ class RunBuilder:
             torch.use_deterministic_algorithms(config.run.deterministic)
         # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        used = [name for name, _ in config.techniques.enabled()]
-        with import_ahead(self.world.facts(), used) as imported:
-            with _all_missing_at_once(config):
-                self.hf_config = models.load_config(config.model)
-            if why := isolation.why_not_causal(self.hf_config):
-                raise ConfigError(f"model.path: {why}. Use a decoder.")
-            while True:
-                data, notes, self.facts = decide_rows(config, self.world, self.hf_config)
-                optimizer_needs = update_rule.packages(config.optimizer, self.facts)
-                packages = [*config.techniques.packages(self.facts), *optimizer_needs]
-                shape = Shape.of(self.facts.text)
-                heads = Heads(shape.heads, shape.key_heads, shape.q // shape.heads)
-                if not unusable(self.facts, packages, heads, imported):
-                    break  # else decide again: from now on a package that does not work counts as missing
-        self.config = config = replace(config, data=data)
-        if ahead:
-            self.facts = facts_on_ranks(self.facts, config)
-        elif self.world.size > 1 or config.parallel != ParallelConfig():
-            degrees, why = share(config, self.facts, [self.world.size])
-            self.world = self.world.divided(degrees)
-            self.facts = replace(self.facts, degrees=degrees)
-            notes += [f"parallel: {why}"] * (self.world.size > 1)
-        refused = list(refusals(config, self.facts))
-        self.facts, in_backward_note = in_backward.decide(config, self.facts)
-        notes += [in_backward_note] if in_backward_note else []
-        # Rank 0 decides: cards may differ in free memory, and the ranks must run the same kernels.
-        self.techniques, self.decided = self.world.from_main(
-            partial(config.techniques.resolved, self.facts, refused), "waiting for rank 0 to choose kernels"
-        )
-        """The techniques with every `auto` decided, and lines on what was decided and why."""
-        for package, reason in self.facts.broken.items():
-            if not any(reason in line for line in self.decided):
-                notes.append(f"{package} {self.facts.lacks(package)}: not used (`fxtune doctor` says what repairs it)")
-        if self.hf_config.get_text_config() is not self.hf_config and not self.techniques.lora.enabled:
-            notes.append("model: its decoder and head are trained; parts for images or sound stay as they are")
-        if self.facts.ships_mxfp4 and not self.techniques.keeps_mxfp4(self.facts.model):
-            dtype = self.facts.dtype
-            notes.append(
-                f"model: its experts are stored in MXFP4 and unpacked to {dtype} as they are read, the same numbers"
-            )
-        notes += [f"plugin {name}: {identity}" for name, identity in config.plugins().items()]
-        self.decided = [*notes, *self.decided]
-        self.facts = replace(self.facts, techniques=self.techniques)
+        self.settled = settle_here(config, self.world, None if ahead else self.world.size)
+        if not ahead:
+            self.world = self.world.divided(self.facts.degrees)
+
+    @property
+    def config(self) -> Config:
+        return self.settled.config
+
+    @property
+    def facts(self) -> Facts:
+        return self.settled.facts
+
+    @property
+    def techniques(self) -> Pipeline:
+        """With every `auto` decided, and without what turned out not to act."""
+        return self.settled.techniques
 
     @phase("Reading the data", part="data")
     def read(self, quarantine: Path | None = None, template_time: str | None = None) -> tuple[Any, PreparedData]:
@@ -140,17 +110,12 @@ class RunBuilder:
         if self.config.data.template_time is None:
             # Rank 0's clock counts: the ranks take the same tokens from the cache.
             chosen = self.world.from_main(lambda: template_time or time_of_templates(), "agreeing on the time")
-            self.config = replace(self.config, data=replace(self.config.data, template_time=chosen))
+            self._set(data=replace(self.config.data, template_time=chosen))
         config = self.config
-        with _all_missing_at_once(config):
+        with all_missing_at_once(config):
             tokenizer = self.world.main_first(
-                partial(models.load_tokenizer, config.model), "waiting for the tokenizer"
+                partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
             )
-        if added := config.model.add_tokens:
-            rows, grown = models.rows_of_base(config.model), self.hf_config.get_text_config().vocab_size
-            where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new ones start as the mean"
-            ids = ", ".join(f"{token} ({tokenizer.convert_tokens_to_ids(token)})" for token in added)
-            self.decided.append(f"model.add_tokens: {ids}; {where if grown > rows else 'spare rows of the base'}")
         prepare = partial(
             prepare_data,
             config.data,
@@ -165,23 +130,36 @@ class RunBuilder:
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
-        added = config.model.add_tokens
-        used = (
-            used_special_tokens(data.tables, tokenizer) if added or self.techniques.lora.train_tokens == AUTO else []
-        )
-        self.special_tokens = used
-        if unused := [token for token in added if tokenizer.convert_tokens_to_ids(token) not in used]:
-            self.decided.append(
+        added, notes = config.model.add_tokens, list[str]()
+        if added or self.techniques.lora.train_tokens == AUTO:
+            self.special_tokens = used_special_tokens(data.tables, tokenizer)
+        if added:
+            notes += self._about_added_tokens(tokenizer)
+        if config.optimizer.lr == update_rule.AUTO:
+            found = guess(config.optimizer, self.facts, data.training.documents_per_step)
+            self._set(optimizer=replace(config.optimizer, lr=found.rate))
+            notes.append(found.text)
+        if self.facts.packing and recurrent.has_mixers(self.facts.model):
+            notes.append(documents_padding(data.training))
+        self.settled = self.settled.noting(*notes)
+        return tokenizer, data
+
+    def _about_added_tokens(self, tokenizer: Any) -> Iterator[str]:
+        """Lines on model.add_tokens: their ids and rows, and the tokens that no document has."""
+        model, grown = self.config.model, self.facts.text["vocab_size"]
+        ids = {token: tokenizer.convert_tokens_to_ids(token) for token in model.add_tokens}
+        rows, named = models.rows_of_base(model), ", ".join(f"{token} ({id_})" for token, id_ in ids.items())
+        where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new ones start as the mean"
+        yield f"model.add_tokens: {named}; {where if grown > rows else 'spare rows of the base'}"
+        if unused := [token for token, id_ in ids.items() if id_ not in self.special_tokens]:
+            yield (
                 f"model.add_tokens: no document has {', '.join(unused)}, whose rows learn no "
                 "meaning (in a chat only the chat template writes special tokens; in a message they are text)"
             )
-        if config.optimizer.lr == update_rule.AUTO:
-            found = guess(config.optimizer, self.facts, data.training.documents_per_step)
-            self.config = replace(config, optimizer=replace(config.optimizer, lr=found.rate))
-            self.decided.append(found.text)
-        if self.facts.packing and recurrent.has_mixers(self.facts.model):
-            self.decided.append(documents_padding(data.training))
-        return tokenizer, data
+
+    def _set(self, **groups: Any) -> None:
+        """Take what the data has decided in groups of the config."""
+        self.settled = replace(self.settled, config=replace(self.config, **groups))
 
     @phase("Building the model", part="model")
     def build(self) -> nn.Module:
@@ -189,7 +167,7 @@ class RunBuilder:
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
             model, seed = self.config.model, self.config.run.seed
-            return self.techniques.build(model, self.hf_config, self.world, seed, self.special_tokens)
+            return self.techniques.build(model, self.settled.hf_config, self.world, seed, self.special_tokens)
 
     @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: nn.Module) -> LanguageModel:
@@ -230,11 +208,9 @@ class RunBuilder:
             if found is None:
                 return language_model, [*off, *seen]
             key, why = found
-            say(withdrawal.line(key, why))
-            self.decided.append(withdrawal.line(key, why))
+            self.settled = self.settled.without(key, why)
+            say(self.settled.notes[-1])
             off.append(Evidence(key.partition(".")[0], f"{key} where it can act", f"off, because {why}", True, key))
-            self.techniques = withdrawal.without(self.techniques, key)
-            self.facts = replace(self.facts, techniques=self.techniques)
             model = language_model = None  # type: ignore[assignment]  # frees the memory for the next one
             torch.compiler.reset()
             gc.collect()
@@ -363,7 +339,7 @@ class RunBuilder:
         rows = rows or self.facts.micro_batch_size
         width = width or self.facts.row_length
         facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
-        freeing = in_backward.change_for(self.config, facts) if of_step == 1 else ""
+        freeing = change_for(self.config, facts) if of_step == 1 else ""
         need, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase, freeing)
         return HardwareError(f"{message}\n{oom_advice.to_text(need, changes, phase, rows, width)}")
 
@@ -410,30 +386,19 @@ def steps_only(config: Config, steps: int) -> Config:
     return config
 
 
-@contextmanager
-def _all_missing_at_once(config: Config) -> Iterator[None]:
-    """If the hub cannot be reached for one file, name all missing files and data sets of the recipe in one error."""
-    try:
-        yield
-    except HubError as error:
-        model, data, missing = config.model, config.data, [str(error)]
-        base = None if "model_type" in model.architecture else model.path
-        for key, name in (("path", base), ("adapter", model.adapter), ("tokenizer", model.tokenizer)):
-            try:
-                if name is not None:
-                    locate(name, model.revision if key == "path" else None, f"model.{key}")
-            except UserError as other:
-                missing.append(str(other))
-        sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
-        if data.questions.path is not None:
-            sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
-        cache = cache_root(data) / "datasets" if data.cache_dir else None
-        missing += [f"data.sources: {why}" for source in sources.values() if (why := missing_reason(source, cache))]
-        missing = list(dict.fromkeys(missing))
-        if len(missing) == 1:
-            raise
-        listed = "\n".join(f"  {why}" for why in missing)
-        raise HubError(f"{len(missing)} files or data sets of this recipe are missing here:\n{listed}") from error
+def documents_padding(plan: Plan) -> str:
+    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
+    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
+    most = 1.0
+    for step in range(min(LOOKS, plan.steps)):
+        for micro in range(plan.micro_batches(step)):
+            lengths = [part.length for row in plan.contents(step, micro) for part in row]
+            most = max(most, len(lengths) * max(lengths) / (plan.micro_rows(step) * plan.max_row_length(step)))
+    return (
+        f"recurrent layers: padded to the longest, the documents of a packed micro-batch have up to {most:.1f} times "
+        f"the tokens of its rows (in the first {min(LOOKS, plan.steps)} steps), which the forecast of memory leaves "
+        "out. data.packing=false pads rows instead."
+    )
 
 
 def _reset_process() -> None:

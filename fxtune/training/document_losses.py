@@ -110,7 +110,9 @@ def _require_fits(builder: RunBuilder) -> None:
     model, facts = builder.config.model, builder.facts
     if builder.config.techniques.quantize.enabled:  # they take a share of their bytes
         return
-    needed = bytes_of(builder.hf_config, resolve_dtype(model, builder.world), model.trust_remote_code)
+    needed = bytes_of(
+        builder.settled.hf_config, resolve_dtype(model, builder.world.capability), model.trust_remote_code
+    )
     if needed > facts.memory:
         raise HardwareError(
             f"The weights take {needed / GIB:.1f} GiB, and {facts.device_name} has {facts.memory / GIB:.1f} GiB: "

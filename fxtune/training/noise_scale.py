@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX
-from fxtune.distributed.parallel import Degrees
 
 PARTS, SHARES, ROWS = NAMES = ("noise/parts", "noise/shares", "noise/rows")
 """Metrics of a step: the sum of |g_m|^2, the sum of w_m^2, and the rows. Sums over micro-batches and ranks."""
@@ -38,23 +36,6 @@ LEAST_STEPS = 20
 """Steps after which the ratio is shown."""
 NEAR = 2.0
 """A batch within this factor of the noise scale is near it."""
-
-
-def refusals(config: Config, degrees: Degrees) -> Iterator[str]:
-    """Yield each reason why train.noise_scale cannot be measured with these ranks, worded as what to change."""
-    if not config.train.noise_scale:
-        return
-    off = "or set train.noise_scale=false."
-    if degrees.shard > 1 or degrees.context > 1:
-        yield (
-            f"train.noise_scale: it compares gradients of whole rows and whole weights, and this run has {degrees}. "
-            f"Set parallel.shard=1 and parallel.context=1, {off}"
-        )
-    if degrees.ranks > 1 and (config.parallel.average_every > 1 or config.parallel.powersgd_rank):
-        yield (
-            "train.noise_scale: with parallel.average_every and parallel.powersgd_rank no rank sees the sum of the "
-            f"gradients. Set them to their defaults, {off}"
-        )
 
 
 class MicroBatchNorms:

@@ -18,22 +18,19 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
-from fxtune.distributed.launch import require_equal_parts
-from fxtune.distributed.world import World
 from fxtune.errors import UserError
-from fxtune.models.load import DType, load_config, load_tokenizer
+from fxtune.models.load import load_tokenizer
+from fxtune.settle.in_backward import change_for
+from fxtune.settle.settled import settle
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
-from fxtune.techniques.estimate.degrees import decided_with, sent
+from fxtune.techniques.estimate.degrees import sent
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
 from fxtune.techniques.estimate.step_time import micro_batch_seconds, update_seconds
 from fxtune.techniques.facts import Facts
-from fxtune.training import in_backward, oom_advice
+from fxtune.training import oom_advice
 from fxtune.training.oom_advice import Change, MemoryPhase
-from fxtune.training.ranks import share
-from fxtune.training.refusals import refusals
-from fxtune.training.rows import decide_rows
 from fxtune.training.step_count import few_steps
 
 WHOLE_BYTES = 16 << 20
@@ -117,41 +114,13 @@ class RunForecast:
         return self.checkpoints * self.checkpoint_bytes + self.export_bytes
 
 
-@dataclass(frozen=True)
-class _Elsewhere(World):
-    """A process on a machine that is not this one."""
-
-    machine: MachineFacts = field(default_factory=MachineFacts)
-
-    def facts(self, deterministic: bool = False) -> MachineFacts:
-        return self.machine
-
-
 def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Lengths | None) -> RunForecast:
     """The forecast of `config` on `gpus` cards of `machine`. `lengths`: those of its data, see count_tokens().
 
-    Reads the model's config, and no weight. Raises ConfigError with all reasons why the recipe cannot run there, and
-    the errors of load_config().
+    Reads the model's config, and no weight. Raises as settle().
     """
-    import torch
-
-    if config.model.dtype is DType.auto:
-        capable = machine.device == "cuda" and (machine.capability or (0, 0)) >= (8, 0)
-        config = replace(config, model=replace(config.model, dtype=DType.bfloat16 if capable else DType.float32))
-    world = _Elsewhere(torch.device(machine.device), machine=machine)
-    data, notes, facts = decide_rows(config, world, load_config(config.model))
-    config = replace(config, data=data)
-    degrees, why = share(config, facts, [gpus])
-    require_equal_parts(degrees, config.train.global_batch_size // config.train.micro_batch_size, f"--gpus {gpus}")
-    if degrees.ranks > 1:
-        notes.append(f"parallel: {why}")
-    shared = replace(facts, degrees=degrees)
-    config.techniques.check(shared, list(refusals(config, shared)))
-    shared, note = in_backward.decide(config, shared)
-    notes += [note] if note else []
-    facts = decided_with(replace(facts, in_backward=shared.in_backward), degrees)
-    notes += config.techniques.decided(shared)[1]
-    return _forecast(config, facts, notes, lengths)
+    settled = settle(config, machine, gpus, present=gpus)
+    return _forecast(settled.config, settled.facts, list(settled.notes), lengths)
 
 
 def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths | None) -> RunForecast:
@@ -205,7 +174,7 @@ def seconds_here(facts: Facts, plan: Plan) -> float | None:
 def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, bool]]:
     """Single changes of the recipe that save the most memory, the best one first, each with whether it is enough."""
     facts = forecast.facts
-    freeing = in_backward.change_for(config, facts)
+    freeing = change_for(config, facts)
     _, changes = oom_advice.advice(facts, facts.techniques, config.optimizer, MemoryPhase.training, freeing)
     return [(one, forecast.need.device - one.saves <= facts.free_memory) for one in changes]
 

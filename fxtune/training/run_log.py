@@ -100,7 +100,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     )
     yield from config.techniques.ignored_options()
     yield from named_unread(config)
-    yield from builder.decided
+    yield from builder.settled.notes
     yield from data.training.notes()
     summary = data.training.summary()
     yield (

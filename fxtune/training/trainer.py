@@ -42,6 +42,8 @@ from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
 from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.plugins import OBJECTIVES
+from fxtune.settle.in_backward import refuse_halved
+from fxtune.settle.ranks import require_possible
 from fxtune.system import progress
 from fxtune.system.hub import locate_adapter
 from fxtune.system.library_log import LIBRARY_LOG
@@ -55,7 +57,6 @@ from fxtune.techniques.router import broken_router
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.wandb_worker import GOES_ON
-from fxtune.training import in_backward
 from fxtune.training.about import describe_run
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
@@ -64,7 +65,6 @@ from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.rank_report import UPDATE
-from fxtune.training.ranks import require_possible
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
 from fxtune.training.run_energy import RunEnergy, sentence
@@ -268,8 +268,9 @@ class Trainer:
         rows = self.batch_sizes.rows("training", config.train.micro_batch_size)
         self._set_plan(self.plan.with_micro_batch_size(rows).until(self.schedule.last, self.schedule.dropped))
         if self.train_step.in_backward and rows < config.train.micro_batch_size:  # two would need all gradients
-            screen.note(in_backward.refuse_halved(config.optimizer.in_backward, rows))
-            self.builder.facts = self.facts = dataclasses.replace(self.facts, in_backward=False)
+            screen.note(refuse_halved(config.optimizer.in_backward, rows))
+            self.facts = dataclasses.replace(self.facts, in_backward=False)
+            builder.settled = dataclasses.replace(builder.settled, facts=self.facts)
             self.train_step.in_backward, self.monitor.in_backward = None, False
         self.held_out: HeldOutEvaluation | None = None
         if self.data.evaluation:

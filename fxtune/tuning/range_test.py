@@ -113,7 +113,9 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
     rates, epochs = planned[: len(losses)], plan.epoch(len(losses))
     suggestion, reason = suggest(rates, losses)
     means = smooth(losses)
-    return RangeTest(rates, losses, means, diverged, epochs, suggestion, reason, present, auto, list(builder.decided))
+    return RangeTest(
+        rates, losses, means, diverged, epochs, suggestion, reason, present, auto, list(builder.settled.notes)
+    )
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

@@ -22,6 +22,7 @@ import torch
 
 from fxtune.errors import ConfigError
 from fxtune.models.structure import decoder_layers, skeleton
+from fxtune.settle.settled import settle
 from fxtune.system.units import GIB
 from fxtune.techniques.attention.backends import BACKENDS
 from fxtune.techniques.base import Switch
@@ -30,7 +31,6 @@ from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import fuse, gemm_backend
-from fxtune.training.ranks import share
 from fxtune.tuning.trial import Outcome, TrialResult
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class SearchContext:
     """Fingerprint of the data; empty if the data was not read."""
     document: int = 0
     """Mean tokens of a document, rounded up to a power of two."""
+    hf_config: Any = None
+    """The model's Hugging Face config."""
 
 
 @dataclass
@@ -114,31 +116,26 @@ def changed_keys(config: Config, deltas: Deltas) -> Deltas:
 def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candidate:
     """The candidate of `config` with `deltas`, with what is known about it before a trial."""
     changed = apply_deltas(config, deltas)
-    micro_batch_size = changed.train.micro_batch_size
-    facts = replace(context.facts, micro_batch_size=micro_batch_size)
-    degrees, _ = share(changed, facts, [facts.degrees.ranks])
-    facts, parts = replace(facts, degrees=degrees), changed.train.micro_batches
-    if parts % degrees.data_ranks:
-        reason = f"{parts} micro-batches a step are not divided by {degrees.data_ranks} ranks"
-        return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
+    ranks = context.facts.degrees.ranks
     try:
-        techniques, _ = changed.techniques.resolved(facts)
+        facts = settle(changed, context.facts, ranks, present=ranks, hf_config=context.hf_config).facts
         workers = changed.loader.resolved(torch.device(facts.device)).num_workers
     except ConfigError as error:
         first, *reasons = str(error).splitlines()
         reason = (reasons[0] if reasons else first).strip().removeprefix("techniques.")
         reason += f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
+    techniques, degrees = facts.techniques, facts.degrees
     options = techniques.options()
     keep_all = Checkpointing(policy=Policy.none).plan()
     plan = techniques.checkpointing.plan() if techniques.checkpointing.enabled else keep_all
-    need = forecast(replace(facts, techniques=techniques), plan).device
+    need = forecast(facts, plan).device
     if facts.device == "cuda" and techniques.compile.enabled and changed.techniques.liger.enabled:
         options["liger"] = dataclasses.asdict(changed.techniques.liger)  # its trial resolves `auto` by measuring
     if plan == keep_all:
         options.pop("checkpointing", None)  # policy=none is the same as no checkpointing
     identity = {
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": facts.micro_batch_size,
         "workers": workers,
         "techniques": options,
         "ranks": str(degrees),

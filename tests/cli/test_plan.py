@@ -88,7 +88,7 @@ def test_without_a_card_every_known_one_is_listed(tmp_path, capsys):
     ("words", "message"),
     [
         (["--gpu", "H300"], "--gpu H300: no such card"),
-        (["--gpu", "H200", "--gpus", "3"], "--gpus 3 needs a number that 3 divides"),
+        (["--gpu", "H200", "--gpus", "3"], "3 ranks need a number that 3 divides"),
         (["--gpu", "H200", "--price", "-1"], "give what one GPU costs per hour"),
     ],
 )

@@ -22,7 +22,7 @@ from fxtune.distributed.heartbeat import SAVING, SIZE, STEP, Beat
 from fxtune.distributed.launch import _conclude, _overdue
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError, DataError, HardwareError, RankError, Stopped, UserError
-from fxtune.training.ranks import ranks_of
+from fxtune.settle.ranks import ranks_of
 
 
 def ranks_to_start(gpus: str, cpu: bool, parts: int) -> int:

@@ -7,7 +7,7 @@ from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig, decide
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
-from fxtune.training.ranks import ranks_of
+from fxtune.settle.ranks import ranks_of
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
     from fxtune.distributed.world import World
 
     facts = Facts.of(
-        World(torch.device("cuda", 0)),
+        World(torch.device("cuda", 0)).facts(),
         model=shape,
         dtype="bfloat16",
         packing=True,
@@ -296,7 +296,7 @@ def test_pinned_memory_is_at_most_the_forecast():
     measured = Measured(pipeline(**MIXES["narrow_sent"]), BIG, 8192)
     measured.step()
     facts = Facts.of(
-        World(torch.device("cuda", 0)),
+        World(torch.device("cuda", 0)).facts(),
         model=BIG,
         dtype="bfloat16",
         packing=True,

@@ -256,7 +256,12 @@ def test_wide_layers_are_built_with_little_extra_memory():
         before = torch.cuda.memory_allocated()
         world, hf_config = World.create(), load_config(model)
         facts = Facts.of(
-            world, model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
+            world.facts(),
+            model=hf_config.to_dict(),
+            dtype="bfloat16",
+            packing=True,
+            sequence_length=2048,
+            rows=(2048,),
         )
         chosen, _ = pipeline(quantized=quantized).resolved(facts)
         built = chosen.build(model, hf_config, world, 0)

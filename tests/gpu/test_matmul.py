@@ -192,7 +192,7 @@ def test_model_uses_the_kernel_and_reports_it():
         pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused, pipeline.lora.matmul = True, 16, Switch.on, choice
         config = load_config(model)
         facts = Facts.of(
-            world,
+            world.facts(),
             model=config.to_dict(),
             dtype="bfloat16",
             packing=True,

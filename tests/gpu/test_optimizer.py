@@ -17,9 +17,10 @@ from fxtune.distributed.world import World
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, check
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
+from fxtune.settle.in_backward import COUNTS_FOR_ALL
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
-from fxtune.training.in_backward import COUNTS_FOR_ALL, InBackward
+from fxtune.training.in_backward import InBackward
 
 CASES = {
     **{name.value: dict(name=name) for name in OptimizerName},
@@ -48,7 +49,7 @@ def needs(case: str) -> None:
     """Skip if this machine cannot run the optimizer."""
     if case in PACKAGES:
         pytest.importorskip(PACKAGES[case])
-    facts = Facts.of(World(torch.device("cuda", 0)), dtype="bfloat16" if "stochastic" in case else "float32")
+    facts = Facts.of(World(torch.device("cuda", 0)).facts(), dtype="bfloat16" if "stochastic" in case else "float32")
     if reasons := list(check(config(case), facts)):
         pytest.skip(reasons[0])
 

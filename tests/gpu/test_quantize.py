@@ -154,7 +154,12 @@ def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit
         world = World.create(memory_gib=limit + before[1] / 2**30)
         hf_config = load_config(model)
         facts = Facts.of(
-            world, model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
+            world.facts(),
+            model=hf_config.to_dict(),
+            dtype="bfloat16",
+            packing=True,
+            sequence_length=2048,
+            rows=(2048,),
         )
         whole = 2 * sum(parameter.numel() for parameter in _meta(hf_config).parameters())
         assert (whole > facts.free_memory) == (home == "host")

@@ -34,7 +34,12 @@ def test_scaled_and_saved_model_equals_plain_transformers(tmp_path):
         pipeline.precision.tf32 = False
         world, config = World.create(), load_config(model)
         facts = Facts.of(
-            world, model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,)
+            world.facts(),
+            model=config.to_dict(),
+            dtype="float32",
+            packing=True,
+            sequence_length=LENGTH,
+            rows=(LENGTH,),
         )
         ready, _ = pipeline.resolved(facts)
         built = ready.build(model, config, world, 0)

@@ -177,8 +177,8 @@ def test_unfit_or_unreadable_tokenizer_is_refused(base, copy, tmp_path):
 
 
 def test_auto_dtype_is_float32_on_a_cpu():
-    assert resolve_dtype(ModelConfig(), CPU) is torch.float32
-    assert resolve_dtype(ModelConfig(dtype=DType.bfloat16), CPU) is torch.bfloat16
+    assert resolve_dtype(ModelConfig(), None) is torch.float32
+    assert resolve_dtype(ModelConfig(dtype=DType.bfloat16), None) is torch.bfloat16
 
 
 def test_folder_without_adapter_is_refused(base, tmp_path):

@@ -23,12 +23,13 @@ ALLOWED = {
     "tracking": "errors system checkpoint techniques",
     "reports": "errors system checkpoint",
     "config": "errors upstream system plugins distributed data models checkpoint techniques optim tracking",
-    "training": "errors upstream system plugins distributed data models checkpoint techniques objectives optim tracking reports config",
-    "tuning": "errors upstream system plugins distributed data models checkpoint techniques objectives optim config training",
+    "settle": "errors system distributed data models techniques optim config",
+    "training": "errors upstream system plugins distributed data models checkpoint techniques objectives optim tracking reports config settle",
+    "tuning": "errors upstream system plugins distributed data models checkpoint techniques objectives optim config settle training",
     "diagnostics": "errors upstream system plugins distributed kernels data checkpoint techniques objectives tracking config training tuning",
-    "cli": "errors upstream system plugins distributed data models checkpoint techniques objectives optim tracking reports config training tuning "
-    "diagnostics",
-    "api": "errors system distributed data models checkpoint techniques reports config training tuning diagnostics cli",
+    "cli": "errors upstream system plugins distributed data models checkpoint techniques objectives optim tracking reports config settle training "
+    "tuning diagnostics",
+    "api": "errors system distributed data models checkpoint techniques reports config settle training tuning diagnostics cli",
     "__main__": "cli",
 }
 """Package -> the packages it may import, lowest first.

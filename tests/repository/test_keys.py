@@ -95,6 +95,8 @@ STOPS = "train.eval_every=1 train.stop.patience=1 train.max_steps=6"
 BATCHED = "data.sources=[{path: chats.jsonl},{path: more.jsonl}]"
 RISES = "optimizer.lr=1.0 schedule.name=constant"
 """A rate at which the loss rises."""
+SPIKES = f"{RISES} techniques.lora.enabled=false train.spike_window=1 train.spike_threshold=0.1"
+"""Trained whole, the model rises by more than the least spike."""
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -197,9 +199,9 @@ CASES: dict[str, Case] = {
     "train.noise_scale": Case(step, "true", "train.global_batch_size=4"),
     "train.max_grad_norm": Case(step, "1e-3", "optimizer.name=sgd"),
     "train.max_skipped_steps": Case(trained, "1", "optimizer.lr=1e9 train.max_steps=12", refused="1 steps in a row"),
-    "train.spikes": Case(trained, "skip", f"{RISES} train.spike_window=1 train.spike_threshold=0.1"),
-    "train.spike_window": Case(trained, "32", f"{RISES} train.spike_window=1 train.spike_threshold=0.1"),
-    "train.spike_threshold": Case(trained, "1e6", f"{RISES} train.spike_window=1 train.spike_threshold=0.1"),
+    "train.spikes": Case(trained, "skip", SPIKES),
+    "train.spike_window": Case(trained, "32", SPIKES),
+    "train.spike_threshold": Case(trained, "1e6", SPIKES),
     "train.out_of_memory": Case(exhausted, "stop", refused="memory"),
     "train.objective": Case(batches, "other", refused="objective"),
     "optimizer.name": Case(step, "sgd"),

@@ -179,7 +179,9 @@ def tiny_model(kind: str) -> ModelConfig:
 
 
 def facts_of(model: ModelConfig, **known: Any) -> Facts:
-    return Facts.of(CPU, **{"model": load_config(model).to_dict(), "packing": True, "sequence_length": 64, **known})
+    return Facts.of(
+        CPU.facts(), **{"model": load_config(model).to_dict(), "packing": True, "sequence_length": 64, **known}
+    )
 
 
 def built(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> Any:

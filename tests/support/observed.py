@@ -29,11 +29,11 @@ from fxtune.data.config import SourceConfig
 from fxtune.data.tokenized import tokenize
 from fxtune.optim.schedule import Schedule
 from fxtune.plugins import OBJECTIVES
+from fxtune.settle.ranks import ranks_of
 from fxtune.system.oom import BatchSizes
 from fxtune.tracking import tracker
 from fxtune.training.builder import RunBuilder
 from fxtune.training.document_losses import DocumentLosses
-from fxtune.training.ranks import ranks_of
 from fxtune.training.refresh import RefreshData, find_drift, judge
 from fxtune.training.run_clock import RunClock
 from fxtune.training.step import TrainStep

@@ -248,7 +248,8 @@ def build(
     rows, length = given.input_ids.shape
     packing = bool((given.position_ids == 0).sum() > rows)
     facts = Facts.of(
-        world,
+        world.facts(),
+        degrees=world.degrees,
         model=hf_config.to_dict(),
         dtype=dtype,
         packing=packing,

@@ -7,7 +7,8 @@ from typing import Any
 
 from fxtune.config.compose import load
 from fxtune.config.root import Config
-from fxtune.techniques.facts import Facts
+from fxtune.settle.settled import settle
+from fxtune.system.facts import MachineFacts
 from fxtune.training.builder import RunBuilder
 from fxtune.tuning.search_space import SearchContext
 from fxtune.tuning.trial import Outcome, TrialResult
@@ -34,24 +35,14 @@ def tiny_config() -> Config:
 @lru_cache
 def tiny_context() -> SearchContext:
     """The search context of TINY on this machine, with a fake data fingerprint."""
-    return SearchContext(RunBuilder(tiny_config()).facts, "float32", data="fingerprint", document=64)
+    settled = RunBuilder(tiny_config()).settled
+    return SearchContext(settled.facts, "float32", "fingerprint", 64, settled.hf_config)
 
 
 def h200(overrides: list[str], gib: float = 139.0) -> tuple[Config, SearchContext]:
     """A recipe, and the context of a search on an H200 with an 8B model. It needs neither the GPU nor the model."""
-    config = load(overrides)
-    model = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "hidden_act": "silu",
-    }
-    facts = Facts(
+    config = load([*overrides, "model=llama_8b_shape", "model.dtype=bfloat16"])
+    machine = MachineFacts(
         device="cuda",
         device_name="NVIDIA H200",
         capability=(9, 0),
@@ -60,14 +51,9 @@ def h200(overrides: list[str], gib: float = 139.0) -> tuple[Config, SearchContex
         host_memory=128 * 2**30,
         cores=16,
         packages={"torch": "2.11.0", "liger-kernel": "0.8.5", "flash-attn-4": "4.0.0b36"},
-        model=model,
-        dtype="bfloat16",
-        packing=True,
-        sequence_length=config.data.sequence_length,
-        rows=(config.data.sequence_length,),
-        micro_batch_size=config.train.micro_batch_size,
     )
-    return config, SearchContext(facts, "bfloat16", "fingerprint")
+    settled = settle(config, machine, 1)
+    return config, SearchContext(settled.facts, "bfloat16", "fingerprint", hf_config=settled.hf_config)
 
 
 class FakeTrials:

@@ -65,7 +65,8 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     builder = RunBuilder(load([*recipe, "tracking.display=none", *words]))
     if world.size > 1:
         builder.world = world.divided(Degrees(shard=world.size))
-        builder.facts = replace(builder.facts, degrees=builder.world.degrees)
+        facts = replace(builder.facts, degrees=builder.world.degrees)
+        builder.settled = replace(builder.settled, facts=facts)
     options = {**options, "transpose": Switch(options.get("transpose", "on"))}
     builder.techniques.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32, **options)
     plan = builder.read()[1].training

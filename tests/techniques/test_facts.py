@@ -12,7 +12,7 @@ from fxtune.techniques.facts import Facts
 
 
 def test_facts_of_a_world_have_its_machine_and_the_given_fields():
-    facts = Facts.of(CPU, dtype="bfloat16", packages={"torch": "1"}, deterministic=True)
+    facts = Facts.of(CPU.facts(), dtype="bfloat16", packages={"torch": "1"}, deterministic=True)
     assert (facts.device, facts.dtype, facts.packages) == ("cpu", "bfloat16", {"torch": "1"})
     assert facts.memory == facts.free_memory == facts.host_memory > 0
 

@@ -175,7 +175,8 @@ def learn(world: World) -> dict[str, Any]:
     builder = RunBuilder(load(["+recipe=full_quickstart", "tracking.display=none", *counts, *words]))
     if world.size > 1:
         builder.world = world.divided(Degrees(shard=world.size))
-        builder.facts = replace(builder.facts, degrees=builder.world.degrees)
+        facts = replace(builder.facts, degrees=builder.world.degrees)
+        builder.settled = replace(builder.settled, facts=facts)
     builder.techniques.float8 = Float8(True)
     plan = builder.read()[1].training
     model = builder.build().train()

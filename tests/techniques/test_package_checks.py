@@ -117,7 +117,7 @@ for asked in sys.argv[1:]:
         print("refused:", error)
         continue
     print("chosen:", builder.techniques.quantize.library.value)
-    print(*builder.decided, sep="\\n")
+    print(*builder.settled.notes, sep="\\n")
     builder.build()
     print("built")
 """

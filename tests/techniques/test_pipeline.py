@@ -41,10 +41,10 @@ def everything() -> Pipeline:
     return pipeline
 
 
-def test_every_field_is_a_technique_and_three_are_on_by_default():
+def test_every_field_is_a_technique_and_four_are_on_by_default():
     defaults = {entry.name: getattr(Pipeline(), entry.name) for entry in dataclasses.fields(Pipeline)}
     assert all(isinstance(technique, Technique) for technique in defaults.values())
-    assert [name for name, _ in Pipeline().enabled()] == ["attention", "precision", "router"]
+    assert [name for name, _ in Pipeline().enabled()] == ["attention", "precision", "router", "plugins"]
 
 
 @pytest.mark.parametrize(

@@ -137,14 +137,14 @@ def test_padded_rows_of_a_compiled_model_have_few_lengths(config, said):
     made = config("opt", "techniques.compile.enabled=true")
     builder = RunBuilder(made)
     assert builder.facts.rows == (8, 16, 32, 64)
-    assert any("with padding to 8, 16, 32, 64 tokens" in line for line in builder.decided)
+    assert any("with padding to 8, 16, 32, 64 tokens" in line for line in builder.settled.notes)
 
 
 def test_buckets_ask_for_padding(config):
     builder = RunBuilder(config("llama", "data.buckets=[16,64]"))
     assert builder.facts.rows == (16, 64)
     assert not builder.facts.packing
-    assert builder.decided[0].startswith("packing: off, because data.buckets has lengths to pad to")
+    assert builder.settled.notes[0].startswith("packing: off, because data.buckets has lengths to pad to")
     assert RunBuilder(config("llama")).facts.packing
 
 
@@ -206,4 +206,4 @@ def test_an_encoder_is_refused_before_weights(config, monkeypatch):
     with pytest.raises(ConfigError, match=r"^model\.path: in bert of transformers [^\n]* depend on later tokens"):
         trainer.run(made)
     made.model.architecture["is_decoder"] = True
-    assert RunBuilder(made).hf_config.is_decoder
+    assert RunBuilder(made).settled.hf_config.is_decoder

@@ -1,537 +1,22 @@
-"""What cannot work is refused from configs alone, on any machine: no weight is loaded, all reasons come at once.
-
-Each case is a recipe and a machine that is made up (plain MachineFacts), so no GPU is needed. A case names the keys that the message
-must give as reasons, and a word of each cause.
-"""
+"""What a run is built from: missing files, refusals before a weight is loaded, and agreement of ranks."""
 
 from __future__ import annotations
 
 import json
-import re
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fxtune.cli.main import main
-from fxtune.config.compose import load
 from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HubError, UnavailableError, UserError
-from fxtune.system import facts as machine_facts
-from fxtune.system.facts import PACKAGES, MachineFacts
-from fxtune.techniques import package_checks
+from fxtune.errors import ConfigError, UnavailableError
+from fxtune.system.facts import MachineFacts
 from fxtune.training import builder
 
-GB = 10**9
-INSTALLED = {
-    **dict.fromkeys(PACKAGES, "1.0"),
-    "flash-attn-4": "4.0.0b36",
-    "bitsandbytes": "0.50.2",
-    "torchao": "0.18.0",
-    "liger-kernel": "0.8.5",
-}
-H200 = MachineFacts(
-    device="cuda",
-    device_name="NVIDIA H200",
-    capability=(9, 0),
-    memory=150 * GB,
-    free_memory=149 * GB,
-    host_memory=250 * GB,
-    cores=16,
-    packages=INSTALLED,
-)
-A100 = replace(H200, device_name="NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=85 * GB, free_memory=84 * GB)
-T4 = replace(H200, device_name="Tesla T4", capability=(7, 5), memory=16 * GB, free_memory=15 * GB)
-CPU = MachineFacts(
-    device="cpu",
-    device_name="8 cores, x86_64",
-    cores=8,
-    memory=64 * GB,
-    free_memory=64 * GB,
-    host_memory=64 * GB,
-    packages=INSTALLED,
-)
-BARE = replace(
-    H200, packages=dict.fromkeys(("torch", "transformers", "peft", "datasets", "tokenizers", "wandb"), "1.0")
-)
-
-SIZES = "hidden_size:512,intermediate_size:1024,num_hidden_layers:2,num_attention_heads:4,vocab_size:1024"
-
-
-def model(kind: str, more: str = "", positions: int = 8192, heads: str = "num_key_value_heads:2,head_dim:128") -> str:
-    """The word of the command line for a random model of this kind."""
-    parts = [f"model_type:{kind}", SIZES, f"max_position_embeddings:{positions}", heads, more]
-    return f"model.architecture={{{','.join(part for part in parts if part)}}}"
-
-
-LLAMA = model("llama")
-BIG = (
-    "model.architecture={model_type:llama,hidden_size:4096,intermediate_size:14336,num_hidden_layers:32,"
-    "num_attention_heads:32,num_key_value_heads:8,vocab_size:128256,max_position_embeddings:1048576}"
-)
-BFLOAT16, LORA = "model.dtype=bfloat16", "techniques=lora"
-
-
-class Case(NamedTuple):
-    what: str
-    machine: MachineFacts
-    words: tuple[str, ...]
-    expected: dict[str, str]
-    """Key -> a word of its reason (a regular expression)."""
-
-
-def case(what: str, machine: MachineFacts, *words: str, architecture: str = LLAMA, **expected: str) -> Case:
-    keys = {key.replace("__", "."): text for key, text in expected.items()}
-    return Case(what, machine, (architecture, *words), keys)
-
-
-ATTENTION, ROPE, COMPILE = "techniques.attention.backend", "techniques.rope", "techniques.compile"
-CASES = [
-    # attention: dtype, GPU, package, head, dropout, soft cap, recurrent layers
-    *(
-        case(f"{name} on float32", H200, "model.dtype=float32", f"{ATTENTION}={name}", **{ATTENTION: "float32"})
-        for name in ("flash4", "flash3", "flash2", "cudnn")
-    ),
-    case("flash3 before Hopper", A100, BFLOAT16, f"{ATTENTION}=flash3", **{ATTENTION: "A100"}),
-    case("flash4 on Ampere", A100, BFLOAT16, f"{ATTENTION}=flash4", **{ATTENTION: "A100"}),
-    case("flash2 on Turing", T4, "model.dtype=float16", LORA, f"{ATTENTION}=flash2", **{ATTENTION: "T4"}),
-    *(
-        case(
-            f"{name} without its package", BARE, BFLOAT16, f"{ATTENTION}={name}", **{ATTENTION: "(?i)package.*install"}
-        )
-        for name in ("flash4", "flash3", "flash2")
-    ),
-    *(
-        case(f"{name} without a GPU", CPU, BFLOAT16, f"{ATTENTION}={name}", **{ATTENTION: "GPU"})
-        for name in ("flash4", "flash3", "flash2", "cudnn", "flex")
-    ),
-    *(
-        case(
-            f"{name} with heads of 512",
-            H200,
-            BFLOAT16,
-            f"{ATTENTION}={name}",
-            architecture=model("llama", heads="num_key_value_heads:2,head_dim:512"),
-            **{ATTENTION: "512"},
-        )
-        for name in ("flash4", "flash3", "flash2", "cudnn")
-    ),
-    *(
-        case(
-            f"{name} with dropout in attention",
-            H200,
-            BFLOAT16,
-            f"{ATTENTION}={name}",
-            architecture=model("llama", "attention_dropout:0.1"),
-            **{ATTENTION: "dropout"},
-        )
-        for name in ("flash4", "cudnn", "flex")
-    ),
-    case(
-        "cudnn with a sliding window",
-        H200,
-        BFLOAT16,
-        f"{ATTENTION}=cudnn",
-        "data.sequence_length=4096",
-        architecture=model("mistral", "sliding_window:128"),
-        **{ATTENTION: "window"},
-    ),
-    case(
-        "sdpa with soft-capped scores",
-        H200,
-        BFLOAT16,
-        f"{ATTENTION}=sdpa",
-        architecture=model("gemma2"),
-        **{ATTENTION: "soft cap"},
-    ),
-    case(
-        "flash4 that gives other bits",
-        replace(H200, device_name="NVIDIA RTX PRO 6000", capability=(12, 0)),
-        BFLOAT16,
-        f"{ATTENTION}=flash4",
-        "run.deterministic=true",
-        **{ATTENTION: "deterministic"},
-    ),
-    case("a backend that is not there", H200, f"{ATTENTION}=flash5", **{ATTENTION: "flash4"}),
-    case(
-        "a kernel of the hub that is not pinned",
-        H200,
-        BFLOAT16,
-        f"{ATTENTION}='hub:kernels-community/flash-attn'",
-        **{ATTENTION: "pin", "techniques.attention.trust_remote_code": "code"},
-    ),
-    case(
-        "packing with layers that carry state over",
-        H200,
-        BFLOAT16,
-        "data.packing=true",
-        architecture="model.architecture={model_type:rwkv,hidden_size:64,num_hidden_layers:2,vocab_size:1024}",
-        **{ATTENTION: "data.packing=false"},
-    ),
-    case(
-        "packing without its proof",
-        H200,
-        "data.packing=true",
-        "techniques.attention.enabled=false",
-        **{"techniques.attention.enabled": "data.packing"},
-    ),
-    case(
-        "eager at 128k",
-        H200,
-        BFLOAT16,
-        f"{ATTENTION}=eager",
-        "data.sequence_length=131072",
-        architecture=model("llama", positions=131072),
-        **{ATTENTION: "scores"},
-    ),
-    # Liger
-    case(
-        "Liger on a model it does not know",
-        H200,
-        BFLOAT16,
-        "techniques.liger.enabled=true",
-        architecture=model("stablelm", heads="num_key_value_heads:2"),
-        **{"techniques.liger": "stablelm"},
-    ),
-    case(
-        "Liger without a GPU",
-        CPU,
-        "techniques.liger.enabled=true",
-        "techniques.liger.rms_norm=on",
-        **{"techniques.liger": "GPU"},
-    ),
-    case(
-        "Liger without its package",
-        BARE,
-        BFLOAT16,
-        "techniques.liger.enabled=true",
-        "techniques.liger.rms_norm=on",
-        **{"techniques.liger": "liger-kernel"},
-    ),
-    # RoPE and lengths
-    case(
-        "YaRN by less than 1",
-        H200,
-        "techniques.rope.enabled=true",
-        "techniques.rope.factor=0.5",
-        **{f"{ROPE}.factor": "1"},
-    ),
-    case(
-        "YaRN by 1",
-        H200,
-        "techniques.rope.enabled=true",
-        "techniques.rope.factor=1",
-        **{f"{ROPE}.factor": "does not extend the context"},
-    ),
-    case(
-        "a model without RoPE",
-        H200,
-        BFLOAT16,
-        "techniques.rope.enabled=true",
-        "techniques.rope.factor=4",
-        architecture="model.architecture={model_type:gpt2,vocab_size:1024,n_embd:64,n_layer:2,n_head:4}",
-        **{f"{ROPE}.enabled": "no rotary"},
-    ),
-    case(
-        "more positions than the model has",
-        H200,
-        BFLOAT16,
-        "data.sequence_length=8193",
-        **{f"{ROPE}.enabled": "beyond the 8192"},
-    ),
-    case(
-        "YaRN that does not reach",
-        H200,
-        BFLOAT16,
-        "techniques.rope.enabled=true",
-        "techniques.rope.factor=4",
-        "data.sequence_length=65536",
-        **{f"{ROPE}.factor": "fewer than data.sequence_length=65536"},
-    ),
-    # dtypes
-    case("bfloat16 weights on Turing", T4, BFLOAT16, **{"techniques.precision.autocast": "bfloat16"}),
-    case(
-        "bfloat16 autocast on Turing",
-        T4,
-        "model.dtype=float32",
-        "techniques.precision.autocast=bfloat16",
-        **{"techniques.precision.autocast": "T4"},
-    ),
-    case(
-        "TF32 on Turing",
-        T4,
-        "model.dtype=float32",
-        "techniques.precision.tf32=true",
-        **{"techniques.precision.tf32": "T4"},
-    ),
-    case("float16 weights trained in full", H200, "model.dtype=float16", **{"techniques.lora.enabled": "float16"}),
-    case(
-        "bfloat16 autocast over float16",
-        H200,
-        "model.dtype=float16",
-        LORA,
-        "techniques.precision.autocast=bfloat16",
-        **{"techniques.precision.autocast": "float16"},
-    ),
-    # a quantised base
-    case(
-        "a quantised base without adapters",
-        H200,
-        BFLOAT16,
-        "techniques.quantize.enabled=true",
-        **{"techniques.quantize": "lora"},
-    ),
-    case(
-        "quantisation without its package",
-        BARE,
-        BFLOAT16,
-        LORA,
-        "techniques.quantize.enabled=true",
-        **{"techniques.quantize": "(?i)install"},
-    ),
-    case(
-        "fp8 on Ampere",
-        A100,
-        BFLOAT16,
-        LORA,
-        "techniques.quantize.enabled=true",
-        "techniques.quantize.type=fp8",
-        **{"techniques.quantize.type": "fp8"},
-    ),
-    case(
-        "quack's matmul on Ampere",
-        A100,
-        BFLOAT16,
-        LORA,
-        "techniques.lora.matmul=cute",
-        **{"techniques.lora.matmul": "9.0"},
-    ),
-    case(
-        "quack's matmul without its package",
-        BARE,
-        BFLOAT16,
-        LORA,
-        "techniques.lora.matmul=cute",
-        **{"techniques.lora.matmul": "pip install"},
-    ),
-    case(
-        "PiSSA on a quantised base",
-        H200,
-        BFLOAT16,
-        LORA,
-        "techniques.quantize.enabled=true",
-        "techniques.lora.init=pissa",
-        **{"techniques.lora.init": "pissa"},
-    ),
-    # compile
-    case(
-        "rows of any length, compiled",
-        H200,
-        BFLOAT16,
-        f"{COMPILE}.enabled=true",
-        "data.packing=false",
-        **{COMPILE: "buckets"},
-    ),
-    case(
-        "too many lengths, compiled",
-        H200,
-        BFLOAT16,
-        f"{COMPILE}.enabled=true",
-        "data.packing=false",
-        f"data.buckets=[{','.join(str(n) for n in range(64, 2048, 64))}]",
-        **{COMPILE: "buckets"},
-    ),
-    case(
-        "CUDA graphs on a CPU",
-        CPU,
-        f"{COMPILE}.enabled=true",
-        f"{COMPILE}.mode=reduce_overhead",
-        **{f"{COMPILE}.mode": "device is cpu"},
-    ),
-    # checkpointing
-    case(
-        "the compiler's budget without the compiler",
-        H200,
-        BFLOAT16,
-        "techniques.checkpointing.enabled=true",
-        "techniques.checkpointing.policy=budget",
-        **{"techniques.checkpointing.policy": "compile"},
-    ),
-    case(
-        "offload without a GPU",
-        CPU,
-        "techniques.checkpointing.enabled=true",
-        "techniques.checkpointing.offload=true",
-        **{"techniques.checkpointing.offload": "GPU|CPU"},
-    ),
-    # what no host's memory holds
-    case(
-        "8B weights and their moments in 64 GB",
-        CPU,
-        BIG,
-        "model.dtype=float32",
-        **{"model.path": r"take 119\.\d GiB, and this machine has 59\.6 GiB\. Use techniques\.lora"},
-    ),
-    case(
-        "a million tokens in 64 GB",
-        CPU,
-        BIG,
-        "model.dtype=bfloat16",
-        LORA,
-        "data.sequence_length=1048576",
-        **{"data.sequence_length": r"1 x 1048576 tokens .* techniques\.checkpointing\.enabled=true"},
-    ),
-    # optimizers
-    case("8-bit AdamW without a package", BARE, BFLOAT16, "optimizer.name=adamw_8bit", optimizer__name="bitsandbytes"),
-    case("Apex that is not there", H200, BFLOAT16, "optimizer.name=apex_adamw", optimizer__name="(?i)apex"),
-    case(
-        "stochastic rounding of float32",
-        H200,
-        "model.dtype=float32",
-        "optimizer.stochastic_rounding=true",
-        optimizer__stochastic_rounding="bfloat16",
-    ),
-]
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Let this process be on the machine `facts`."""
-
-    def be(facts: MachineFacts) -> None:
-        monkeypatch.setattr(World, "create", staticmethod(lambda *_, **__: World(torch.device("cpu"))))
-        monkeypatch.setattr(World, "facts", lambda self, deterministic=False: facts)
-        works = {"state": "works", "seen": ""}  # no package can be tried on a machine that is not there
-        monkeypatch.setattr(package_checks, "_check_on_gpu", lambda names, *_: dict.fromkeys(names, works))
-        monkeypatch.setattr("fxtune.training.builder.import_ahead", lambda *_: nullcontext({}))
-        monkeypatch.setattr(
-            machine_facts.shutil, "which", lambda name: f"/usr/bin/{name}"
-        )  # that machine has compilers
-
-    return be
-
-
-def settle(words: tuple[str, ...]) -> builder.RunBuilder:
-    return builder.RunBuilder(load(["model.path=null", "model.init=random", "model.tokenizer=builtin:tiny", *words]))
-
-
-def reasons(error: UserError) -> list[str]:
-    return [line.strip().replace("`", "") for line in str(error).splitlines()]
-
-
-@pytest.mark.parametrize("given", CASES, ids=[each.what for each in CASES])
-def test_recipe_is_refused_with_key_and_cause(given, on, cwd):
-    on(given.machine)
-    with pytest.raises(ConfigError) as caught:
-        settle(given.words)
-    found = reasons(caught.value)
-    for key, cause in given.expected.items():
-        assert any(key in line and re.search(cause, line.partition(key)[2]) for line in found), found
-
-
-@pytest.mark.parametrize("machine", [H200, A100, CPU, BARE], ids=["H200", "A100", "CPU", "no packages"])
-def test_supported_recipe_is_not_refused(machine, on, cwd):
-    on(machine)
-    dtype = "model.dtype=float32" if machine is CPU else BFLOAT16
-    made = settle(
-        (
-            LLAMA,
-            dtype,
-            LORA,
-            "techniques.rope.enabled=true",
-            "techniques.rope.factor=2",
-            "data.sequence_length=16384",
-            "techniques.checkpointing.enabled=true",
-        )
-    )
-    assert "auto" not in str(made.techniques.attention.backend)
-
-
-def test_large_recipe_is_refused_only_on_a_small_host(on, cwd):
-    small = replace(CPU, memory=24 * GB, host_memory=24 * GB)
-    recipe = [
-        "+recipe=llama_yarn_64k",
-        "model=llama_8b_shape",
-        "model.dtype=float32",
-        "techniques.compile.enabled=false",
-    ]
-    on(small)
-    with pytest.raises(
-        ConfigError, match=r"model\.path: its weights in float32, .* 22\.4 GiB\. Use .*model\.dtype=bfloat16"
-    ):
-        builder.RunBuilder(load(recipe))
-    on(replace(small, memory=200 * GB))
-    builder.RunBuilder(load(recipe))
-    on(replace(small, device="cuda", capability=(9, 0)))
-    settle((BIG, BFLOAT16, LORA))  # a card's own word is soon enough
-
-
-def test_five_mistakes_are_reported_in_one_message(on, cwd):
-    on(A100)
-    with pytest.raises(ConfigError) as caught:
-        settle(
-            (
-                LLAMA,
-                BFLOAT16,
-                "data.packing=false",
-                "techniques.rope.enabled=true",
-                "techniques.rope.factor=1",
-                f"{ATTENTION}=flash4",
-                "techniques.lora.enabled=true",
-                "techniques.lora.dora=true",
-                "techniques.lora.init=pissa",
-                "techniques.checkpointing.enabled=true",
-                "techniques.checkpointing.every=9",
-                f"{COMPILE}.enabled=true",
-            )
-        )
-    keys = [line.partition(":")[0] for line in reasons(caught.value)[1:]]
-    assert keys == [
-        f"{ROPE}.factor",
-        ATTENTION,
-        "techniques.lora.init",
-        "techniques.checkpointing.every",
-        f"{COMPILE}.enabled",
-    ]
-
-
-def test_all_missing_files_are_named_at_once_without_network(cwd):
-    """conftest.py has HF_HUB_OFFLINE set."""
-    words = [
-        "model.path=nobody/model",
-        "model.tokenizer=nobody/tokenizer",
-        "model.adapter=nobody/adapter",
-        "data.sources=[{path: nobody/data}, {path: nobody/data, split: more}, {path: builtin:quickstart_train}]",
-        "data.eval_sources=[{path: data/held.jsonl}]",
-        "techniques=lora",
-    ]
-    with pytest.raises(HubError) as caught:
-        builder.RunBuilder(load(words))
-    found = reasons(caught.value)
-    assert found[0] == "5 files or data sets of this recipe are missing here:"
-    starts = (
-        "model.adapter=nobody/adapter:",
-        "model.path=nobody/model:",
-        "model.tokenizer=nobody/tokenizer:",
-        "data.sources: nobody/data:",
-        "data.sources: data/held.jsonl:",
-    )
-    assert all(line.startswith(start) for line, start in zip(found[1:], starts, strict=True)), found
-    with pytest.raises(
-        HubError, match=r"^model\.path=nobody/model: no such folder here, and the hub cannot be reached"
-    ):
-        builder.RunBuilder(load(["model.path=nobody/model", "data.sources=[{path: builtin:quickstart_train}]"]))
-    words = ["model.tokenizer=nobody/tokenizer", "data.sequence_length=256", "data.sources=[{path: nobody/data}]"]
-    made = builder.RunBuilder(load(words))
-    with pytest.raises(
-        HubError,
-        match=r"2 files or data sets .*\n  model\.tokenizer=nobody/tokenizer: .*\n  data\.sources: nobody/data: ",
-    ):
-        made.read()
+ATTENTION = "techniques.attention.backend"
 
 
 def test_command_refuses_before_loading_weights(cwd, capsys):
@@ -570,8 +55,8 @@ def test_command_refuses_before_loading_weights(cwd, capsys):
     assert not Path("run").exists(), "a run that came to nothing leaves no folder"
 
 
-def test_ranks_run_the_kernels_that_rank_0_has_chosen(narrow, monkeypatch):
-    chosen = builder.RunBuilder(narrow).techniques
+def test_ranks_settle_on_the_machine_of_rank_0(narrow, monkeypatch):
+    first = MachineFacts(cores=3, memory=7 << 30, free_memory=7 << 30, host_memory=7 << 30)
 
     class Second(World):
         def gather(self, value, doing=""):
@@ -581,13 +66,12 @@ def test_ranks_run_the_kernels_that_rank_0_has_chosen(narrow, monkeypatch):
             return mine
 
         def broadcast(self, value, doing=""):
-            return None, (chosen, ["liger: as rank 0 has measured"])
+            return None, first
 
     monkeypatch.setattr(World, "create", staticmethod(lambda *_: Second(torch.device("cpu"), 1, 2)))
-    monkeypatch.setattr(type(narrow.techniques), "resolved", lambda *_: pytest.fail("rank 1 chooses"))
-    made = builder.RunBuilder(narrow)
-    assert made.techniques is chosen
-    assert "liger: as rank 0 has measured" in made.decided
+    facts = builder.RunBuilder(narrow).facts
+    assert (facts.cores, facts.memory) == (first.cores, first.memory)
+    assert facts.degrees == Degrees(replicate=2)
 
 
 def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch, narrow):
@@ -604,3 +88,14 @@ def test_compiler_that_fails_where_ranks_share_weights_ends_the_run(monkeypatch,
     monkeypatch.setattr(builder.RunBuilder, "observe", lambda self, model: fails(self, model, {}))
     with pytest.raises(ConfigError, match=r"compile: the layer cannot be one graph\. .* or set parallel.shard=1"):
         made.observed_model()
+
+
+def test_padding_of_packed_documents_is_reported():
+    def contents(step: int, micro: int) -> list[list[SimpleNamespace]]:
+        return [[SimpleNamespace(length=length) for length in row] for row in ([40, 24], [60, 2, 2])]
+
+    plan = SimpleNamespace(
+        steps=2, micro_batches=lambda _: 1, contents=contents, micro_rows=lambda _: 2, max_row_length=lambda _: 64
+    )
+    line = builder.documents_padding(plan)
+    assert f"have up to {5 * 60 / 128:.1f} times the tokens of its rows (in the first 2 steps)" in line

@@ -17,9 +17,11 @@ from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.objectives.causal_lm import CausalLM
+from fxtune.settle.refusals import refusals
+from fxtune.techniques.facts import Facts
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
-from fxtune.training.noise_scale import LEAST_STEPS, NAMES, NoiseScale, refusals
+from fxtune.training.noise_scale import LEAST_STEPS, NAMES, NoiseScale
 
 
 @pytest.fixture
@@ -181,10 +183,13 @@ def test_two_ranks_measure_what_one_process_does(ranks, cwd, chats):
 
 
 def test_what_cannot_be_measured_is_refused(measured):
-    assert not list(refusals(measured, Degrees(replicate=2)))
-    assert "parallel.shard=1" in " ".join(refusals(measured, Degrees(shard=2)))
+    def refused(config: Config, **degrees: int) -> str:
+        return " ".join(refusals(config, Facts(degrees=Degrees(**degrees))))
+
+    assert not refused(measured, replicate=2)
+    assert "parallel.shard=1" in refused(measured, shard=2)
     averaging = replace(measured, parallel=replace(measured.parallel, average_every=4))
-    assert "no rank sees the sum" in " ".join(refusals(averaging, Degrees(replicate=2)))
+    assert "no rank sees the sum" in refused(averaging, replicate=2)
     measured.train.micro_batch_size = 8
     (conflict,) = [text for text in measured.conflicts() if "noise_scale" in text]
     assert "set it to 4" in conflict

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from support.architectures import CPU, random_model
 
 from fxtune.config.root import Config
 from fxtune.data.config import AUTO, DataConfig
 from fxtune.models.load import load_config
+from fxtune.settle.rows import decide_rows
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.rows import decide_rows, documents_padding
 
 
 def decided(**data: object) -> tuple[DataConfig, list[str], object]:
     config = Config(model=random_model("llama"), data=DataConfig(sequence_length=64, **data))
-    return decide_rows(config, CPU, load_config(config.model))
+    return decide_rows(config, CPU.facts(), load_config(config.model))
 
 
 def test_rows_are_packed_where_the_attention_keeps_documents_apart():
@@ -41,7 +39,7 @@ def test_padded_rows_that_are_compiled_get_a_few_lengths():
     config.techniques = Pipeline(compile=Compile(enabled=True))
     config.techniques.attention.enabled = False
     assert config.data.packing == AUTO
-    data, (note,), facts = decide_rows(config, CPU, load_config(config.model))
+    data, (note,), facts = decide_rows(config, CPU.facts(), load_config(config.model))
     assert data.buckets == [8, 16, 32, 64]
     assert "because techniques.attention.enabled=false" in note
     assert facts.rows == (8, 16, 32, 64)
@@ -52,14 +50,3 @@ def test_what_the_recipe_says_is_not_decided(asked):
     _, notes, facts = decided(packing=str(asked).lower())
     assert facts.packing is asked
     assert notes == []
-
-
-def test_padding_of_packed_documents_is_reported():
-    def contents(step: int, micro: int) -> list[list[SimpleNamespace]]:
-        return [[SimpleNamespace(length=length) for length in row] for row in ([40, 24], [60, 2, 2])]
-
-    plan = SimpleNamespace(
-        steps=2, micro_batches=lambda _: 1, contents=contents, micro_rows=lambda _: 2, max_row_length=lambda _: 64
-    )
-    line = documents_padding(plan)
-    assert f"have up to {5 * 60 / 128:.1f} times the tokens of its rows (in the first 2 steps)" in line

@@ -1,4 +1,4 @@
-"""The rows of a run, packed or padded, and the facts that follow from its recipe, its model and this machine."""
+"""The rows of a run, packed or padded, and the facts that follow from its recipe, its model and its machine."""
 
 from __future__ import annotations
 
@@ -6,44 +6,28 @@ from dataclasses import replace
 from typing import Any
 
 from fxtune.config.root import Config
-from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, DataConfig
-from fxtune.distributed.world import World
+from fxtune.distributed.parallel import Degrees
 from fxtune.models import load as models
 from fxtune.optim.optimizer import undo_limit
+from fxtune.system.facts import MachineFacts
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Dynamic
 from fxtune.techniques.facts import Facts
 
-LOOKS = 8
-"""Steps whose documents documents_padding() looks at."""
 
-
-def documents_padding(plan: Plan) -> str:
-    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
-    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
-    most = 1.0
-    for step in range(min(LOOKS, plan.steps)):
-        for micro in range(plan.micro_batches(step)):
-            lengths = [part.length for row in plan.contents(step, micro) for part in row]
-            most = max(most, len(lengths) * max(lengths) / (plan.micro_rows(step) * plan.max_row_length(step)))
-    return (
-        f"recurrent layers: padded to the longest, the documents of a packed micro-batch have up to {most:.1f} times "
-        f"the tokens of its rows (in the first {min(LOOKS, plan.steps)} steps), which the forecast of memory leaves "
-        "out. data.packing=false pads rows instead."
-    )
-
-
-def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfig, list[str], Facts]:
+def decide_rows(
+    config: Config, machine: MachineFacts, hf_config: Any, ranks: int = 1
+) -> tuple[DataConfig, list[str], Facts]:
     """The data config with `data.packing` as true or false; a line that says why it is false if it was `auto`; and the
-    facts of the run, in which no technique is resolved."""
+    facts of one of `ranks` ranks, in which no technique is resolved."""
     data, compile = config.data, config.techniques.compile
     facts = Facts.of(
-        world,
+        machine,
         model=hf_config.to_dict(),
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
-        dtype=str(models.resolve_dtype(config.model, world)).removeprefix("torch."),
+        dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),
         sequence_length=data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,
         optimizer=config.optimizer.name.value,
@@ -53,7 +37,7 @@ def decide_rows(config: Config, world: World, hf_config: Any) -> tuple[DataConfi
         step_rows=config.train.largest_batch,
         in_backward=config.optimizer.in_backward is Switch.on,
         deterministic=config.run.deterministic,
-        degrees=world.degrees,
+        degrees=Degrees(replicate=ranks),
         sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,
     )

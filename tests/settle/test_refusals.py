@@ -1,4 +1,4 @@
-"""fxtune.training.refusals: `fxtune plan` and training refuse the same configs, before a weight is read."""
+"""fxtune.settle.refusals: `fxtune plan` and training refuse the same configs, before a weight is read."""
 
 from __future__ import annotations
 

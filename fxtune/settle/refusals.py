@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxtune.config.root import Config
+from fxtune.distributed.parallel import Degrees
 from fxtune.optim import config as update_rule
+from fxtune.settle import in_backward
 from fxtune.techniques.facts import Facts
-from fxtune.training import in_backward, noise_scale
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield each reason, with its key, why a run of `config` cannot start under `facts`. Training and
-    `fxtune plan` share them."""
+    """Yield each reason, with its key, why a run of `config` cannot start under `facts`."""
     yield from update_rule.check(config.optimizer, facts)
-    yield from noise_scale.refusals(config, facts.degrees)
+    yield from _noise_scale(config, facts.degrees)
     yield from in_backward.refusals(config, facts)
     lora, quantize = config.techniques.lora, config.techniques.quantize
     if config.model.add_tokens:
@@ -30,4 +30,21 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
             f"parallel.shard: {facts.degrees.shard} ranks would read the weights row by row, and this checkpoint has "
             "its experts in MXFP4, which are unpacked as whole matrices. Set parallel.shard=1, or save the model in "
             "16 bits with transformers first."
+        )
+
+
+def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:
+    """Yield each reason why train.noise_scale cannot be measured with these ranks, worded as what to change."""
+    if not config.train.noise_scale:
+        return
+    off = "or set train.noise_scale=false."
+    if degrees.shard > 1 or degrees.context > 1:
+        yield (
+            f"train.noise_scale: it compares gradients of whole rows and whole weights, and this run has {degrees}. "
+            f"Set parallel.shard=1 and parallel.context=1, {off}"
+        )
+    if degrees.ranks > 1 and (config.parallel.average_every > 1 or config.parallel.powersgd_rank):
+        yield (
+            "train.noise_scale: with parallel.average_every and parallel.powersgd_rank no rank sees the sum of the "
+            f"gradients. Set them to their defaults, {off}"
         )

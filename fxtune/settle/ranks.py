@@ -22,10 +22,10 @@ from fxtune.distributed.ranks import place
 from fxtune.distributed.world import Device, World
 from fxtune.models.load import load_config
 from fxtune.optim import config as update_rule
+from fxtune.settle.rows import decide_rows
 from fxtune.system.units import GIB
-from fxtune.techniques.estimate.degrees import choose, fits, need_with, possible, with_degrees
+from fxtune.techniques.estimate.degrees import choose, fits, need_with, possible
 from fxtune.techniques.facts import Facts
-from fxtune.training.rows import decide_rows
 
 SHORT = 8192
 """Tokens of a micro-batch that any card holds, so that its rows need not be divided."""
@@ -49,14 +49,6 @@ def ranks_of(config: Config, facts: Facts | None = None) -> int:
     if most == counts[0] or short or config.parallel.context != AUTO:
         return most
     return share(config, facts or _facts_of_another_process(config), counts)[0].ranks
-
-
-def facts_on_ranks(facts: Facts, config: Config) -> Facts:
-    """The facts that one of these ranks will have. `facts`: those of this process alone. Raises as ranks_of()."""
-    ranks = ranks_of(config, facts)
-    degrees, _ = share(config, facts, [ranks])
-    require_equal_parts(degrees, config.train.micro_batches, f"run.gpus={ranks}")
-    return with_degrees(facts, degrees)
 
 
 def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") -> None:
@@ -118,4 +110,5 @@ def _facts_of_another_process(config: Config) -> Facts:
 
 
 def _facts_here(config: Config) -> Facts:
-    return decide_rows(config, World.create(config.run.device, config.run.memory_gib), load_config(config.model))[2]
+    machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
+    return decide_rows(config, machine, load_config(config.model))[2]

@@ -12,9 +12,9 @@ from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig
 from fxtune.errors import ConfigError
+from fxtune.settle import ranks
+from fxtune.settle.ranks import ranks_of, require_possible, share
 from fxtune.techniques.facts import Facts
-from fxtune.training import ranks
-from fxtune.training.ranks import facts_on_ranks, ranks_of, require_possible, share
 
 LORA = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
 FULL = {**LORA}
@@ -46,26 +46,6 @@ def config(micro_batches: int, length: int, gpus: str = "auto", techniques=LORA,
     )
 
 
-def test_facts_are_those_of_one_of_the_ranks():
-    two = Config(run=RunConfig(gpus="2"), train=TrainConfig(global_batch_size=4))
-    two.run.device = type(two.run.device).cpu
-    assert ranks_of(two) == 2
-    facts = facts_on_ranks(Facts(host_memory=8 << 30), two)
-    assert facts.host_memory == 4 << 30
-    assert facts.degrees == Degrees(replicate=2)
-
-
-@pytest.mark.usefixtures("cards")
-def test_commands_before_the_ranks_choose_the_degrees_that_the_ranks_choose():
-    """Full fine-tuning of 8B does not fit a card with its moments; adapters do."""
-    for techniques, expected in ((FULL, Degrees(replicate=4, shard=2)), (LORA, Degrees(replicate=8))):
-        one, asked = card(60, 4096, techniques=techniques), config(8, 4096, techniques=techniques)
-        ahead = facts_on_ranks(one, asked)
-        there = replace(one, degrees=Degrees(replicate=8), host_memory=one.host_memory // 8)
-        assert ahead.degrees == share(asked, there, [8])[0] == expected
-        assert ahead.host_memory == there.host_memory
-
-
 @pytest.mark.parametrize(
     ("ranks", "given", "techniques", "model", "expected"),
     [
@@ -94,14 +74,14 @@ def test_one_row_beyond_a_card_is_cut_and_one_that_fits_is_not():
     assert why.startswith("context 8 (")
     assert "GiB a card by the forecast" in why
     assert ranks_of(config(1, LONG), long) == 8
-    assert facts_on_ranks(long, config(1, LONG, gpus="2")).degrees == Degrees(context=2)
-    four = facts_on_ranks(long, config(4, LONG)).degrees
+    assert share(config(1, LONG, gpus="2"), long, [2])[0] == Degrees(context=2)
+    four = share(config(4, LONG), long, [ranks_of(config(4, LONG), long)])[0]
     assert four.ranks == 8
     assert four.context > 1
     assert four.data_ranks in (1, 2, 4)
     assert ranks_of(config(1, 16384), short) == 1
     with pytest.raises(ConfigError, match=r"A step has 1 micro-batch .*run\.gpus=2 needs .*parallel\.context=2"):
-        facts_on_ranks(short, config(1, 16384, gpus="2"))
+        require_possible(config(1, 16384, gpus="2"), 2, cuda=False, subject="run.gpus=2")
 
 
 @pytest.mark.usefixtures("cards")

@@ -1,0 +1,129 @@
+"""Whether weights are updated in the backward pass (training/in_backward.py): what the recipe asks for, what is in the
+way, and what `auto` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError
+from fxtune.optim.config import OptimizerName
+from fxtune.system.units import GIB
+from fxtune.techniques.base import Switch
+from fxtune.techniques.compile.technique import Scope
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.precision import Autocast
+
+COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
+"""Optimizers that count steps for all weights together."""
+RECORDS = "techniques.compile.cuda_graphs"
+
+
+def refusals(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
+    if config.optimizer.in_backward is Switch.on:
+        for key, why, change in _obstacles(config, facts):
+            if key == RECORDS:  # refuses this itself
+                continue
+            yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
+
+
+def change_for(config: Config, facts: Facts) -> str:
+    """The keys that would turn this on, as a user types them; empty if it is on, or if they are not enough."""
+    if facts.in_backward:
+        return ""
+    keys = []
+    for key, _, change in _obstacles(config, facts):
+        if key != "train.max_grad_norm":
+            return ""
+        keys.append(change)
+    return " ".join(["optimizer.in_backward=on", *keys])
+
+
+def refuse_halved(asked: Switch, rows: int) -> str:
+    """A note that `auto` stays off, as a resumed run halved its micro-batches to `rows` rows, so that each step has
+    several. Raises ConfigError if the recipe `asked` for it: on."""
+    why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
+    if asked is Switch.on:
+        raise ConfigError(
+            f"optimizer.in_backward: {why}, and keep all of them. Set it to off, or start another run: run.dir=NEW."
+        )
+    return f"optimizer: weights are not updated in the backward pass, because {why}"
+
+
+def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
+    """`facts` with the decision of optimizer.in_backward, and a line on it if it was `auto` and is on. No technique
+    need be resolved."""
+    asked = config.optimizer.in_backward
+    if asked is not Switch.auto:
+        return replace(facts, in_backward=asked is Switch.on), ""
+    if facts.device != "cuda" or any(_obstacles(config, facts)):
+        return facts, ""
+    needs = []
+    for freed in (False, True):
+        one = replace(facts, in_backward=freed)
+        needs.append(one.techniques.decided(one)[0].memory_need(one).device)
+    if needs[0] <= facts.free_memory or needs[1] >= needs[0]:
+        return facts, ""
+    kept, least, free = (bytes_ / GIB for bytes_ in (*needs, facts.free_memory))
+    why = f"{least:.1f} of {free:.1f} GiB free by the forecast, and {kept:.1f} with all gradients at once"
+    return replace(facts, in_backward=True), f"optimizer: each weight is updated in the backward pass ({why})"
+
+
+def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """(key, why it is an obstacle, what to set instead) for each obstacle."""
+    train, techniques, optimizer = config.train, facts.techniques, config.optimizer
+    if techniques.lora.enabled:
+        yield (
+            "techniques.lora",
+            "adapters' gradients are small, so nothing would be saved",
+            "techniques.lora.enabled=false",
+        )
+    if train.max_grad_norm:
+        yield (
+            "train.max_grad_norm",
+            f"train.max_grad_norm={train.max_grad_norm:g} clips by the norm of all gradients, which then never exist "
+            "together",
+            "train.max_grad_norm=0",
+        )
+    if train.largest_batch != train.micro_batch_size:
+        key = "train.batch_ramp" if train.batch_ramp else "train.global_batch_size"
+        yield (
+            key,
+            f"steps of {train.largest_batch} rows in micro-batches of {train.micro_batch_size} add up gradients, so "
+            "all of them are kept",
+            "train.batch_ramp=[]" if train.batch_ramp else f"train.global_batch_size={train.micro_batch_size}",
+        )
+    if facts.degrees.ranks > 1:
+        yield (
+            "run.gpus",
+            f"this run has {facts.degrees}, which add up gradients before the update",
+            "run.gpus=1",
+        )
+    if optimizer.name in COUNTS_FOR_ALL:
+        yield (
+            "optimizer.name",
+            f"{optimizer.name.value} counts steps for all weights together",
+            "optimizer.name=adamw",
+        )
+    if techniques.precision.enabled and techniques.precision.autocast is Autocast.float16:
+        yield (
+            "techniques.precision.autocast",
+            "float16's loss scale is divided out of all gradients after the backward pass",
+            "techniques.precision.autocast=bfloat16",
+        )
+    if techniques.compile.enabled and techniques.compile.scope is Scope.model:
+        yield (
+            "techniques.compile.scope",
+            "techniques.compile.scope=model is one graph, which returns all gradients at once",
+            "techniques.compile.scope=layers",
+        )
+    if techniques.compile.enabled and techniques.compile.cuda_graphs is Switch.on:
+        yield (
+            RECORDS,
+            "CUDA graphs keep all gradients",
+            "techniques.compile.cuda_graphs=off",
+        )
+    if train.noise_scale:
+        yield "train.noise_scale", "train.noise_scale compares several micro-batches", "train.noise_scale=false"

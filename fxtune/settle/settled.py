@@ -1,0 +1,151 @@
+"""What will run: a recipe on a machine, with everything decided that needs no data and no weight.
+
+`settle()` is the one way there. Training, `plan`, `preview`, `verify`, `bench`, `doctor` and `tune` take its result,
+so they cannot differ in what they refuse, choose or forecast. It is a function of the config and of facts about a
+machine, which need not be this one. Every rank computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxtune.config.root import Config
+from fxtune.distributed.launch import require_equal_parts
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
+from fxtune.models.dims import Shape
+from fxtune.models.load import load_config
+from fxtune.optim import config as update_rule
+from fxtune.settle import in_backward
+from fxtune.settle.missing import all_missing_at_once
+from fxtune.settle.ranks import ranks_of, share
+from fxtune.settle.refusals import refusals
+from fxtune.settle.rows import decide_rows
+from fxtune.system.facts import MachineFacts
+from fxtune.techniques import withdrawal
+from fxtune.techniques.attention import isolation
+from fxtune.techniques.estimate.degrees import with_degrees
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.package_checks import Heads, import_ahead, unusable
+from fxtune.techniques.pipeline import Pipeline
+
+Tries = Callable[[MachineFacts, Iterable[str], Heads], dict[str, str]]
+"""(machine, packages, heads of the model) -> the packages that do not work there, each with the reason."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    config: Config
+    """The recipe, with `data.packing` and `data.buckets` decided."""
+    hf_config: Any
+    """The model's Hugging Face config, before any technique changes it."""
+    facts: Facts
+    """Of one rank, with every `auto` of the techniques decided."""
+    notes: tuple[str, ...]
+    """A line on each decision, with the reason."""
+
+    @property
+    def techniques(self) -> Pipeline:
+        return self.facts.techniques
+
+    def noting(self, *lines: str) -> Settled:
+        return replace(self, notes=(*self.notes, *lines))
+
+    def using(self, techniques: Pipeline) -> Settled:
+        return replace(self, facts=replace(self.facts, techniques=techniques))
+
+    def without(self, key: str, why: str) -> Settled:
+        """This without the technique or the option `key`, which turned out not to act on the built model."""
+        return self.using(withdrawal.without(self.techniques, key)).noting(withdrawal.line(key, why))
+
+
+def settle(
+    config: Config,
+    machine: MachineFacts,
+    ranks: int | None = None,
+    present: int = 1,
+    tries: Tries | None = None,
+    checks: bool = True,
+    hf_config: Any = None,
+) -> Settled:
+    """What a run of `config` will be on `machine`.
+
+    `ranks`: the number of processes; None: as many as `fxtune` would start on this machine. `present`: the number of
+    processes that share the host's memory in `machine`. `tries`: tries the packages that would be used; a package that
+    does not work counts as missing. None: every installed package works. `checks`: refuse what cannot run.
+    `hf_config`: the model's config, where it has been read.
+
+    Reads the model's config, but no weight and no row. Raises one ConfigError with all reasons why the recipe cannot
+    run there, and the errors of reading the model's config.
+    """
+    if hf_config is None:
+        with all_missing_at_once(config):
+            hf_config = load_config(config.model)
+    if why := isolation.why_not_causal(hf_config):
+        raise ConfigError(f"model.path: {why}. Use a decoder.")
+    config, facts, notes = _with_working_packages(config, machine, present, hf_config, tries)
+    ranks = ranks or ranks_of(config, facts)
+    degrees, why = share(config, facts, [ranks])
+    require_equal_parts(degrees, config.train.micro_batches)
+    notes += [f"parallel: {why}"] * (ranks > 1)
+    facts, note = in_backward.decide(config, with_degrees(facts, degrees))
+    notes += [note] if note else []
+    if checks:
+        techniques, decided = config.techniques.resolved(facts, list(refusals(config, facts)))
+    else:
+        techniques, decided = config.techniques.decided(facts)
+    facts = replace(facts, techniques=techniques)
+    return Settled(config, hf_config, facts, (*notes, *_remarks(config, facts, hf_config, decided), *decided))
+
+
+def settle_here(config: Config, world: World, ranks: int | None = None) -> Settled:
+    """settle() on this machine, where packages are tried. A package that fails on one rank is used by none.
+
+    `ranks`: as in settle(). Raises as settle().
+    """
+    machine = world.facts(config.run.deterministic)
+    with import_ahead(machine, [name for name, _ in config.techniques.enabled()]) as imported:
+
+        def tries(machine: MachineFacts, packages: Iterable[str], heads: Heads) -> dict[str, str]:
+            each = world.gather(unusable(machine, packages, heads, imported), "trying packages")
+            return {name: why for found in each for name, why in found.items()}
+
+        return settle(config, machine, ranks, world.size, tries)
+
+
+def _with_working_packages(
+    config: Config, machine: MachineFacts, present: int, hf_config: Any, tries: Tries | None
+) -> tuple[Config, Facts, list[str]]:
+    """The config with its rows decided, the facts of one of `present` ranks, and the notes so far. A package that does
+    not work changes what is decided, and so which packages are used."""
+    while True:
+        data, notes, facts = decide_rows(config, machine, hf_config, present)
+        if tries is None:
+            break
+        shape = Shape.of(facts.text)
+        heads = Heads(shape.heads, shape.key_heads, shape.q // shape.heads)
+        needed = [*config.techniques.packages(facts), *update_rule.packages(config.optimizer, facts)]
+        broken = tries(machine, needed, heads)
+        if not broken:
+            break
+        working = {name: version for name, version in machine.packages.items() if name not in broken}
+        machine = replace(machine, packages=working, broken={**machine.broken, **broken})
+    return replace(config, data=data), facts, notes
+
+
+def _remarks(config: Config, facts: Facts, hf_config: Any, decided: list[str]) -> list[str]:
+    """Lines on what is not a choice: packages that do not work, parts of the model that stay as they are, plugins."""
+    remarks = [
+        f"{package} {facts.lacks(package)}: not used (`fxtune doctor` says what repairs it)"
+        for package, reason in facts.broken.items()
+        if not any(reason in line for line in decided)
+    ]
+    if hf_config.get_text_config() is not hf_config and not facts.techniques.lora.enabled:
+        remarks.append("model: its decoder and head are trained; parts for images or sound stay as they are")
+    if facts.ships_mxfp4 and not facts.techniques.keeps_mxfp4(facts.model):
+        remarks.append(
+            f"model: its experts are stored in MXFP4 and unpacked to {facts.dtype} as they are read, the same numbers"
+        )
+    return [*remarks, *(f"plugin {name}: {identity}" for name, identity in config.plugins().items())]

@@ -21,6 +21,10 @@ UNDROPPED = ("data.eval_fraction=0.1", "train.eval_every=6")
 PACKED = (*UNDROPPED, "data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2")
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""By default two ranks have half as many threads each as one process, and sums of other threads have other bits."""
+
+
 def made(folder: Path, *words: str) -> list[str]:
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 12, seed=1)
@@ -47,10 +51,11 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     ids=("padded", "packed", "dropout and questions", "bucketed", "three micro-batches a rank"),
 )
 def test_two_ranks_learn_what_one_process_learns(ranks, forks, tmp_path, words, tolerance):
-    """Bit for bit with one micro-batch a rank, where the order of the sums is the same."""
+    """Bit for bit with one micro-batch and one thread a rank, where the order of the sums is the same."""
     alone = made(tmp_path / "alone", *words)
-    Reference.of(forks, alone, tmp_path / "alone")
-    assert ranks.run(made(tmp_path / "two", *words), tmp_path / "two") == [0, 0], tail(tmp_path / "two")
+    Reference.of(forks, alone, tmp_path / "alone", **ONE_THREAD)
+    codes = ranks.run(made(tmp_path / "two", *words), tmp_path / "two", **ONE_THREAD)
+    assert codes == [0, 0], tail(tmp_path / "two")
     one, two = (losses(tmp_path / name / "run") for name in ("alone", "two"))
     assert len(one) == len(two) > 5
     assert one == pytest.approx(two, abs=tolerance, rel=0)
@@ -87,8 +92,9 @@ def test_three_ranks_learn_what_one_process_learns(forks, tmp_path):
 def test_two_ranks_stop_early_and_finish_like_one_process(ranks, forks, tmp_path):
     """Early stopping, the checkpoint to go back to, and the file of `fxtune finish`, which rank 0 alone looks for."""
     words = MODES["early"]
-    Reference.of(forks, made(tmp_path / "alone", *words), tmp_path / "alone")
-    assert ranks.run(made(tmp_path / "two", *words), tmp_path / "two") == [0, 0], tail(tmp_path / "two")
+    Reference.of(forks, made(tmp_path / "alone", *words), tmp_path / "alone", **ONE_THREAD)
+    codes = ranks.run(made(tmp_path / "two", *words), tmp_path / "two", **ONE_THREAD)
+    assert codes == [0, 0], tail(tmp_path / "two")
     results = [json.loads((tmp_path / name / "run" / "result.json").read_text()) for name in ("alone", "two")]
     for name in ("train/step", "train/dropped_steps", "train/ended_early", "eval/best_step"):
         assert results[0][name] == results[1][name]

@@ -1,10 +1,9 @@
 """How fast this machine's cores multiply matrices now, as a multiple of what cards.py says of a core.
 
-The rates of cards.CPU are those of a quickstart on two quiet cores. Other cores are faster or slower, and other
-processes take their part, so a forecast for this machine times a product first. PRODUCT was measured on two quiet
-cores of an AMD EPYC. On the same cores beside other processes forecasts were wrong by the load that came or went, and
-low, because threads that wait for each other lose more: 38 s for a quickstart of 56 s, 61 s for one of 113 s, and 84 s
-for a step of SmolLM2 135M's shape (4 rows of 1,024 tokens) of 46 to 84 s.
+The rates of cards.CPU are those of two quiet cores of an AMD EPYC. Other cores are faster or slower, and other
+processes take their part, so a forecast for this machine times a product first. On the same quiet cores it forecast
+34 to 46 s for a quickstart of 35 s, and 120 s for four steps of SmolLM2 135M's shape that took 112 s. Beside other
+processes a run takes longer than its forecast, because threads that wait for each other lose more than a product does.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ ROWS, WIDTH, INNER = 2048, 576, 1536
 """The timed product: the MLP of a small model."""
 SECONDS = 0.5
 """How long the product is repeated."""
-PRODUCT = 84e9
+PRODUCT = 145e9
 """FLOPs a second of this product, for each core, where cards.CPU is right."""
 
 

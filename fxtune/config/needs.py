@@ -29,8 +29,8 @@ class Need:
     """Whether a config has a `setting` that is a text for people. None: `setting` itself says it."""
     named: bool = False
     """Whether a line of the run names the unread key in place of a refusal. A recipe keeps the options of a section
-    that is switched off, its eval_fraction where the command line names held-out data, and its revision where the
-    command line names a folder."""
+    that is switched off, its eval_fraction and eval_limit where the command line holds out other data or none, and its
+    revision where the command line names a folder."""
 
     def is_met(self, config: Config) -> bool:
         if self.holds is not None:
@@ -56,13 +56,7 @@ _WANDB = ("project", "entity", "group", "tags", "init_timeout")
 NEEDS = (
     Need("model.revision", "a hub id in model.path", lambda config: config.model.on_hub, named=True),
     Need("data.eval_fraction", "data.eval_sources=[]", named=True),
-    Need("data.eval_limit", _SHARE, lambda config: config.data.holds_out),
-    Need(
-        "data.eval_limit",
-        _SHARE,
-        lambda config: any(config.data.held_out_shares) or not config.data.eval_sources,
-        named=True,
-    ),
+    Need("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), named=True),
     *(Need(f"data.questions.{option}", "data.questions.path", named=True) for option in _ASKED),
     Need("data.mix.threshold", "data.mix.long_share"),
     Need("data.dedup_similarity", "data.dedup=near"),

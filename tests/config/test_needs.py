@@ -19,7 +19,6 @@ REFUSED = [
         "schedule.decay_ratio=0.5",
         "schedule.decay_steps=0",
     ),
-    (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),
     (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
     (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
     (["data.questions.path=null", "data.on_overlap=drop"], "data.on_overlap=drop", "data.eval_sources"),
@@ -46,6 +45,7 @@ REFUSED = [
     ),
 ]
 NAMED = [
+    (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),
     (["model.revision=main"], "model.revision=main", "a hub id in model.path"),
     (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
     (["tracking.wandb.project=mine"], "tracking.wandb.project=mine", "tracking.wandb.mode=auto|online|offline"),

@@ -303,6 +303,7 @@ def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, 
     model = ModelConfig(path=str(base)) if pretrained else random_model("llama")
     model.dtype = DType.bfloat16
     monkeypatch.setattr(World, "facts", lambda self: Facts(device="cuda", free_memory=1000, host_memory=2**40))
+    monkeypatch.setattr(World, "capability", (9, 0))
     made = models.build(model, load_config(model), World(torch.device("cuda", 0)), seed=0, shrinks=True)
     assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}

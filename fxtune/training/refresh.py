@@ -237,11 +237,13 @@ class RefreshData:
         # An epoch of a mixture has as many supervised tokens as all its sources.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
         stop, limit = config.train.stop, self.settings.sample
+        compared = old.eval_sources or old.questions.path is not None
+        overlap = OnOverlap.drop if compared else OnOverlap.error  # read only where there are rows to compare with
         return replace(
             config,
             run=replace(config.run, dir=str(folder), resume=Resume.auto, export=Export.best),
             model=models.starting_from(config.model, weights),
-            data=replace(old, sources=weighted, eval_limit=limit, on_overlap=OnOverlap.drop),
+            data=replace(old, sources=weighted, eval_limit=limit, on_overlap=overlap),
             train=replace(
                 config.train,
                 max_steps=None,

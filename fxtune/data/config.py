@@ -95,9 +95,9 @@ class SourceConfig:
     every row once per epoch."""
     split: str = "train"
     """A split, or rows of it as the datasets library writes them: train, test, train[:10%], train[100:200],
-    train[-5%:]. Splits of a folder: those that its README.md declares, or that name its files (docs/data.md)."""
+    train[-5%:]. A folder's README.md declares its splits, or the names of its files give them (docs/data.md)."""
     subset: Optional[str] = None
-    """Configuration name of a hub dataset, or of a folder whose README.md declares some."""
+    """Configuration name of a hub dataset, or of a folder whose README.md declares configurations."""
     revision: Optional[str] = None
     """Branch, tag or commit of a hub dataset."""
     columns: dict[str, str] = field(default_factory=dict)

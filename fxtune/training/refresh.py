@@ -237,8 +237,8 @@ class RefreshData:
         # An epoch of a mixture has as many supervised tokens as all its sources.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
         stop, limit = config.train.stop, self.settings.sample
-        compared = old.eval_sources or old.questions.path is not None
-        overlap = OnOverlap.drop if compared else OnOverlap.error  # read only where there are rows to compare with
+        # A key that nothing reads is refused: on_overlap needs held-out data of its own, or questions.
+        overlap = OnOverlap.drop if old.eval_sources or old.questions.path is not None else old.on_overlap
         return replace(
             config,
             run=replace(config.run, dir=str(folder), resume=Resume.auto, export=Export.best),

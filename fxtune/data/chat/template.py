@@ -476,8 +476,8 @@ class ChatTemplate:
     def _knows_developer(self) -> bool:
         """Whether the template has words of its own for the role developer.
 
-        Many templates copy the name of any role into the text. They do not know the role: they write it as they write
-        one that nobody has heard of.
+        Many templates copy the name of any role into the text. They do not know the role: they write any
+        unknown role in the same way.
         """
         texts = []
         for role in ("developer", "unheardof"):

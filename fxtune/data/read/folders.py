@@ -4,10 +4,10 @@ README.md of a dataset may declare subsets (`configs:` in its front matter, each
 Without that the names of files and folders decide: `data/train-00000-of-00002.parquet`, then folders named by splits,
 then files named by splits. If no name holds such a word, every file belongs to split train.
 
-The rules are written here once more. The way of the library to ask for them, `datasets.load_dataset_builder`, tries
-some forty globs: 25 s for a folder of 40,000 files, against 2 s. It also fails for a folder with `[` in its path or
-with a Python file of its own name, follows URLs and paths that leave the folder, and writes to a cache.
-tests/data/read/test_folders.py compares the two.
+This module repeats the rules of the datasets library, because the library's own function for them,
+`datasets.load_dataset_builder`, tries some forty globs: it takes 25 s for a folder of 40,000 files, this module 2 s.
+The function also fails for a folder with `[` in its path or with a Python file named like the folder, follows URLs and
+paths out of the folder, and writes to a cache. tests/data/read/test_folders.py compares the module with the library.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def find_subset(folder: Path, wanted: str | None, names: Sequence[str]) -> Subse
     if wanted is None and not defaults:
         raise DataError(
             f"{folder} has several subsets, and its {CARD} names none as the default: {subsets}. Set the source's "
-            f"subset to one of them, as in subset={next(iter(configs))}."
+            f"subset to a name of this list, as in subset={next(iter(configs))}."
         )
     if wanted is None and len(defaults) > 1:
         raise DataError(
@@ -125,8 +125,8 @@ def _with_word(word: re.Pattern[str], paths: Sequence[tuple[str, Sequence[str]]]
 def describe(
     subset: Subset, asked: Sequence[str], chosen: Sequence[str], names: Sequence[str], packed: Sequence[str]
 ) -> str:
-    """The files that are read and those that are left out, for a user; empty if all are read. `packed`: files that may
-    hold rows, and that fxtune does not read."""
+    """A line for the user on files that are read and files that are left out; empty if all files are read. `packed`:
+    compressed files, which may hold rows and which fxtune does not read."""
     lines = [f"not unpacked and not read: {some(packed)}"] if packed else []
     if subset.unread:
         lines.append(f"{CARD} sets {', '.join(subset.unread)} for subset {subset.name}, which fxtune does not read")
@@ -150,7 +150,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def _declared(folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """(the entries of `configs` by name, the names of those that are the default)."""
+    """(the entries of `configs` by name, the names of the default entries)."""
     front_matter = _front_matter(folder)
     entries = front_matter.get("configs") or []
     # Values of other types are not printed: a few lines of YAML with aliases may hold a list of gigabytes.
@@ -245,7 +245,7 @@ def _patterns(folder: Path, subset: str, data_files: Any) -> dict[str, list[str]
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a glob, of which `**` is any number of folders."""
+    """Whether the parts of a path match the parts of a glob. `**` stands for any number of folders."""
     reached = {0}
     for word in pattern:
         if word == "**":

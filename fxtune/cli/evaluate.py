@@ -77,9 +77,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:
-        questions = load_questions(
-            data.questions, tokenizer, data.chat_template, data.system, data.chat_template_kwargs, data.template_time
-        )
+        questions = load_questions(data, tokenizer)
     language_model, _ = builder.proven_model()
     if checkpoint is not None:
         load_checkpoint(checkpoint, language_model.model)

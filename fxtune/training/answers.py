@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fxtune.data.chat.encode import Document, Encoder
-from fxtune.data.config import QuestionsConfig, SourceConfig
+from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.sharding import with_head
@@ -49,19 +49,13 @@ class Question:
     """The special token that ends the answer, if the chat template writes one."""
 
 
-def load_questions(
-    config: QuestionsConfig,
-    tokenizer: Any,
-    chat_template: str | None = None,
-    system: str | None = None,
-    variables: Mapping[str, Any] | None = None,
-    template_time: str | None = None,
-) -> list[Question]:
-    """The first `config.limit` rows of `config.path` as questions. `chat_template`, `system`, `variables` (of the
-    chat template), `template_time`: as in DataConfig.
+def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
+    """The first `data.questions.limit` rows of `data.questions.path` as questions, written by the chat template and
+    the system prompt of `data`.
 
     Raises DataError if the data does not exist, or with file and line if a row cannot be read or has no answer.
     """
+    config = data.questions
     assert config.path is not None
     source = open_source(SourceConfig(path=config.path, limit=config.limit))
     form = source.format()
@@ -77,7 +71,16 @@ def load_questions(
     values = [row.value for row in rows if row.value is not None]
     questions = []
     # Nothing is learned from questions, so they may have columns that are not read.
-    encoder = Encoder(tokenizer, form, chat_template, system, None, None, variables, template_time=template_time)
+    encoder = Encoder(
+        tokenizer,
+        form,
+        data.chat_template,
+        data.system,
+        None,
+        None,
+        data.chat_template_kwargs,
+        template_time=data.template_time,
+    )
     documents = encoder.encode(values)
     for row, value, document in zip(rows, values, documents, strict=True):
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
@@ -161,20 +164,12 @@ class AnswerEvaluation:
     """Of the last answers: exact_match and each metric of `config.metrics`."""
 
     @staticmethod
-    def open(
-        config: QuestionsConfig,
-        tokenizer: Any,
-        folder: Path,
-        chat_template: str | None = None,
-        system: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        template_time: str | None = None,
-    ) -> AnswerEvaluation | None:
-        """None if the config has no questions. Errors as in load_questions."""
+    def open(data: DataConfig, tokenizer: Any, folder: Path) -> AnswerEvaluation | None:
+        """None if `data` has no questions about its own task. Errors as in load_questions."""
+        config = data.own_questions()
         if config.path is None:
             return None
-        questions = load_questions(config, tokenizer, chat_template, system, variables, template_time)
-        evaluation = AnswerEvaluation(config, tokenizer, questions, folder)
+        evaluation = AnswerEvaluation(config, tokenizer, load_questions(data, tokenizer), folder)
         for when in ("before", "after"):
             evaluation._read(when)
         return evaluation

@@ -198,16 +198,7 @@ class Trainer:
         self.plan = self.data.training
         self.peak_rate = builder.config.optimizer.lr
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
-        data = builder.config.data
-        self.questions = AnswerEvaluation.open(
-            data.own_questions(),
-            self.tokenizer,
-            folder.path,
-            data.chat_template,
-            data.system,
-            data.chat_template_kwargs,
-            data.template_time,
-        )
+        self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:
             folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time))

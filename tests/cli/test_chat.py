@@ -14,7 +14,7 @@ from support.architectures import built, lora, trained
 
 from fxtune.cli import chat
 from fxtune.cli.main import main
-from fxtune.data.config import QuestionsConfig
+from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.training.answers import answer, load_questions
@@ -51,7 +51,7 @@ def expected(folder) -> dict[str, list[str]]:
     ]
     (folder / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = load_tokenizer(TINY)
-    questions = load_questions(QuestionsConfig(path=str(folder / "q.jsonl")), tokenizer)
+    questions = load_questions(DataConfig(questions=QuestionsConfig(path=str(folder / "q.jsonl"))), tokenizer)
     adapter = str(folder / "runs" / "mine" / "adapter")
     tuned = built(lora(), ModelConfig(path="builtin:tiny", dtype=DType.bfloat16, adapter=adapter), dtype="bfloat16")
     found = {"tuned": answer(tuned, tokenizer, questions, 1, 8)}

@@ -149,11 +149,13 @@ def test_base_answers_fluently_and_without_json():
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fxtune.data.config import QuestionsConfig
+    from fxtune.data.config import DataConfig, QuestionsConfig
     from fxtune.training.answers import answer, exact_match, load_questions
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    questions = load_questions(QuestionsConfig(path="builtin:quickstart_test", limit=20), tokenizer)
+    questions = load_questions(
+        DataConfig(questions=QuestionsConfig(path="builtin:quickstart_test", limit=20)), tokenizer
+    )
     answers = answer(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), tokenizer, questions)
     assert exact_match(answers, questions) == 0
     named = [json.loads(question.answer)["name"] in text for question, text in zip(questions, answers, strict=True)]

@@ -10,7 +10,7 @@ import torch
 from support.architectures import FAMILIES, built, lora, random_model, trained, word_tokenizer
 from support.sharded import run_ranks
 
-from fxtune.data.config import QuestionsConfig
+from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
@@ -126,10 +126,10 @@ ROWS = {
 }
 
 
-def write(folder, *rows) -> QuestionsConfig:
+def write(folder, *rows) -> DataConfig:
     file = folder / "questions.jsonl"
     file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return QuestionsConfig(path=str(file))
+    return DataConfig(questions=QuestionsConfig(path=str(file)))
 
 
 @pytest.mark.parametrize("form", ROWS)
@@ -166,14 +166,15 @@ def test_own_chat_template_forms_prompt_and_end_of_answer(tmp_path):
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = load_tokenizer(ModelConfig())
-    (question,) = load_questions(write(tmp_path, ROWS["messages"]), tokenizer, str(file))
+    (question,) = load_questions(replace(write(tmp_path, ROWS["messages"]), chat_template=str(file)), tokenizer)
     assert tokenizer.decode(question.prompt).endswith("[user]Two?<|endoftext|>[assistant]")
     assert question.end == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
 
 def test_limit_takes_the_first_rows(tmp_path):
-    config = write(tmp_path, ROWS["messages"], ROWS["messages"], '{"broken')
-    assert len(load_questions(replace(config, limit=2), load_tokenizer(ModelConfig()))) == 2
+    data = write(tmp_path, ROWS["messages"], ROWS["messages"], '{"broken')
+    data.questions.limit = 2
+    assert len(load_questions(data, load_tokenizer(ModelConfig()))) == 2
 
 
 @pytest.mark.parametrize(
@@ -200,10 +201,11 @@ def test_rows_without_question_or_answer_are_refused(tmp_path, rows, error, word
 
 def test_resumed_run_keeps_its_first_answers(tmp_path):
     tokenizer = load_tokenizer(ModelConfig())
-    config = replace(write(tmp_path, ROWS["messages"]), max_new_tokens=2)
+    data = write(tmp_path, ROWS["messages"])
+    data.questions.max_new_tokens = 2
     model = built(Pipeline(), ModelConfig())
-    score = AnswerEvaluation.open(config, tokenizer, tmp_path).ask(model, "before")
-    reopened = AnswerEvaluation.open(config, tokenizer, tmp_path)
+    score = AnswerEvaluation.open(data, tokenizer, tmp_path).ask(model, "before")
+    reopened = AnswerEvaluation.open(data, tokenizer, tmp_path)
     reopened.ask(model, "after")
     ((text, right, before, after),) = reopened.shown()
     assert (text, right) == ("Two?", "Zwei.")
@@ -211,13 +213,13 @@ def test_resumed_run_keeps_its_first_answers(tmp_path):
     assert f"{score:.0%} before training, {score:.0%} after training" in reopened.verdict()
 
     (tmp_path / "answers_before.jsonl").write_text('{"right": ')
-    assert AnswerEvaluation.open(config, tokenizer, tmp_path).shown()[0][2] is None, (
+    assert AnswerEvaluation.open(data, tokenizer, tmp_path).shown()[0][2] is None, (
         "a file that was cut short is no answer"
     )
 
 
 def test_no_questions_without_a_path(tmp_path):
-    assert AnswerEvaluation.open(QuestionsConfig(), load_tokenizer(ModelConfig()), tmp_path) is None
+    assert AnswerEvaluation.open(DataConfig(), load_tokenizer(ModelConfig()), tmp_path) is None
 
 
 def _with_another_head_on_rank_1(world) -> tuple[list[str], int]:

@@ -21,7 +21,7 @@ from fxtune.errors import ConfigError
 from fxtune.reports.plots import Series
 from fxtune.reports.plots import plot as svg
 from fxtune.system.console import say, table, unicode
-from fxtune.tuning.range_test import STEPS, RangeTest, range_test
+from fxtune.tuning.lr_finder import STEPS, RangeTest, range_test
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config

@@ -39,8 +39,8 @@ from fxtune.errors import ConfigError, DataError, StorageError, not_written
 from fxtune.models import load as models
 from fxtune.system.atomic_files import read_json, replacing
 from fxtune.training.document_losses import DocumentLosses, Documents, measure
-from fxtune.training.permutation_test import higher_mean, least_pairs, lower_mean
 from fxtune.training.resume_check import describe_tables
+from fxtune.training.significance import higher_mean, least_pairs, lower_mean
 
 CHATS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
 PATIENCE = 3

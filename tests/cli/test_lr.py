@@ -10,7 +10,7 @@ from support.tuning import TINY
 
 from fxtune.cli import lr
 from fxtune.cli.main import main
-from fxtune.tuning.range_test import RangeTest
+from fxtune.tuning.lr_finder import RangeTest
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from support.harness import command, run
 from support.killing import tail
 
 from fxtune.config.compose import load
-from fxtune.tuning.range_test import range_test
+from fxtune.tuning.lr_finder import range_test
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,8 @@
-"""Permutation tests of means: exact for any distribution, because they compare what was observed with what the same
-numbers would show if the labels or the signs were drawn at random (Fisher 1935, Pitman 1937).
+"""Whether two means differ: permutation tests, which are exact for any distribution. The observed difference is
+compared with the differences of the same numbers under random labels or random signs (Fisher 1935, Pitman 1937).
 
-A test with the rate `alpha` of false alarms rejects where p <= alpha. The random draws are counted with what was
-observed, so p is never too small (Phipson and Smyth 2010).
+A test with the rate `alpha` of false alarms rejects where p <= alpha. The observation counts as one of the draws, so
+p is never too small (Phipson and Smyth 2010).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _CELLS = 4_000_000
 """Numbers that are drawn at a time."""
 
 
-def higher_mean(one: np.ndarray, other: np.ndarray, seed: int = 0) -> float:
-    """The p-value of "`other` [n] has no higher mean than `one` [m]", for independent numbers.
+def higher_mean(baseline: np.ndarray, sample: np.ndarray, seed: int = 0) -> float:
+    """The p-value of "`sample` [n] has no higher mean than `baseline` [m]", for independent numbers.
 
-    The labels are permuted, so it is exact if both have one distribution.
+    The labels are permuted, so the p-value is exact if both arrays have one distribution.
     """
-    pooled = np.concatenate([one, other]).astype(np.float64)
+    pooled = np.concatenate([baseline, sample]).astype(np.float64)
     pooled -= pooled.mean()
-    random, size, count = np.random.default_rng(seed), len(other), 0
-    observed = pooled[len(one) :].sum()
+    random, size, count = np.random.default_rng(seed), len(sample), 0
+    observed = pooled[len(baseline) :].sum()
     for draws in _parts(len(pooled)):
         chosen = np.argpartition(random.random((draws, len(pooled))), size - 1, axis=1)[:, :size]
         count += int((pooled[chosen].sum(axis=1) >= observed - _rounding(pooled)).sum())
@@ -33,7 +33,7 @@ def higher_mean(one: np.ndarray, other: np.ndarray, seed: int = 0) -> float:
 def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> float:
     """The p-value of "the mean of `differences` [n] is `bound` or more", for pairs.
 
-    Signs are flipped, so it is exact if the differences are symmetric around `bound`.
+    Signs are flipped, so the p-value is exact if the differences are symmetric around `bound`.
     """
     shifted = differences.astype(np.float64) - bound
     random, count, observed = np.random.default_rng(seed), 0, shifted.sum()
@@ -44,7 +44,7 @@ def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> fl
 
 
 def least_pairs(alpha: float) -> int:
-    """The fewest pairs with which lower_mean() can be `alpha` or less: so many that 2^-n <= alpha, and one more."""
+    """The fewest pairs n with which lower_mean() can return `alpha` or less: the least n with 2^-n <= alpha, plus one."""
     return int(np.ceil(np.log2(1 / alpha))) + 1
 
 
@@ -54,5 +54,5 @@ def _parts(width: int) -> list[int]:
 
 
 def _rounding(numbers: np.ndarray) -> float:
-    """What sums of the same numbers in another order may differ by."""
+    """The largest difference between sums of the same numbers in two orders."""
     return float(np.abs(numbers).sum()) * 1e-12

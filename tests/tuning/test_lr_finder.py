@@ -9,7 +9,7 @@ import pytest
 
 from fxtune.errors import ConfigError
 from fxtune.optim.config import OptimizerName
-from fxtune.tuning.range_test import has_diverged, range_test, smooth, suggest
+from fxtune.tuning.lr_finder import has_diverged, range_test, smooth, suggest
 
 RATES = [1e-5 * 10 ** (step / 10) for step in range(50)]
 

@@ -44,7 +44,7 @@ def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> fl
 
 
 def least_pairs(alpha: float) -> int:
-    """The fewest pairs n with which lower_mean() can return `alpha` or less: the least n with 2^-n <= alpha, plus one."""
+    """The fewest pairs with which lower_mean() can return `alpha` or less: the least n with 2^-n <= alpha, and one."""
     return int(np.ceil(np.log2(1 / alpha))) + 1
 
 

@@ -1,0 +1,65 @@
+"""Writes tests/repository/keys.txt: every key of a recipe with its type and default, and every command with its options.
+A key or an option that is added, lost or changed shows in the diff of this file.
+
+    python scripts/make/keys.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from fxtune.cli.commands import COMMANDS  # noqa: E402
+from fxtune.config.introspection import Slot, with_defaults  # noqa: E402
+from fxtune.config.root import Config  # noqa: E402
+
+FILE = ROOT / "tests" / "repository" / "keys.txt"
+
+
+def type_of(slot: Slot) -> str:
+    """`float, above 0, or auto`, `int or null`, `list of str`, `adamw | sgd`."""
+    if slot.choices:
+        text = " | ".join(slot.choices)
+    elif (entry := slot.below("0" if slot.container is list else "NAME")) is not None and slot.container:
+        text = f"{slot.container.__name__} of {'sections' if entry.fields else type_of(entry)}"
+    else:
+        text = "anything" if slot.kind is Any else slot.kind.__name__
+    text += f", {slot.range}" * bool(slot.range and not slot.container)
+    others = [*(() if slot.choices else slot.words), *["null"] * (slot.nullable and slot.kind is not Any)]
+    return " or ".join([text, *others])
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """A line for each key of `schema`: `optimizer.lr: float, above 0, = 0.0002`."""
+    defaults = with_defaults(schema, {})
+    for name, slot in Slot(schema).fields.items():
+        entry = slot.below("0") if slot.container is list else slot
+        if not slot.fields:
+            default = defaults.get(name, "???")
+            value = "must be set" if default == "???" else f"= {json.dumps(default, ensure_ascii=False)}"
+            yield f"{prefix}{name}: {type_of(slot)} {value}"
+        if entry is not None and entry.fields:
+            yield from keys(entry.kind, f"{prefix}{name}.{'' if entry is slot else '0.'}")
+
+
+def options() -> Iterator[str]:
+    """A line for each command, and one for each of its options: `fxtune plan --gpu NAME`."""
+    for name, command in COMMANDS.items():
+        yield f"fxtune {name}"
+        for option, settings in (command.options or {}).items():
+            value = "{" + ",".join(settings["choices"]) + "}" if "choices" in settings else settings.get("metavar", "")
+            yield f"fxtune {name} {option} {value}".rstrip()
+
+
+def text() -> str:
+    return "\n".join([*keys(Config), *options()]) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

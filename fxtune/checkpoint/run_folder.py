@@ -54,8 +54,6 @@ FREE_ON_RESUME = (
 """Keys that may differ when a run is resumed, because they do not change what is learned."""
 LENGTH = ("max_steps", "epochs")
 """Keys of `train` that say how long a run is. A run of the same config but for these may be extended."""
-NOW_AUTO = ("data.packing",)
-"""Keys that could not be `auto` before. With `auto`, a run begun earlier keeps its own value."""
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints inside the run's folder."""
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
@@ -411,7 +409,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key)
-        and not (key in NOW_AUTO and new.get(key) == "auto" and isinstance(old.get(key), bool))
     ]
 
 

@@ -131,8 +131,7 @@ def is_free(schema: type, keys: Keys) -> bool:
 
 
 def with_defaults(schema: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain `values` of a `schema`, with the default of each key that they lack because an earlier version wrote
-    them."""
+    """The plain `values` of a `schema`, with the default of each key that was added after they were written."""
     filled = dict(values)
     for item in dataclasses.fields(schema):
         slot, value = _fields(schema)[item.name], values.get(item.name)

@@ -220,7 +220,7 @@ def sentences(run: RunFiles) -> Iterator[str]:
     parts, found = time_shares(run), find_bottlenecks(run)
     total = sum(part.seconds for part in parts)
     if not parts:
-        yield "This run has recorded no times: an earlier version of fxtune trained it, or it has no log line yet."
+        yield "This run has recorded no times: it has no log line yet."
         return
     largest = sorted(parts, key=lambda part: -part.seconds)
     made_of = ", ".join(f"{part.seconds / total:.0%} {part.name}" for part in largest if part.seconds / total >= 0.005)

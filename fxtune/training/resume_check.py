@@ -42,15 +42,8 @@ BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
-BEFORE: dict[str, dict[str, Any]] = {
-    "lora": {"grouped_experts": "off", "train_tokens": None},
-    "quantize": {"transpose": "on", "experts": "off", "linears": "on"},
-}
-"""Options that earlier versions did not have, by technique, with the value by which their runs were trained."""
 DRAWS = {"draws": "one seed a weight"}
 """How stochastic rounding draws its random bits, as setting.json records it."""
-DRAWS_BEFORE = {"draws": "one sequence a step"}
-"""How it drew them in runs of earlier versions, whose setting.json does not say it."""
 Techniques = TypeVar("Techniques")
 
 
@@ -195,15 +188,7 @@ class ResumeCheck:
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)
-        if name == "rounding" and self.before and section is None:
-            return DRAWS_BEFORE
-        if not isinstance(section, dict):
-            return {}
-        if name == "techniques":
-            return {
-                key: {**BEFORE.get(key, {}), **was} if isinstance(was, dict) else was for key, was in section.items()
-            }
-        return section
+        return section if isinstance(section, dict) else {}
 
 
 def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:

@@ -130,7 +130,7 @@ class RunState:
         self.checkpoints.wait_for_copy()
         with _readable(saved):
             self._restore(saved)
-            self.monitor.spikes.load(saved.state.numbers.get("window", {}))
+            self.monitor.spikes.load(saved.state.numbers["window"])
         return saved.state
 
     def compare_ranks(self) -> None:

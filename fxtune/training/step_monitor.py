@@ -196,10 +196,10 @@ class StepMonitor:
         statistics = self.statistics
         statistics.step = step
         statistics.skipped, statistics.consecutive_bad, statistics.spikes = (
-            state.get(name, 0) for name in ("skipped", "in_a_row", "spikes")
+            state[name] for name in ("skipped", "in_a_row", "spikes")
         )
-        statistics.records = [StepRecord.from_json(row) for row in state.get("unlogged", [])]
-        self.spikes.load(state.get("window", {}))
+        statistics.records = [StepRecord.from_json(row) for row in state["unlogged"]]
+        self.spikes.load(state["window"])
         if noise := state.get("noise"):
             statistics.noise.load(noise)
 

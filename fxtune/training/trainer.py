@@ -102,9 +102,6 @@ def train(config: Config, objective: Objective | None = None) -> tuple[Path, dic
 def _run_in_folder(
     folder: RunFolder, config: Config, recipe: dict[str, Any], objective: Objective | None, world: World
 ) -> dict[str, Any]:
-    packing = (folder.config.get("data") or {}).get("packing", AUTO)
-    if config.data.packing == AUTO != packing:  # the run was begun before packing could be `auto`
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=packing))
     shown = config.tracking.display.value if world.main else "none"
     screen = display(shown)
     progress.show(shown)

@@ -130,8 +130,6 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
     keep_all = Checkpointing(policy=Policy.none).plan()
     plan = techniques.checkpointing.plan() if techniques.checkpointing.enabled else keep_all
     need = forecast(facts, plan).device
-    if facts.device == "cuda" and techniques.compile.enabled and changed.techniques.liger.enabled:
-        options["liger"] = dataclasses.asdict(changed.techniques.liger)  # its trial resolves `auto` by measuring
     if plan == keep_all:
         options.pop("checkpointing", None)  # policy=none is the same as no checkpointing
     identity = {

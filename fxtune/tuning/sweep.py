@@ -56,8 +56,6 @@ REFRESH = 1.0
 """Seconds between two looks at the runs."""
 STARTUP = 8
 """Configurations that are spread evenly before TPE takes over; with Hyperband, those of the first bracket."""
-RUNG_RULE = 2
-"""Version of Trial.step_of(). A sweep that was begun with another version compared losses after other steps."""
 END_SWEEP = {error.__name__: error for error in (StorageError, DataError)}
 """Errors of a run that its configuration did not cause: the sweep ends with them, and goes on when they are mended.
 ConfigError is one of them if the configuration has trained before: then its data or its packages have changed."""
@@ -106,7 +104,6 @@ class SweepPlan:
             "space": {one.key: one.text for one in self.space},
             "method": self.method.value,
             "sampler": self.sampler.value,
-            "rung_rule": RUNG_RULE,
             **values,
         }
 
@@ -228,13 +225,8 @@ class Sweep:
             text = yaml.safe_dump(now, sort_keys=False, allow_unicode=True)
             replace_text(self.folder / SETTINGS, text)
             return
-        if before.get("rung_rule") != RUNG_RULE:
-            raise ConfigError(
-                f"{self.folder} holds a sweep of another version of fxtune, which compared its configurations after "
-                "other steps. Finish it with that version, or set run.dir to a new folder."
-            )
-        settings = {name: value for name, value in before.items() if name != "config"}
-        changed = differences(settings, self.plan.saved())
+        saved = self.plan.saved()
+        changed = differences({name: before.get(name) for name in saved}, saved)
         changed += differences(with_defaults(Config, before.get("config") or {}), plain)
         if changed:
             raise ConfigError(

@@ -363,8 +363,8 @@ def is_unknown_writes(record: logging.LogRecord) -> bool:
     """Whether torch says in its log that it cannot determine which arguments a Triton kernel writes.
 
     What: a warning with an exception from the file that analyses Triton kernels, or with this text.
-    Why: torch then assumes that all are written, and may compile wrong code (kernels/liger_operators.py); only the log
-        says so.
+    Why: torch then assumes that all are written, and may compile wrong code, as torch 2.11 does for Liger's RMSNorm;
+        only the log says so.
     Gone: a test that makes torch say it fails (tests/techniques/compile/test_report.py).
     """
     analysed = Path(record.pathname).stem == "triton_kernel_wrap" and record.levelno >= logging.WARNING

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forecasts import card
 from support.mixtures import mixture
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import ModelConfig
-from fxtune.optim.config import OptimizerConfig
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import trainer
@@ -44,26 +41,6 @@ def test_unchanged_run_resumes_without_notes(unfinished_run, said):
     trainer.run(unfinished_run)
     assert not [text for text in said if "started this changed" in text]
     assert [text for text in said if "Resuming run after step 2" in text]
-
-
-def test_stochastic_rounding_of_an_earlier_version_is_noted_and_refused_in_a_deterministic_run(tmp_path):
-    file, notes = tmp_path / "setting.json", []
-    optimizer, facts = OptimizerConfig(stochastic_rounding=True), card(80, 4096, techniques={})
-
-    def resume(before: dict, strict: bool = False) -> None:
-        file.write_text(json.dumps(before))
-        check = ResumeCheck(tmp_path, resumes=True, strict=strict, note=notes.append)
-        check.check_config(ModelConfig(path=None), optimizer, {}, facts)
-
-    now = {"rounding": {"draws": "one seed a weight"}, "built": {}}
-    resume(now, strict=True)
-    assert notes == []
-    resume({"built": {"products": "torch"}})
-    assert "rounding.draws: one sequence a step -> one seed a weight" in notes[0]
-    with pytest.raises(ConfigError, match=r"its rounding changed.*run\.deterministic=true"):
-        resume({"built": {"products": "torch"}}, strict=True)
-    optimizer.stochastic_rounding = False
-    resume({"built": {"products": "torch"}}, strict=True)
 
 
 def test_another_torch_version_is_noted(unfinished_run, said):
@@ -184,27 +161,6 @@ def test_recorded_values_run_no_code(tmp_path, was, message):
     assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today) is None
 
 
-def test_run_begun_before_packing_could_be_auto_keeps_its_rows(unfinished_run, said):
-    """`unfinished_run` was begun with packing=false; the recipe leaves it open today, when the default is `auto`."""
-    unfinished_run.data.packing = "auto"
-    trainer.run(unfinished_run)
-    assert [text for text in said if "Resuming run after step 2" in text]
-
-
-def test_run_begun_before_an_option_existed_resumes(small, cwd, monkeypatch, said):
-    small.techniques.lora.enabled = True
-    small.run.dir, small.train.max_steps = "run", 2
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
-    file = Path("run/setting.json")
-    setting = json.loads(file.read_text())
-    del setting["techniques"]["lora"]["grouped_experts"]
-    file.write_text(json.dumps(setting))
-    trainer.run(small)
-    assert [text for text in said if "Resuming run after step 2" in text]
-
-
 def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said):
     small.run.dir, small.train.max_steps, small.data.packing = "run", 2, "auto"
     with monkeypatch.context() as patch:
@@ -249,7 +205,7 @@ def test_learning_rate_that_auto_chose_stays_when_the_rule_changes(small, cwd, m
         trainer.run(small)
     (line,) = [text for text in said if "optimizer.lr: auto chose 0.00249 = " in text]
     assert json.loads(Path("run/setting.json").read_text())["rate"] == {"lr": 0.00249}
-    changed("rate", "lr", 0.002)  # as an earlier version's rule might have had it
+    changed("rate", "lr", 0.002)  # as another rule might have it
     assert trainer.run(small)["train/peak_lr"] == 0.002
     assert [text for text in said if "0.002, as auto chose it when the run was started" in text]
     assert [text for text in said if "auto chose 0.00249" in text] == [line]

@@ -338,15 +338,6 @@ def test_race_with_fewer_evaluations_than_rungs_cuts_once_by_each(recipe):
     assert [one.entrant.state for one in made.trials].count(State.done) == 2
 
 
-def test_sweep_of_another_rule_for_rungs_is_refused(recipe):
-    with sweep_of(recipe).opened():
-        pass
-    file = Path("sweep/sweep.yaml")
-    file.write_text(file.read_text().replace("rung_rule: 2\n", ""))
-    with pytest.raises(ConfigError, match="Finish it with that version"), sweep_of(recipe).opened():
-        pass
-
-
 def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):
     """A larger batch has fewer steps in an epoch, so its rungs come after fewer steps."""
 

@@ -68,7 +68,7 @@ class TokenTable:
         self.supervised_tokens: int = meta["supervised"]
         self.remarks: dict[str, int] = meta["remarks"]
         self.rewritten: int = meta["rewritten"]
-        self.split = SplitCounts(**meta.get("split", {}))
+        self.split = SplitCounts(**meta["split"])
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
         for key in ARRAYS:

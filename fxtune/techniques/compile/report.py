@@ -5,7 +5,7 @@ something it reads torch's own counters (as in torch 2.11 to 2.13); any other ca
 that others compile is not counted.
 
 If torch cannot determine which inputs a Triton kernel writes, it assumes all of them and only warns; the resulting
-code may be wrong (kernels/liger_operators.py has the case). Here this is an error.
+code may be wrong, as for Liger's RMSNorm in torch 2.11. Here this is an error.
 """
 
 from __future__ import annotations

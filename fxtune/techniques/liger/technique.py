@@ -3,12 +3,11 @@ logits.
 
 In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of
 their results. Liger's is one kernel and keeps only the input. torch.compile fuses the same operations, also with the
-residual sum before a norm, so under it `auto` leaves them to the compiler.
+residual sum before a norm, and its code was faster wherever it was measured; so under torch.compile norms and products
+are left to the compiler.
 
 Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process. fxtune
-gives each module of this one model its own subclass with another forward (forwards.py): names, weights, isinstance and
-adapters stay. RoPE is a function of the attention's Python module, so the attention gets a copy of its forward in
-which that name is another function (upstream/transformers.py).
+puts Liger's modules into this one model (modules.py): names and weights stay.
 
 Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py) and
 `fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
@@ -29,8 +28,8 @@ from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
 from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch
-from fxtune.techniques.liger import forwards
-from fxtune.techniques.liger.forwards import Family
+from fxtune.techniques.liger import modules
+from fxtune.techniques.liger.modules import Family
 from fxtune.upstream import transformers as upstream
 
 if TYPE_CHECKING:
@@ -41,7 +40,8 @@ INSTALL = "pip install 'liger-kernel>=0.8.5'"
 SMALL_LOGITS = 2**26
 """Up to this many bytes a micro-batch's float32 logits are kept as a whole, because they cost next to nothing."""
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "granite", "smollm3", "phi3"), Family(norms=2)),
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "granite", "smollm3"), Family(norms=2)),
+    "phi3": Family(norms=2, joint=True),
     "qwen3": Family(norms=4, heads_normed=True),
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=4, casting="gemma", in_place=False, heads_normed=True)),
     "gemma": Family(norms=2, offset=1.0, casting="gemma"),
@@ -56,16 +56,17 @@ OPERATIONS = {
     "rms_norm": ("RMSNorm", "_rms_norm_forward_kernel"),
     "layer_norm": ("LayerNorm", "_layer_norm_forward_kernel"),
     "rope": ("RoPE", r"^fxtune::rotary(_qkv)?$"),
-    "swiglu": ("SwiGLU", "_swiglu_(fused_gate_up_)?forward_kernel"),
+    "swiglu": ("SwiGLU", "_swiglu_forward_kernel"),
     "geglu": ("GeGLU (tanh)", "_geglu_tanh_forward_kernel"),
 }
-"""Option -> (name in messages, pattern of its forward kernel or operator in the profiler, also in compiled code)."""
+"""Option -> (name in messages, pattern of its forward kernel or operator in the profiler)."""
 
 
 @dataclass
 class Liger(OptionalTechnique):
     rms_norm: Switch = Switch.auto
-    """`auto` here and below: on with a GPU; off under torch.compile, which fuses the same operations."""
+    """`auto` here and below: on with a GPU; off under torch.compile, which fuses the same operations. `on` and
+    torch.compile exclude each other."""
     layer_norm: Switch = Switch.auto
     """Liger's LayerNorm."""
     rope: Switch = Switch.auto
@@ -109,6 +110,11 @@ class Liger(OptionalTechnique):
                 yield f"rope: {why}. Use auto or off."
             if facts.device != "cuda" and name != "rope":
                 yield f"{name}: Liger's kernels are written in Triton and need a GPU. Use auto or off."
+            if facts.techniques.compile.enabled and name != "rope":
+                yield (
+                    f"{name}: torch.compile fuses the same operations, faster than Liger's kernel. Use auto or off, "
+                    "or set techniques.compile.enabled=false."
+                )
             if name in ("swiglu", "geglu") and facts.techniques.mlp_kernel(facts) == "lora":
                 yield (
                     f"{name}: techniques.lora.fused=on runs the MLP, with its product, as one operator. Set one of "
@@ -179,15 +185,12 @@ class Liger(OptionalTechnique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         if enabled := self._enabled():
             family = FAMILIES[model.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
-            for module in backbone(model).modules():
-                for name in enabled:
-                    try:
-                        forward = forwards.forward_of(name, module, family)
-                    except UnavailableError as error:
-                        error.key = f"liger.{name}"
-                        raise
-                    if forward is not None:
-                        module.__class__ = forwards.subclass(type(module), name, forward)  # type: ignore[arg-type]
+            for name in enabled:
+                try:
+                    modules.replace_modules(backbone(model), name, family)
+                except UnavailableError as error:
+                    error.key = f"liger.{name}"
+                    raise
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
@@ -203,7 +206,7 @@ class Liger(OptionalTechnique):
                 wanted = runs = 1 + layers * norms
             elif name == "rope" and getattr(config, "no_rope_layers", None):
                 runs = sum(map(bool, config.no_rope_layers))
-            replaced = sum(getattr(module, "liger", None) == name for module in backbone(model).modules())
+            replaced = sum(modules.operation_of(module) == name for module in backbone(model).modules())
             asked, observation, acted = f"{name}: {wanted} replaced", f"{replaced} replaced", replaced >= wanted
             if launches is None:
                 observation += "; the profiler sees no kernels here, so their runs were not observed"
@@ -221,6 +224,8 @@ def _operations(text: dict[str, Any]) -> set[str]:
         return set()
     activation = text.get("hidden_activation" if text["model_type"] in ("gemma2", "gemma3_text") else "hidden_act")
     gated = {ACTIVATIONS[activation]} if family.gated and activation in ACTIVATIONS else set()
+    if family.joint:
+        gated -= {"geglu"}  # Liger has no module for it
     return {"layer_norm" if family.layer_norm else "rms_norm", "rope"} | gated
 
 
@@ -228,7 +233,7 @@ def _unrotatable(facts: Facts) -> str | None:
     """Why the RoPE of this model cannot be replaced."""
     if (model := skeleton(facts.model)) is None:
         return None
-    kinds = (type(module) for module in backbone(model).modules() if forwards.is_attention(module))
+    kinds = (type(module) for module in backbone(model).modules() if modules.is_attention(module))
     kind = next((kind for kind in kinds if not upstream.rotates_by_name(kind)), None)
     return str(upstream.no_rotation(kind)) if kind is not None else None
 

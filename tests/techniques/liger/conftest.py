@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from support.liger import (
-    gate_up,
     geglu,
     layer_norm,
     rms_norm,
@@ -14,13 +13,12 @@ from support.liger import (
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    from liger_kernel import ops
+    from liger_kernel.transformers import geglu as geglu_file
+    from liger_kernel.transformers import layer_norm as layer_norm_file
+    from liger_kernel.transformers import rms_norm as rms_norm_file
+    from liger_kernel.transformers import swiglu as swiglu_file
 
-    for name, function in {
-        "LigerRMSNormFunction": rms_norm,
-        "LigerLayerNormFunction": layer_norm,
-        "LigerSiLUMulFunction": swiglu,
-        "LigerFusedGateUpSiLUMulFunction": gate_up,
-        "LigerGELUMulFunction": geglu,
-    }.items():
-        monkeypatch.setattr(ops, name, function)
+    monkeypatch.setattr(rms_norm_file, "LigerRMSNormFunction", rms_norm)
+    monkeypatch.setattr(layer_norm_file, "_functional_layer_norm", layer_norm)
+    monkeypatch.setattr(swiglu_file, "LigerSiLUMulFunction", swiglu)
+    monkeypatch.setattr(geglu_file, "LigerGELUMulFunction", geglu)

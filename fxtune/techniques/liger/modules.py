@@ -1,0 +1,103 @@
+"""Liger's modules in place of those of a model: norms and gated MLPs, each with the weights that the model has.
+
+RoPE is a function of the attention's Python module, so the attention gets a class whose forward calls fxtune's own
+kernel. Liger's RoPE overwrites its inputs, which checkpointing may have saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.kernels.rotary import apply_rotary
+from fxtune.upstream.transformers import with_rotation
+
+_OPERATIONS = {
+    "LigerRMSNorm": "rms_norm",
+    "LigerLayerNorm": "layer_norm",
+    "LigerSwiGLUMLP": "swiglu",
+    "LigerPhi3SwiGLUMLP": "swiglu",
+    "LigerGEGLUMLP": "geglu",
+}
+"""Liger's class -> the operation."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The norms and MLPs of a family of models. Source: liger_kernel.transformers.monkey_patch, version 0.8.5."""
+
+    norms: int
+    """The number of norms in a layer, including those of queries and keys."""
+    offset: float = 0.0
+    """Added to a norm's weight."""
+    casting: str = "llama"
+    """`llama`: rounded before the weight multiplies; `gemma`: all in float32."""
+    in_place: bool = True
+    """Whether a norm's backward pass may overwrite the incoming gradient. It may not if a residual also reads it."""
+    layer_norm: bool = False
+    gated: bool = True
+    """Whether the MLP is down(act(gate(x)) * up(x))."""
+    joint: bool = False
+    """Whether gate and up are one linear."""
+    heads_normed: bool = False
+    """Whether queries and keys are normed between their projections and RoPE."""
+
+
+def replace_modules(root: nn.Module, name: str, family: Family) -> None:
+    """Give each module of `root` that computes operation `name` Liger's kernel for it, in place."""
+    for parent in list(root.modules()):
+        if name == "rope" and is_attention(parent):
+            kind: Any = type(parent)
+            parent.__class__ = _rotating(kind)
+        for child, module in list(parent.named_children()):
+            if (own := _module_of(name, module, family)) is not None:
+                setattr(parent, child, own.train(module.training))
+
+
+def operation_of(module: nn.Module) -> str | None:
+    """The operation that this module computes by a kernel, after replace_modules()."""
+    own: str | None = _OPERATIONS.get(type(module).__name__, getattr(module, "liger", None))
+    return own
+
+
+def is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention")
+
+
+def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None:
+    """Liger's module in place of `module`; None if that does not compute operation `name`."""
+    from liger_kernel import transformers as liger
+
+    title, given = type(module).__name__, [one for one, _ in module.named_children()]
+    own: Any
+    if name == "rms_norm" and title.endswith("RMSNorm") and operation_of(module) is None:
+        eps: Any = getattr(module, "variance_epsilon", None) or module.eps
+        own = liger.LigerRMSNorm(1, float(eps), family.offset, family.casting, in_place=family.in_place)
+        own.weight = module.weight
+        return own
+    if name == "layer_norm" and type(module) is nn.LayerNorm and module.bias is not None:
+        own = liger.LigerLayerNorm(1, module.eps, bias=True, impl="nvidia-triton")
+        own.weight, own.bias = module.weight, module.bias
+        return own
+    if name == "swiglu" and "gate_up_proj" in given:
+        kind = liger.LigerPhi3SwiGLUMLP
+    elif name in ("swiglu", "geglu") and "gate_proj" in given:
+        kind = liger.LigerSwiGLUMLP if name == "swiglu" else liger.LigerGEGLUMLP
+    else:
+        return None
+    with torch.device("meta"):
+        own = kind(module.config)
+    for child in given:
+        setattr(own, child, getattr(module, child))
+    return own
+
+
+@functools.cache
+def _rotating(kind: Any) -> Any:
+    """The subclass of an attention that calls fxtune's RoPE. All layers share it, so they share a compiled graph."""
+    forward = with_rotation(kind.forward, apply_rotary, kind)
+    return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "liger": "rope", "__module__": kind.__module__})

@@ -32,7 +32,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]  # for a checkout that is not installed
+
+import baselines  # noqa: E402
+from baselines import Measurement  # noqa: E402
+
 WARM_UP = 2
 """Steps before the measured ones: they compile, tune and fill caches."""
 LENGTHS = {4096: 4, 16384: 1, 65536: 1}
@@ -183,6 +187,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(table(rows))
+    baselines.save(args.baseline, [measurement(row) for row in rows.values()])
     if left_out:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
     if args.plot:
@@ -205,6 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
     parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
     parser.add_argument("--plot", type=Path, help="an .svg or .png file")
+    baselines.add_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, rows of 256 tokens, 4 steps")
     args = parser.parse_args()
     if args.smoke:
@@ -319,6 +325,24 @@ def base_of(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> dict[str, A
     case = "base" if BASES.get(row["length"]) else "plain"
     found = rows.get(f"{row['shape']} {row['length']} {case}", {})
     return found if "tokens_per_second" in found else None
+
+
+def measurement(row: dict[str, Any]) -> Measurement:
+    """A row as a file of benchmarks/baselines holds it."""
+    names = {"together": "`techniques=[fast,lora]`", "memory": "`techniques=[fast,lora,memory]`"}
+    alone = row["case"] in WITHOUT_BASE or row["case"] == "base"
+    return Measurement(
+        names.get(row["case"]) or (label(row) if alone else f"+ {row['case']}"),
+        keys=row["command"],
+        shape=row["shape"],
+        rows=row["rows"],
+        length=row["length"],
+        packed=True,
+        tokens_per_second=None if "error" in row else round(row["tokens_per_second"]),
+        step_ms=None if "error" in row else round(1e3 * row["step_seconds"]),
+        memory_gib=None if "error" in row else round(row["memory_gib"], 2),
+        error=row.get("error", ""),
+    )
 
 
 def label(row: dict[str, Any]) -> str:

@@ -61,7 +61,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
+import baselines  # noqa: E402
 from ablate import SHAPES  # noqa: E402
+from baselines import Measurement  # noqa: E402
 from peer_tools import write_model  # noqa: E402
 
 TOOLS = ("fxtune", "trl", "unsloth")
@@ -191,6 +193,8 @@ def main() -> None:
             kept = {key: row for key, row in rows.items() if row.get("error") in (None, "does not fit")}
             args.json.write_text(json.dumps(kept, indent=1))
     print(table(rows))
+    here = [row for row in rows.values() if row.get("gpus", 1) == args.gpus]
+    baselines.save(args.baseline, [measurement(row) for row in here], args.gpus)
     if left_out:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
 
@@ -209,6 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time and list what did not run")
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
     parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
+    baselines.add_option(parser)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key for fxtune only")
     parser.add_argument(
         "--scratch",
@@ -291,6 +296,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         **{key: found[key] for key in kept},
         "first_loss": found["losses"][0],
         "how": ", ".join(args.set) or "default",
+        "keys": [*case.keys(args.gpus), *args.set],
         "command": words,
         "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
     }
@@ -481,6 +487,35 @@ def rendered(turns: list[str]) -> str:
     """A chat in ChatML, as the tokenizer's template renders it, without the final line break."""
     roles = ("user", "assistant")
     return "\n".join(f"<|im_start|>{roles[at % 2]}\n{text}<|im_end|>" for at, text in enumerate(turns))
+
+
+def measurement(row: dict[str, Any]) -> Measurement:
+    """A row as a file of benchmarks/baselines holds it."""
+
+    def rounded(name: str, digits: int, factor: float = 1.0) -> float | None:
+        value = row.get(name)
+        return None if value is None else round(factor * value, digits)
+
+    case = CASES[row["case"]]
+    return Measurement(
+        row["case"],
+        row["tool"],
+        row["how"] if row.get("how", "default") != "default" else "",
+        keys=row.get("keys"),
+        shape=case.shape,
+        rows=case.rows,
+        length=case.length,
+        packed=case.chats,
+        tokens_per_second=rounded("tokens_per_second", 0),
+        step_ms=rounded("step_seconds", 0, 1e3),
+        step_ms_p5=rounded("step_seconds_p5", 0, 1e3),
+        step_ms_p95=rounded("step_seconds_p95", 0, 1e3),
+        memory_gib=rounded("memory_gib", 2),
+        joules_per_token=rounded("joules_per_token", 4),
+        seconds_to_second_step=rounded("second_step_seconds", 1),
+        startup_seconds=row.get("startup_seconds"),
+        error=row.get("error", ""),
+    )
 
 
 def summary(row: dict[str, Any]) -> str:

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
+import baselines  # noqa: E402
 import bench_peers  # noqa: E402
+from baselines import Measurement  # noqa: E402
 
 CASES = {"quickstart": None, "tiny": None, "8b": "8b_4x4096", "moe": "moe_4x4096"}
 """Name -> the case of bench_peers.py; None: the quickstart, whose model is tiny, as it is or with kernels of a GPU."""
@@ -52,6 +54,7 @@ def main() -> None:
                 rows[f"{name} {state}"] = found
                 print(f"  {found.get('error') or format(found['second_step_seconds'], '.1f') + ' s'}", flush=True)
     print(table(rows))
+    baselines.save(args.baseline, [measurement(name, row) for name, row in rows.items()])
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 
@@ -61,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(DEFAULT), help=", ".join(CASES))
     parser.add_argument("--minutes", type=float, default=9.0, help="start no measurement after this time (9)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    baselines.add_option(parser)
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(CASES)}")
@@ -112,6 +116,18 @@ def measure(words: list[str], cache: Path, seconds: float) -> dict[str, Any]:
     found = json.loads(result.read_text())
     kept = ("first_step_seconds", "second_step_seconds", "startup_seconds", "compile_seconds", "loss", "device")
     return {**{key: found[key] for key in kept}, "whole_seconds": time.time() - started, "packages": found["packages"]}
+
+
+def measurement(name: str, row: dict[str, Any]) -> Measurement:
+    """A row as a file of benchmarks/baselines holds it."""
+    if "error" in row:
+        return Measurement(name, error=row["error"])
+    return Measurement(
+        name,
+        seconds_to_first_step=round(row["first_step_seconds"], 1),
+        seconds_to_second_step=round(row["second_step_seconds"], 1),
+        startup_seconds={part: round(seconds, 1) for part, seconds in row["startup_seconds"].items()},
+    )
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

@@ -32,7 +32,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+import baselines  # noqa: E402
+from baselines import Measurement  # noqa: E402
+
 if TYPE_CHECKING:
     from fxtune.techniques.checkpointing.plan import RecomputePlan
     from fxtune.techniques.facts import Facts
@@ -136,6 +140,28 @@ def main() -> None:
     if late:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(late)}")
     print(f"\n{summary(conclusion(list(rows.values()), facts, args.words))}")
+    if not args.dry_run:
+        baselines.save(args.baseline, [measurement(row) for row in sorted(rows.values(), key=lambda row: row.key)])
+
+
+def measurement(row: Row) -> Measurement:
+    """A row as a file of benchmarks/baselines holds it."""
+
+    def rounded(value: float | None, digits: int) -> float | None:
+        return None if value is None else round(value, digits)
+
+    return Measurement(
+        f"{row.length:,}" + ", `--fast`" * row.fast,
+        settings=" ".join(row.words),
+        length=row.length,
+        tokens_per_second=rounded(row.tokens_per_second, 0),
+        step_ms=rounded(row.step_seconds and 1e3 * row.step_seconds, 0),
+        memory_gib=rounded(row.peak_gib, 2),
+        reserved_gib=rounded(row.reserved_gib, 2),
+        forecast_gib=rounded(row.forecast_gib, 2),
+        host_gib=rounded(row.pinned_gib, 2),
+        error=row.error,
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -156,6 +182,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also run the lengths that the file holds")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape for a CPU")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    baselines.add_option(parser)
     return parser.parse_intermixed_args()
 
 

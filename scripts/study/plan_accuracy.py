@@ -1,14 +1,14 @@
-"""Compares `fxtune plan` with measurements: memory and step time of the cases in benchmarks/baselines/plan_*.json.
+"""Compares `fxtune plan` with measurements: memory and step time of the rows of benchmarks/baselines that name their keys.
 
     python scripts/study/plan_accuracy.py               # the table, in seconds, on any machine
     python scripts/study/plan_accuracy.py --json FILE   # also as JSON
-    python scripts/study/plan_accuracy.py --measure     # on a card: run cases of bench_peers.py, write them to the file of
-    python scripts/study/plan_accuracy.py --measure --gpus 2 --cases 8b_4x4096,8b_full_2x8192   # this card, and compare
+    python scripts/study/plan_accuracy.py --measure     # on a card: first run cases of bench_peers.py, and write them to
+    python scripts/study/plan_accuracy.py --measure --gpus 2 --cases 8b_4x4096,8b_full_2x8192   # the file of this card
 
-The figures of one H200 are those of docs/performance.md and docs/techniques.md, each printed by the command beside it
-there. The forecast of the allocator's peak is compared with the allocator's peak. What must be free is more, by
-fragmentation and workspaces; it is compared with the memory that the allocator has reserved, where that was measured.
-Speeds are compared only where every row is one document: packed documents of unknown lengths attend to less.
+The forecast of the allocator's peak is compared with the allocator's peak. What must be free is more, by fragmentation
+and workspaces; it is compared with the memory that the allocator has reserved, where that was measured. Speeds are
+compared only of compiled layers, and only where every row is one document: packed documents of unknown lengths attend
+to less. Of measurements of the same case on the same cards the newest counts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+import baselines  # noqa: E402
 import bench_peers  # noqa: E402
 from ablate import SHAPES  # noqa: E402
+from baselines import Baseline, Measurement  # noqa: E402
 
 from fxtune.config import compose  # noqa: E402
 from fxtune.system.process_group import run_process  # noqa: E402
@@ -36,36 +39,23 @@ from fxtune.techniques.estimate.machines import MODELS, machine  # noqa: E402
 from fxtune.training.run_forecast import Lengths, forecast_run  # noqa: E402
 from fxtune.tuning import trial  # noqa: E402
 
-BASELINES = ROOT / "benchmarks" / "baselines"
 HOST_GIB = 128.0
 MEASURED_HERE = ("8b_4x4096", "8b_4x4096_fp8", "1b_8x4096", "moe_4x4096", "1b_full_8x4096", "8b_full_2x8192")
 """Cases of bench_peers.py that --measure runs, if it is given no others."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """An object of the files in BASELINES."""
-
-    case: str
-    shape: str
-    rows: int
-    """Rows of a micro-batch of one card."""
-    length: int
-    gpu: str
-    """The card, by its name in `fxtune plan --gpu`."""
-    gpus: int
-    keys: list[str]
-    allocated_gib: float | None
-    """Peak of torch's allocator on the fullest card. None: it ran out of memory."""
-    tokens_per_second: float | None = None
-    """Of all cards."""
-    reserved_gib: float | None = None
-    """Peak of the memory that the allocator has taken from the device."""
+Measured = tuple[Baseline, Measurement]
 
 
 def read() -> list[Measured]:
-    files = sorted(BASELINES.glob("plan_*.json"), reverse=True)
-    return [Measured(**case) for file in files for case in json.loads(file.read_text())]
+    """The newest measurement of each case on each kind and number of cards."""
+    newest: dict[Any, Measured] = {}
+    for baseline in baselines.read_all():
+        for row in baseline.measurements:
+            if row.keys is not None:
+                identity = (baseline.card, baseline.cards, row.case, row.settings, row.shape, row.rows, row.length)
+                newest[identity] = baseline, row
+    return list(newest.values())
 
 
 @dataclass(frozen=True)
@@ -100,49 +90,54 @@ def rows() -> Iterator[Row]:
     return map(compare, read())
 
 
-def compare(one: Measured) -> Row:
-    """A case with its forecast."""
-    architecture = ",".join(f"{key}:{str(value).lower()}" for key, value in SHAPES[one.shape].items())
+def compare(measured: Measured) -> Row:
+    """A measurement with its forecast."""
+    baseline, row = measured
+    assert row.keys is not None
+    assert row.shape
+    assert row.rows
+    assert row.length
+    architecture = ",".join(f"{key}:{str(value).lower()}" for key, value in SHAPES[row.shape].items())
     words = [
         "model.path=null",
         "model.tokenizer=builtin:tiny",
         "model.init=random",
         "model.dtype=bfloat16",
         f"model.architecture={{{architecture}}}",
-        f"data.sequence_length={one.length}",
+        f"data.sequence_length={row.length}",
         "data.packing=true",
         "train.max_steps=10",
-        f"train.micro_batch_size={one.rows}",
-        f"train.global_batch_size={one.rows * one.gpus}",
-        *one.keys,
+        f"train.micro_batch_size={row.rows}",
+        f"train.global_batch_size={row.rows * baseline.cards}",
+        *row.keys,
     ]
     config = compose.load(words)
-    length = Lengths(10**9, 10**9, 1.0, one.length)
-    found = forecast_run(config, machine(one.gpu, HOST_GIB, config.run.memory_gib), one.gpus, length)
-    cards = f" on {one.gpus} x {one.gpu}" if one.gpus > 1 or one.gpu != "H200" else ""
+    length = Lengths(10**9, 10**9, 1.0, row.length)
+    card = machine(baseline.card, HOST_GIB, config.run.memory_gib)
+    found = forecast_run(config, card, baseline.cards, length)
+    priced = row.tokens_per_second is not None and not row.packed and config.techniques.compile.enabled
+    cards = f" on {baseline.cards} x {baseline.card}" if baseline.cards > 1 or baseline.card != "H200" else ""
+    name = f"{row.case}, {row.settings}" if row.settings else row.case
     return Row(
-        f"{one.case}: {one.shape}, {one.rows} x {one.length:,}{cards}",
-        one.allocated_gib,
+        f"{name}: {row.shape}, {row.rows} x {row.length:,}{cards}",
+        row.memory_gib,
         found.need.allocated / GIB,
         found.need.device / GIB,
         found.fits,
-        one.tokens_per_second,
-        found.step_tokens / found.step_seconds if one.tokens_per_second else None,
-        one.reserved_gib,
+        row.tokens_per_second if priced else None,
+        found.step_tokens / found.step_seconds if priced else None,
+        row.reserved_gib,
     )
 
 
 def measure(names: list[str], gpus: int) -> list[Measured]:
     """Run cases of bench_peers.py on `gpus` cards of this machine, and put them into the file of its card. A case
     that fails is printed and left out."""
-    import torch
-
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    device = torch.cuda.get_device_name()
-    gpu = next((name for name, model in MODELS.items() if model.device_name == device), None)
-    if gpu is None:
-        sys.exit(f"{device} is no card of fxtune plan.")
-    file, found = BASELINES / f"plan_{gpu.lower()}.json", []
+    card = baselines.card()
+    if card not in MODELS:
+        sys.exit(f"{card} is no card of fxtune plan.")
+    found = []
     with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
         given = argparse.Namespace(steps=None, scratch=Path(folder), smoke=False, set=[])
         for name in names:
@@ -154,26 +149,21 @@ def measure(names: list[str], gpus: int) -> list[Measured]:
                 print(f"{name} failed:\n{output[-2000:]}", flush=True)
                 continue
             figures = json.loads(out.read_text())
-            one = Measured(
+            row = Measurement(
                 name,
-                case.shape,
-                case.rows,
-                case.length,
-                gpu,
-                gpus,
-                list(case.keys(gpus)),
-                round(figures["memory_gib"], 2),
-                round(figures["tokens_per_second"]),
-                round(figures["memory_reserved_gib"], 2),
+                keys=list(case.keys(gpus)),
+                shape=case.shape,
+                rows=case.rows,
+                length=case.length,
+                tokens_per_second=round(figures["tokens_per_second"]),
+                memory_gib=round(figures["memory_gib"], 2),
+                reserved_gib=round(figures["memory_reserved_gib"], 2),
             )
-            print(json.dumps(asdict(one)), flush=True)
-            found.append(one)
-    new = {(one.case, one.gpus) for one in found}
-    before = [Measured(**case) for case in json.loads(file.read_text())] if file.exists() else []
-    kept = [one for one in before if (one.case, one.gpus) not in new]
-    lines = ",\n".join(f" {json.dumps(asdict(one))}" for one in [*kept, *found])
-    file.write_text(f"[\n{lines}\n]\n")
-    return found
+            print(json.dumps(asdict(row)), flush=True)
+            found.append(row)
+    file = f"{card.lower()}_plan" + f"_x{gpus}" * (gpus > 1)
+    baselines.save(file, found, gpus)
+    return [(Baseline(baselines.command(), card, baselines.today(), found, gpus), row) for row in found]
 
 
 def main() -> None:
@@ -183,7 +173,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="--measure: how many cards (1)")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(MEASURED_HERE))
     given = parser.parse_args()
-    found = [compare(one) for one in measure(given.cases, given.gpus)] if given.measure else list(rows())
+    found = [compare(measured) for measured in measure(given.cases, given.gpus)] if given.measure else list(rows())
     if not found:
         sys.exit("No case was measured.")
     print(

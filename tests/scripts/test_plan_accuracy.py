@@ -9,7 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "study"))
 
+import baselines
 import plan_accuracy
+from baselines import Baseline, Measurement
 
 
 @pytest.mark.slow
@@ -30,10 +32,10 @@ def test_forecasts_are_near_what_was_measured():
     assert [row.case for row in rows if not row.right] == []
 
 
-def test_a_measured_case_takes_the_place_of_its_older_figures(tmp_path, monkeypatch):
+def test_the_newest_measurement_of_a_case_counts(tmp_path, monkeypatch):
     """`bench` is a stand-in that writes the figures of a card."""
-    monkeypatch.setattr(plan_accuracy, "BASELINES", tmp_path)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(baselines, "FOLDER", tmp_path)
+    monkeypatch.setattr(baselines, "card", lambda: "H100")
     peaks = iter((70.9, 30.0))
 
     def run(command):
@@ -44,13 +46,13 @@ def test_a_measured_case_takes_the_place_of_its_older_figures(tmp_path, monkeypa
         return 0, "", 1.0
 
     monkeypatch.setattr(plan_accuracy, "run_process", run)
-    old = {"case": "moe_4x4096", "shape": "moe", "rows": 4, "length": 4096, "gpu": "H100", "gpus": 1, "keys": []}
-    other = {**old, "case": "1b_8x4096", "allocated_gib": 33.0}
-    (tmp_path / "plan_h100.json").write_text(json.dumps([{**old, "allocated_gib": 1.0}, other]))
+    shape = {"keys": [], "shape": "moe", "rows": 4, "length": 4096}
+    old = [Measurement("moe_4x4096", memory_gib=1.0, **shape), Measurement("1b_8x4096", memory_gib=33.0, **shape)]
+    baselines.write("old", Baseline("a command", "H100", "2020-01-01", old))
     found = plan_accuracy.measure(["8b_4x4096", "moe_4x4096", "8b_full_2x8192"], 1)
-    assert [(one.case, one.allocated_gib) for one in found] == [("8b_4x4096", 70.9), ("moe_4x4096", 30.0)]
-    held = {one.case: one for one in plan_accuracy.read()}
-    assert {name: one.allocated_gib for name, one in held.items()} == {
+    assert [(row.case, row.memory_gib) for _, row in found] == [("8b_4x4096", 70.9), ("moe_4x4096", 30.0)]
+    held = {row.case: (baseline, row) for baseline, row in plan_accuracy.read()}
+    assert {name: row.memory_gib for name, (_, row) in held.items()} == {
         "1b_8x4096": 33.0,
         "8b_4x4096": 70.9,
         "moe_4x4096": 30.0,

@@ -35,7 +35,7 @@ unless the group `parallel` says otherwise. Ranks that share a copy of the weigh
 gradients and moments, and beside it, whole and in the dtype of matmuls: the head, two layers (one is fetched while the
 other computes), and of one layer its gradients, which are added up in float32. Adapters are whole on
 each rank. Ranks that share rows hold their part of the activations. On
-two H100 the forecast of divided weights is 3 to 4 % too high (benchmarks/baselines/plan_h100.json).
+two H100 the forecast of divided weights is 3 to 4 % too high (benchmarks/baselines/h100_two_cards.json).
 
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.

@@ -17,7 +17,6 @@ from pathlib import Path
 import fxtune
 from fxtune.data.batches.loader import Loader
 from fxtune.models.save import save_model
-from fxtune.plugins import OBJECTIVES
 from fxtune.training.answers import answer, exact_match, load_questions
 from fxtune.training.builder import RunBuilder
 
@@ -56,7 +55,7 @@ def main(overrides: Sequence[str]) -> None:
 
     # Step: forward and backward of each micro-batch, the sum of losses divided by the supervised tokens of the whole
     # step, clipping, update. The objective says what is minimised. A step that is not finite changes nothing.
-    take_step = builder.train_step(model, OBJECTIVES[config.train.objective]())
+    take_step = builder.train_step(model, config.objective)
     model.model.train()
     with closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader:
         for step in loader.steps():

@@ -192,7 +192,8 @@ def _words(config: Config) -> list[str]:
 def _changed(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each field of `config` that differs from `default`, as it is typed."""
     for field in dataclasses.fields(config):
-        value, usual, key = getattr(config, field.name), getattr(default, field.name), f"{prefix}{field.name}"
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        usual = getattr(default, field.name, dataclasses.MISSING)  # another objective has other options
         if dataclasses.is_dataclass(value):
             yield from _changed(value, usual, f"{key}.")
         elif value != usual:

@@ -24,13 +24,13 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
 
@@ -55,7 +55,7 @@ class Plugin:
         return f"{self.name} ({self.identity})"
 
 
-class Registry(Generic[Value]):
+class Registry(Mapping[str, Value]):
     """The names of one kind that recipes may use: fxtune's own, and those that plugins add."""
 
     def __init__(self, kind: str, **ours: str) -> None:
@@ -93,6 +93,9 @@ class Registry(Generic[Value]):
         yield from self._ours
         yield from self.added()
 
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
     def __bool__(self) -> bool:
         return True
 
@@ -122,8 +125,8 @@ class Registry(Generic[Value]):
 
 ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any]]] = Registry("row format")
 """A row of the data -> a row in one of fxtune's formats (data/read/formats.py)."""
-OBJECTIVES: Registry[Callable[[], Any]] = Registry("objective", causal_lm="fxtune.objectives.causal_lm:CausalLM")
-"""Classes that follow the protocol Objective (objectives/base.py)."""
+OBJECTIVES: Registry[type] = Registry("objective", causal_lm="fxtune.objectives.causal_lm:CausalLM")
+"""Dataclasses that derive from Objective (objectives/base.py)."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 """(the model's answer, the right one) -> a number; their mean over the questions is logged."""
 METRICS.reserve(["exact_match"])
@@ -143,8 +146,15 @@ def row_format(name: str) -> Callable[[Any], Any]:
 
 
 def objective(name: str) -> Callable[[Any], Any]:
-    """Register an Objective class, made without arguments: `train.objective=NAME`."""
-    return lambda kind: OBJECTIVES.add(name, _guarded_class(kind))
+    """Register a dataclass that derives from fxtune.Objective: `objective=NAME`. Its fields are the options."""
+
+    def register(kind: Any) -> Any:
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            where = _loading[-1].file if _loading else getattr(kind, "__module__", "a plugin")
+            raise ConfigError(f"{where}: the objective `{name}` is no dataclass that derives from fxtune.Objective.")
+        return OBJECTIVES.add(name, _guarded_class(kind))
+
+    return register
 
 
 def metric(name: str) -> Callable[[Any], Any]:

@@ -14,9 +14,11 @@ import pytest
 import fxtune
 from fxtune import plugins
 from fxtune.cli.main import main
+from fxtune.config.compose import load
 from fxtune.data.config import SourceConfig
 from fxtune.data.read.sources import open_source
 from fxtune.errors import ConfigError, DataError
+from fxtune.objectives.causal_lm import CausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -31,7 +33,7 @@ USED = [
     "data.questions.path=questions.jsonl",
     "data.questions.metrics=[numbers_right]",
     "data.workers=1",
-    "train.objective=focal",
+    "objective=focal",
     "techniques.plugins.use={neftune: {alpha: 2}}",
     "train.epochs=null",
     "train.max_steps=3",
@@ -88,7 +90,7 @@ def test_examples_of_the_page_train_a_model_that_resumes_only_with_them(examples
     said = refused(capsys, *without, *USED)
     assert "`techniques.plugins.use.neftune`: there is no technique of a plugin `neftune`" in said
     assert "--plugin FILE.py" in said
-    Path("focal.py").write_text(EXAMPLES["focal.py"].replace("** 2", "** 3"))
+    Path("focal.py").write_text(EXAMPLES["focal.py"].replace("** self.gamma", "** 3"))
     said = refused(capsys, *examples, *USED)
     assert "its plugins changed since it was started" in said
     assert "plugins.focal" in said
@@ -196,9 +198,17 @@ def test_names_options_and_objectives_are_checked_before_anything_is_read(exampl
     assert "`techniques.plugins.use.neftune`: unknown key `alpa`; did you mean `alpha`?" in refused(
         capsys, *examples, "+recipe=quickstart", key
     )
-    assert "there is no objective `focl`; did you mean `focal`?" in refused(
-        capsys, *examples, "+recipe=quickstart", "train.objective=focl"
+    assert (
+        "the config group `objective` has no `focl`; did you mean `focal`? A plugin adds others: --plugin"
+        in refused(capsys, *examples, "+recipe=quickstart", "objective=focl")
     )
+    for word, message in {
+        "objective.gama=1": "unknown key `objective.gama`; did you mean `objective.gamma`?",
+        "objective.gamma=-1": "`objective.gamma=-1.0` must be at least 0",
+        "objective.gamma=1": "`objective.gamma` is an option of objective=focal, and this is objective=causal_lm",
+        "objective.name=focl": "`objective.name=focl` is not one of causal_lm, focal; did you mean `focal`?",
+    }.items():
+        assert message in refused(capsys, *examples, "+recipe=quickstart", word)
     said = refused(capsys, "+recipe=quickstart", USED[1])
     assert "`data.sources.0.format=tickets` is not one of auto, messages, " in said
     assert "A plugin adds others: --plugin FILE.py" in said
@@ -206,13 +216,36 @@ def test_names_options_and_objectives_are_checked_before_anything_is_read(exampl
     assert "unknown key `plugins`" in refused(capsys, "+recipe=./bad.yaml"), "a recipe cannot load code"
 
 
+def test_objective_of_a_recipe_and_its_options_give_way_to_another_objective(examples, capsys):
+    Path("mine.yaml").write_text("objective: {name: focal, gamma: 3}\ntrain: {max_steps: 1}\n")
+    Path("plain.yaml").write_text("defaults: [mine]\nobjective: {name: causal_lm}\n")
+    Path("recipes").mkdir()
+    for name in ("mine", "plain"):
+        Path(f"{name}.yaml").rename(f"recipes/{name}.yaml")
+    with plugins.files_used(["focal.py"]):
+
+        def objective(*words: str) -> object:
+            return load([*words]).objective
+
+        assert objective("+recipe=mine").gamma == 3
+        assert objective("+recipe=mine", "objective.gamma=1").gamma == 1
+        assert objective("+recipe=mine", "objective=focal").gamma == 2, "the group's values, as with optimizer=NAME"
+        for words in (("+recipe=plain",), ("+recipe=mine", "objective=causal_lm")):
+            assert objective(*words) == CausalLM()
+        assert main(["help", "objective.gamma"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "How much less; 0: cross-entropy." in said
+    assert "at least 0" in said
+    assert "focal.py" in said
+
+
 def test_objective_that_breaks_the_protocol_and_technique_without_evidence_are_refused(cwd, capsys):
     short = ["+recipe=quickstart", "train.max_steps=1", "data.questions.path=null"]
     plugin = written(
-        "import fxtune\n\n@fxtune.objective('mine')\nclass Mine:\n    def loss(self, model, batch):\n"
+        "import fxtune\n\n@fxtune.objective('mine')\nclass Mine(fxtune.Objective):\n    def loss(self, model, batch):\n"
         "        return model.summed_loss(batch).double(), {}\n    def normalizer(self, plan, step):\n        return 1.0\n"
     )
-    said = refused(capsys, *plugin, *short, "train.objective=mine")
+    said = refused(capsys, *plugin, *short, "objective=mine")
     assert "the objective `mine` must return a float32 sum" in said
     assert "the loss is [], torch.float64, not a scalar of float32" in said
     plugin = written(

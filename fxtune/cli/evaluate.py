@@ -28,7 +28,6 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
-from fxtune.plugins import OBJECTIVES
 from fxtune.system import console
 from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
@@ -88,7 +87,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
-        with closing(builder.held_out(plan, language_model, OBJECTIVES[config.train.objective]())) as held_out:
+        with closing(builder.held_out(plan, language_model, config.objective)) as held_out:
             means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure)
         figures.update({f"eval/{name}": value for name, value in means.items()})
     answers = answer(

@@ -71,9 +71,10 @@ def _entries(key: str) -> tuple[str, ...]:
 
 def _owner(keys: tuple[str, ...]) -> Any:
     """The dataclass that has the field `keys[-1]`; that of the section above for a key of any name."""
-    slot, owner = Slot(Config), Config
+    slot = Slot(Config)
+    owner: type = Config
     for key in keys:
-        owner = slot.kind if slot.fields else owner
+        owner = slot.owner(key) if slot.fields else owner
         below = slot.below(key)
         assert below is not None, "the key was found"
         slot = below
@@ -104,9 +105,10 @@ def _facts(name: str, slot: Slot, owner: Any) -> Iterator[tuple[str, str]]:
 
 def _listed(prefix: str, section: Slot) -> Iterator[list[str]]:
     for name, slot in section.fields.items():
-        first = " ".join((_doc(section.kind, name) or "").split()).split(". ")[0].removesuffix(".")
+        owner = section.owner(name)
+        first = " ".join((_doc(owner, name) or "").split()).split(". ")[0].removesuffix(".")
         limits = f", {slot.range}" if slot.range else ""
-        default = "" if slot.fields else _default(section.kind, name)
+        default = "" if slot.fields else _default(owner, name)
         yield [f"{prefix}.{name}", f"{_type(slot)}{limits}", default, first]
 
 
@@ -142,6 +144,8 @@ def acts_in(keys: list[str], owner: Any) -> list[str]:
     found = [file for file in sorted(PACKAGE.rglob("*.py")) if _reads(file, section, name, classes, file == defined)]
     found = [file for file in found if file.relative_to(PACKAGE).parts[0] not in ("config", "cli")] or found
     found.sort(key=lambda file: (file.parent != defined.parent, file == defined, file))
+    if not found and not defined.is_relative_to(PACKAGE):  # of a plugin
+        return [discovery.place(defined)]
     return [f"fxtune/{file.relative_to(PACKAGE).as_posix()}" for file in (found or [defined])[:SHOWN_FILES]]
 
 

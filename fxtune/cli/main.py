@@ -20,7 +20,6 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -387,7 +386,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
     from fxtune.checkpoint.run_folder import RESULT, sweep_folder
     from fxtune.cli.sweep_results import SweepRun, show_results
     from fxtune.config import compose
-    from fxtune.config.introspection import with_defaults
+    from fxtune.config.root import completed
     from fxtune.system.atomic_files import read_json
     from fxtune.system.redact import redact
 
@@ -407,7 +406,6 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
             config = compose.typed(cfg)
             parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
             as_written = redact(json.loads(json.dumps(asdict(config))))  # as config.yaml of the run's folder has it
-            completed = partial(with_defaults, type(config))
             root, resume = parent / title, config.run.resume.value
             folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))
             run.folder = config.run.dir = folder

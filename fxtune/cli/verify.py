@@ -38,7 +38,6 @@ from fxtune.models.dims import EXPERTS
 from fxtune.models.proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, is_adapter, observed, parameter_counts
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.plugins import OBJECTIVES
 from fxtune.system.console import say, table, tick
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
@@ -169,7 +168,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     if world.context_ranks == 1 and (isolation := _observe_isolation(builder, language_model, batch)):
         yield isolation
     scale = parity.loss_scale(builder, batch.supervised)
-    objective = OBJECTIVES[builder.config.train.objective]()
+    objective = builder.config.objective
     train_step = builder.train_step(language_model, objective, scale, recorded=False)
     names = train_step.optimizer.names
     before = {name: _sample(parameter) for parameter, name in names.items()}

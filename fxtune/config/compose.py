@@ -30,10 +30,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fxtune.checkpoint.run_folder import read_config, read_template_time, read_trained_tokens
 from fxtune.config import discovery
-from fxtune.config.introspection import Slot, with_defaults
+from fxtune.config.introspection import Slot
 from fxtune.config.needs import unread
 from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, refuse
-from fxtune.config.root import Config
+from fxtune.config.root import Config, completed
 from fxtune.config.validate import Validator
 from fxtune.errors import ConfigError
 from fxtune.techniques.base import AUTO
@@ -73,6 +73,9 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
     if multirun:  # a recipe's grid, unless the command line sets the same key
         set_here = {choice.key for choice in choices}
         choices += [choice for choice in store.grid if choice.key not in set_here]
+    for choice in choices:
+        if choice.kind is Kind.group:
+            store.leave_out(choice.key)
     _register(store, register_all)
     return sorted(choices, key=lambda choice: choice.kind.value)
 
@@ -106,7 +109,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     values = read_config(folder)
     if values is None:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
-    cfg, choices = OmegaConf.create(with_defaults(Config, values)), prepare(list(overrides))
+    cfg, choices = OmegaConf.create(completed(values)), prepare(list(overrides))
     for choice in choices:
         if choice.kind is not Kind.key:
             raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")

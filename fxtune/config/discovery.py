@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fxtune.data.read.files import KINDS
 from fxtune.errors import ConfigError, did_you_mean
+from fxtune.plugins import OBJECTIVES
 
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
@@ -107,9 +108,14 @@ def find(name: str) -> Recipe:
 
 
 def groups() -> dict[str, dict[str, Path]]:
-    """The config groups and their options: {"optimizer": {"muon": .../configs/optimizer/muon.yaml, ...}, ...}."""
+    """The config groups and their options: {"optimizer": {"muon": .../configs/optimizer/muon.yaml, ...}, ...}.
+
+    The option of a plugin's objective is the plugin's own file.
+    """
     folders = sorted(path for path in shipped("configs").iterdir() if path.is_dir())
-    return {folder.name: {path.stem: path for path in sorted(folder.glob("*.yaml"))} for folder in folders}
+    found = {folder.name: {path.stem: path for path in sorted(folder.glob("*.yaml"))} for folder in folders}
+    found["objective"] |= {name: plugin.file for name, plugin in OBJECTIVES.added().items()}
+    return found
 
 
 def place(path: Path) -> str:

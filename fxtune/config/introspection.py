@@ -3,7 +3,8 @@
 A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max`
 are allowed values, `above` and `below` are not. The range of a list's field holds for each entry. A field that holds a
 value of one kind or a word is `Any` for OmegaConf, with the metadata {"kind": bool, "words": ("auto",)}, and
-"nullable": True where it may also be null.
+"nullable": True where it may also be null. A section whose keys depend on its `name` has the classes by name in the
+metadata "variants".
 
 Each number has a lower limit. One without an upper limit ends at LARGEST, so that no value overflows further on.
 """
@@ -46,12 +47,29 @@ class Slot:
     limits: Mapping[str, float] = field(default_factory=dict)
     words: Iterable[str] = ()
     """Words that it may also hold, such as `auto`, or names that plugins have registered."""
+    variants: Mapping[str, type] = field(default_factory=dict)
+    """The dataclass of a section for each value of its key `name`. All derive from `kind`."""
 
     @property
     def fields(self) -> dict[str, Slot]:
-        """The keys of a section; empty for anything else."""
-        is_section = isinstance(self.kind, type) and dataclasses.is_dataclass(self.kind)
-        return _fields(self.kind) if is_section else {}
+        """The keys of a section, in any variant; empty for anything else."""
+        if not (isinstance(self.kind, type) and dataclasses.is_dataclass(self.kind)):
+            return {}
+        found = dict(_fields(self.kind))
+        for variant in self.variants.values():
+            for name, slot in _fields(variant).items():
+                found[name] = slot if found.get(name, slot) == slot else Slot(Any, nullable=True)
+        return found
+
+    def chosen(self, values: Mapping[str, Any]) -> Slot:
+        """The section in the variant that `values` name; this one where they name none."""
+        name = values.get("name")
+        return Slot(self.variants[name]) if isinstance(name, str) and name in self.variants else self
+
+    def owner(self, key: str) -> type:
+        """The dataclass that has the field `key` of a section."""
+        owners: list[type] = [self.kind, *self.variants.values()]
+        return next((owner for owner in owners if key in _fields(owner)), owners[0])
 
     @property
     def switches(self) -> tuple[str, ...]:
@@ -60,7 +78,9 @@ class Slot:
 
     @property
     def choices(self) -> list[str]:
-        """The members of an enum and what plugins add to it; empty for anything else."""
+        """The members of an enum and what plugins add to it, or the words of a text; empty for anything else."""
+        if self.kind is str:
+            return [*self.words]
         is_enum = isinstance(self.kind, type) and issubclass(self.kind, Enum)
         return [*(member.name for member in self.kind), *self.words] if is_enum else []
 
@@ -71,7 +91,8 @@ class Slot:
 
     @property
     def takes_any_key(self) -> bool:
-        return self.kind is Any or self.container is dict
+        """Whether OmegaConf's schema leaves its keys open."""
+        return self.kind is Any or self.container is dict or bool(self.variants)
 
     def below(self, key: str) -> Slot | None:
         """The slot under `key`; None if there is none."""
@@ -98,7 +119,8 @@ class Slot:
 def _slot(hint: Any, metadata: Mapping[str, Any]) -> Slot:
     limits = {name: limit for name, limit in metadata.items() if name in _LIMITS}
     if "kind" in metadata:
-        return Slot(metadata["kind"], metadata.get("nullable", False), limits, metadata["words"])
+        words, variants = metadata.get("words", ()), metadata.get("variants", {})
+        return Slot(metadata["kind"], metadata.get("nullable", False), limits, words, variants)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [part for part in typing.get_args(hint) if part is not type(None)]
         return Slot(kinds[0], len(kinds) < len(typing.get_args(hint)), limits)
@@ -111,13 +133,17 @@ def _fields(schema: type) -> dict[str, Slot]:
     return {item.name: _slot(hints[item.name], item.metadata) for item in dataclasses.fields(schema)}
 
 
-def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
+def all_keys(schema: type) -> Iterator[str]:
     """Yield every key as it is typed: `optimizer`, `optimizer.lr`, `data.sources.0.path`, ..."""
-    for name, slot in Slot(schema).fields.items():
+    yield from _keys(Slot(schema), "")
+
+
+def _keys(section: Slot, prefix: str) -> Iterator[str]:
+    for name, slot in section.fields.items():
         yield prefix + name
         entry = slot.below("0") if slot.container is list else slot
         if entry is not None and entry.fields:
-            yield from all_keys(entry.kind, f"{prefix}{name}.{'0.' if entry is not slot else ''}")
+            yield from _keys(entry, f"{prefix}{name}.{'0.' if entry is not slot else ''}")
 
 
 def is_free(schema: type, keys: Keys) -> bool:
@@ -141,7 +167,7 @@ def with_defaults(schema: type, values: Mapping[str, Any]) -> dict[str, Any]:
             if default is not dataclasses.MISSING:
                 filled[item.name] = json.loads(json.dumps(default, default=dataclasses.asdict))
         elif slot.fields and isinstance(value, dict):
-            filled[item.name] = with_defaults(slot.kind, value)
+            filled[item.name] = with_defaults(slot.chosen(value).kind, value)
         elif slot.container is list and isinstance(value, list):
             entry = slot.below("0")
             if entry is not None and entry.fields:

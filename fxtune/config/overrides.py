@@ -11,7 +11,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -28,6 +28,7 @@ from fxtune.config.introspection import Keys, Slot, is_free
 from fxtune.config.validate import Validator
 from fxtune.config.yaml_reader import Document, read
 from fxtune.errors import ConfigError, did_you_mean, nearest
+from fxtune.plugins import PLUGIN_ADDS
 
 COMMAND_LINE = "on the command line"
 
@@ -133,11 +134,34 @@ class RecipeStore:
                 own["run"] = {"name": name, **run}
             _find_data(own.get("data"), self.paths[name])
             # A recipe wins over what it builds on, wherever (and whether) its defaults list has _self_.
-            self.recipes[name] = OmegaConf.merge(*layers, own)  # type: ignore[assignment]
+            self.recipes[name] = self._merged([*layers, own])
         return self.recipes[name]
+
+    def leave_out(self, section: str) -> None:
+        """Remove from each recipe a section with variants: the command line chooses the variant."""
+        if self._variants(section):
+            for recipe in self.recipes.values():
+                recipe.pop(section, None)
+
+    def _merged(self, layers: Sequence[Any]) -> DictConfig:
+        """The layers, a later one over an earlier one. A layer that names one of the variants of a section, such as an
+        objective, replaces the section: the options below it may be those of another variant."""
+        merged = OmegaConf.create()
+        for layer in layers:
+            for section, values in layer.items():
+                if isinstance(values, Mapping) and "name" in values and self._variants(section):
+                    merged.pop(section, None)
+            merged = OmegaConf.merge(merged, layer)  # type: ignore[assignment]
+        return merged
+
+    def _variants(self, section: str) -> bool:
+        slot = Slot(self.schema).below(section)
+        return slot is not None and bool(slot.variants)
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
         """The values of a group's option, and whether their keys start at the root instead of at the section."""
+        if (group, option) not in self.options and self.groups[group][option].suffix == ".py":  # a plugin's
+            self.options[group, option] = {"name": option}, False
         if (group, option) not in self.options:
             document = read(self.groups[group][option])
             whole_config = document.package == "_global_"
@@ -242,7 +266,8 @@ class RecipeStore:
                     "by one"
                 )
             if option not in known:
-                raise ConfigError(f"the config group `{group}` has no `{option}`{did_you_mean(option, known)}")
+                others = f" {PLUGIN_ADDS}" * self._variants(group)
+                raise ConfigError(f"the config group `{group}` has no `{option}`{did_you_mean(option, known)}{others}")
         return options
 
     def _why_unreadable(self, text: str, error: HydraException) -> str:

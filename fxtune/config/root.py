@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Optional
 
 from fxtune.checkpoint.manager import CheckpointConfig
-from fxtune.config.introspection import Keys, Slot
+from fxtune.config.introspection import Keys, Slot, with_defaults
 from fxtune.config.validate import Validator
 from fxtune.data.batches import stages
 from fxtune.data.batches.loader import LoaderConfig
@@ -18,6 +18,7 @@ from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
+from fxtune.objectives.base import Objective, from_options
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.schedule import ScheduleConfig, ScheduleName
 from fxtune.plugins import METRICS, OBJECTIVES, ROW_FORMATS, TECHNIQUES
@@ -141,8 +142,6 @@ class TrainConfig:
     out_of_memory: OutOfMemory = OutOfMemory.halve
     """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
     there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
-    objective: str = "causal_lm"
-    """What is minimised. `causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
 
     @property
     def micro_batches(self) -> int:
@@ -186,6 +185,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    objective: Any = field(
+        default_factory=lambda: {"name": "causal_lm"}, metadata={"kind": Objective, "variants": OBJECTIVES}
+    )
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -196,13 +198,18 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
 
+    def __post_init__(self) -> None:
+        # OmegaConf has no place for a section whose class depends on its values, so they come as a dict.
+        if isinstance(self.objective, dict):
+            self.objective = from_options(self.objective)
+
     def plugins(self) -> dict[str, str]:
         """The plugins that this config uses, each with its version or the sha256 of its file."""
         data, questions = self.data, self.data.questions
         sources = {source.converter for source in (*data.sources, *data.eval_sources)}
         used = (
             (ROW_FORMATS, sources),
-            (OBJECTIVES, {self.train.objective}),
+            (OBJECTIVES, {self.objective.name}),
             (METRICS, questions.metrics),
             (TECHNIQUES, self.techniques.plugins.use),
         )
@@ -211,8 +218,6 @@ class Config:
 
     def _plugin_conflicts(self) -> Iterator[str]:
         """Yield each name that no plugin has registered, and each wrong option of a plugin's technique."""
-        if self.train.objective not in OBJECTIVES:
-            yield f"`train.objective`: {OBJECTIVES.unknown(self.train.objective)}"
         plugins = self.techniques.plugins
         for name, options in plugins.use.items():
             key = f"techniques.plugins.use.{name}"
@@ -303,3 +308,12 @@ class Config:
             yield "`run.deterministic=true` decides nothing by a clock: leave train.max_minutes out"
         if self.run.deterministic and share is not None:
             yield "`run.deterministic=true` decides nothing by a clock: leave train.eval_share out"
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """The plain config of an earlier run, with the default of each key that it lacks."""
+    train = values.get("train")
+    if isinstance(train, dict) and "objective" in train:  # where its name was before it had options
+        train = dict(train)
+        values = {**values, "objective": {"name": train.pop("objective")}, "train": train}
+    return with_defaults(Config, values)

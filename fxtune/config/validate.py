@@ -113,14 +113,18 @@ class Validator:
                 )
                 self.add(keys, f"`{name}` has keys of its own ({expected(slot)}){words} and cannot be {_shown(value)}")
                 return
+            every, slot = slot, slot.chosen(value)
             for key, item in value.items():
                 if isinstance(item, bool) and (below := slot.below(str(key))) and {"on", "off"} <= {*below.choices}:
                     item = value[key] = "on" if item else "off"  # YAML reads an unquoted `off` as false
                 if isinstance(item, str) and (below := slot.below(str(key))) and item in below.switches:
                     item = value[key] = {item: True}
-                self._check_below(slot, str(key), item, keys)
+                if slot.below(str(key)) is None and every.below(str(key)) is not None:
+                    self.add((*keys, str(key)), _of_another_variant(every, (*keys, str(key)), value["name"]))
+                else:
+                    self._check_below(slot, str(key), item, keys)
         elif slot.choices:
-            self._check_choice(slot.choices, value, keys, f". {PLUGIN_ADDS}" if slot.words else "")
+            self._check_choice(slot.choices, value, keys, PLUGIN_ADDS if slot.words else "")
         elif slot.kind is not Any and value not in slot.words:
             self._check_scalar(slot, value, keys)
 
@@ -141,8 +145,9 @@ class Validator:
             word, shown = "on" if value else "off", _shown(value)  # a command line keeps `on` as it stands
             if self.from_file:
                 shown, remark = word, f" (YAML reads an unquoted `{word}` as {shown})"
-        hint = did_you_mean(word, choices) if nearest(word, choices) else ""
-        self.add(keys, f"`{'.'.join(keys)}={shown}`{remark} is not one of {', '.join(choices)}{hint}{others}")
+        hint = did_you_mean(word, choices) if nearest(word, choices) else "." * bool(others)
+        text = f"`{'.'.join(keys)}={shown}`{remark} is not one of {', '.join(choices)}{hint} {others}"
+        self.add(keys, text.rstrip())
 
     def _check_scalar(self, slot: Slot, value: Any, keys: Keys) -> None:
         name, number = ".".join(keys), value
@@ -241,6 +246,13 @@ def command_line_only(key: str) -> bool:
 def _is_directive(key: str) -> bool:
     """Whether Hydra would turn data into a call at `key` (`_target_`, `_partial_`, ...)."""
     return len(key) > 2 and key.startswith("_") and key.endswith("_")
+
+
+def _of_another_variant(section: Slot, keys: Keys, name: str) -> str:
+    """Why a section whose key `name` is `name` has no `keys`, which other variants have."""
+    owner, key = ".".join(keys[:-1]), keys[-1]
+    having = [other for other in section.variants if Slot(section.variants[other]).below(key) is not None]
+    return f"`{owner}.{key}` is an option of {owner}={' and '.join(having)}, and this is {owner}={name}: leave it out"
 
 
 def expected(slot: Slot) -> str:

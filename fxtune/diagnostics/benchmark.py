@@ -25,7 +25,6 @@ from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
-from fxtune.plugins import OBJECTIVES
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
 from fxtune.system.startup import FIRST_STEPS, STARTUP
@@ -117,7 +116,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
     plan = builder.read()[1].training
     model, _ = builder.proven_model()
-    train_step = builder.train_step(model, OBJECTIVES[builder.config.train.objective]())
+    train_step = builder.train_step(model, builder.config.objective)
     model.model.train()
     with (
         contextlib.closing(Loader(builder.own(plan), config.loader, builder.world.device)) as loader,

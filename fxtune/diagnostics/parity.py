@@ -108,10 +108,10 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
 
     Raises ConfigError if there is no reference, HardwareError if it does not fit.
     """
-    if builder.config.train.objective != "causal_lm":
+    if not isinstance(builder.config.objective, CausalLM):
         raise ConfigError(
-            f"train.objective={builder.config.train.objective} is of a plugin, and plain transformers computes the "
-            "cross-entropy of causal_lm alone, so there is no reference. Leave --loss and --each out."
+            f"objective={builder.config.objective.name}: plain transformers computes the cross-entropy of causal_lm "
+            "alone, so there is no reference. Leave --loss and --each out."
         )
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(

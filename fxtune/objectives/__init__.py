@@ -1,1 +1,1 @@
-"""Training objectives. Each is one file that implements the protocol in base.py."""
+"""Training objectives. Each is one file with a subclass of Objective (base.py)."""

@@ -1,26 +1,37 @@
-"""The protocol of a training objective.
+"""What training minimises, as a class that the trainer asks.
 
 An objective reads log-probabilities of supervised tokens from a LanguageModel, token by token or summed over a
 document, and returns a sum for each micro-batch. The training step divides by `normalizer`, once for the whole
 optimizer step. A mean of means would give a token more weight in a micro-batch with few tokens (transformers#34191),
 and the loss would depend on how a step is split into micro-batches.
+
+An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is the key `objective.beta`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.plugins import OBJECTIVES
 
 CONTRACT = "a float32 sum that can be differentiated, and float32 sums without gradient"
 
 
-class Objective(Protocol):
+@dataclass
+class Objective:
+    """What training minimises. `objective=NAME` chooses it; the other keys are options of the chosen one."""
+
+    name: str = field(default="causal_lm", metadata={"kind": str, "words": OBJECTIVES})
+    """`causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
+
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without
         gradient.
@@ -29,12 +40,23 @@ class Objective(Protocol):
         `train/name` and `eval/name`; every batch must have the same metrics. Must not wait for the device: a pass may
         be recorded as a CUDA graph.
         """
+        raise NotImplementedError
 
     def normalizer(self, plan: Plan, step: int) -> float:
         """The divisor of an optimizer step's sums, over all micro-batches and ranks; computed from the plan alone."""
+        raise NotImplementedError
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
+        return {}
+
+
+def from_options(options: Mapping[str, Any]) -> Objective:
+    """The objective `options["name"]`, with its other options. Raises ConfigError for an unknown name, and OmegaConf's
+    errors for a wrong option: a Validator has found both before."""
+    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OBJECTIVES[options["name"]]), options))
+    assert isinstance(made, Objective)
+    return made
 
 
 def contract_broken(returned: Any, normalizer: Any) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 
 
-class CausalLM:
+@dataclass
+class CausalLM(Objective):
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = model.summed_loss(batch)
         balance, metrics = model.router_terms(batch)

@@ -22,6 +22,7 @@ from fxtune.distributed.ranks import place
 from fxtune.distributed.world import Device, World
 from fxtune.models.load import load_config
 from fxtune.optim import config as update_rule
+from fxtune.plugins import load_all
 from fxtune.settle.rows import decide_rows
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.degrees import choose, fits, need_with, possible
@@ -105,7 +106,8 @@ def _has_card(config: Config) -> bool:
 
 
 def _facts_of_another_process(config: Config) -> Facts:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    # The config may hold an objective of a plugin, whose class is found once plugins are loaded.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load_all) as pool:
         return pool.submit(_facts_here, config).result()
 
 

@@ -227,7 +227,7 @@ class RunBuilder:
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol, on the first micro-batch; none for ours, which tests
         hold to it. Raises ConfigError if it does not."""
-        name = self.config.train.objective
+        name = objective.name
         if name not in OBJECTIVES.added():
             return []
         with self.oom_context("Trying the objective", MemoryPhase.training), torch.enable_grad():

@@ -25,8 +25,7 @@ from fxtune.checkpoint.run_folder import (
     differences,
     read_template_time,
 )
-from fxtune.config.introspection import with_defaults
-from fxtune.config.root import Config, Export, OutOfMemory, Resume
+from fxtune.config.root import Config, Export, OutOfMemory, Resume, completed
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
@@ -41,7 +40,6 @@ from fxtune.models.save import save_model
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
 from fxtune.optim.schedule import EXTENDABLE, Schedule
-from fxtune.plugins import OBJECTIVES
 from fxtune.settle.in_backward import refuse_halved
 from fxtune.settle.ranks import require_possible
 from fxtune.system import progress
@@ -80,12 +78,12 @@ LARGE_METRICS = 200 * 2**20
 """Bytes of metrics.jsonl, of some 300,000 log lines, beyond which a run writes no page when it ends."""
 
 
-def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
-    """Train as `config` says and return the run's last figures. `objective` is minimised; None: train.objective."""
-    return train(config, objective)[1]
+def run(config: Config) -> dict[str, Any]:
+    """Train as `config` says and return the run's last figures."""
+    return train(config)[1]
 
 
-def train(config: Config, objective: Objective | None = None) -> tuple[Path, dict[str, Any]]:
+def train(config: Config) -> tuple[Path, dict[str, Any]]:
     """run(), with the run's folder."""
     with SIGNALS:
         SIGNALS.check()  # a signal ends a whole sweep, not one of its runs
@@ -96,12 +94,10 @@ def train(config: Config, objective: Objective | None = None) -> tuple[Path, dic
             require_possible(config, world.size, world.device.type == "cuda")
             folder = _claim(world, config, recipe)
             with LIBRARY_LOG.written_to(folder.path):
-                return folder.path, _run_in_folder(folder, config, recipe, objective, world)
+                return folder.path, _run_in_folder(folder, config, recipe, world)
 
 
-def _run_in_folder(
-    folder: RunFolder, config: Config, recipe: dict[str, Any], objective: Objective | None, world: World
-) -> dict[str, Any]:
+def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], world: World) -> dict[str, Any]:
     shown = config.tracking.display.value if world.main else "none"
     screen = display(shown)
     progress.show(shown)
@@ -131,7 +127,7 @@ def _run_in_folder(
         if line := outside_tested_range():
             screen.note(line)
         with SIGNALS.interruptible():
-            trainer = Trainer(config, folder, screen, recipe, objective)
+            trainer = Trainer(config, folder, screen, recipe)
         return trainer.run()
     except UserError:
         folder.abandon()
@@ -156,7 +152,7 @@ def _require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
 
 def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
     """The run's folder: rank 0 finds and locks it, the others get its path."""
-    run, completed = config.run, partial(with_defaults, Config)
+    run = config.run
 
     def work() -> RunFolder | None:
         return claim(run.name, run.dir, run.resume.value, recipe, completed) if world.main else None
@@ -171,16 +167,9 @@ def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
 class Trainer:
     """One run. `recipe`: the config as plain data, without secrets."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        screen: Display,
-        recipe: dict[str, Any],
-        objective: Objective | None = None,
-    ) -> None:
+    def __init__(self, config: Config, folder: RunFolder, screen: Display, recipe: dict[str, Any]) -> None:
         self.config, self.folder, self.screen, self.recipe = config, folder, screen, recipe
-        self.objective: Objective = objective or OBJECTIVES[config.train.objective]()
+        self.objective: Objective = config.objective
         STARTUP.begin_run()
         self.clock = RunClock(sum(STARTUP.read().values()))
         # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.

@@ -21,7 +21,6 @@ from fxtune.data.batches.loader import Loader
 from fxtune.errors import ConfigError
 from fxtune.optim.config import OptimizerName, no_rule
 from fxtune.optim.learning_rate import guess
-from fxtune.plugins import OBJECTIVES
 from fxtune.system.progress import phase
 from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.oom_advice import MemoryPhase
@@ -96,7 +95,7 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
         raise ConfigError(f"The test begins at {low:g} and ends at {high:g}: --lowest must be below --highest.")
     planned = [low * (high / low) ** (number / (steps - 1)) for number in range(steps)]
     model, _ = builder.proven_model()
-    train_step = builder.train_step(model, OBJECTIVES[builder.config.train.objective]())
+    train_step = builder.train_step(model, builder.config.objective)
     model.model.train()
     losses: list[float] = []
     diverged = False

@@ -31,8 +31,7 @@ from optuna.trial import TrialState
 from fxtune.checkpoint.folder_lock import FolderLock
 from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, RESULT, differences, metric_rows, read_config
 from fxtune.config.compose import load
-from fxtune.config.introspection import with_defaults
-from fxtune.config.root import Config, Export, Resume
+from fxtune.config.root import Config, Export, Resume, completed
 from fxtune.distributed.parallel import AUTO, DEGREES
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError
 from fxtune.system.atomic_files import replace_text
@@ -227,7 +226,7 @@ class Sweep:
             return
         saved = self.plan.saved()
         changed = differences({name: before.get(name) for name in saved}, saved)
-        changed += differences(with_defaults(Config, before.get("config") or {}), plain)
+        changed += differences(completed(before.get("config") or {}), plain)
         if changed:
             raise ConfigError(
                 f"{self.folder} holds another sweep, so it cannot go on with this one:\n"

@@ -35,17 +35,16 @@ def type_of(slot: Slot) -> str:
     return " or ".join([text, *others])
 
 
-def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """A line for each key of `schema`: `optimizer.lr: float, above 0, = 0.0002`."""
-    defaults = with_defaults(schema, {})
-    for name, slot in Slot(schema).fields.items():
+def keys(section: Slot, prefix: str = "") -> Iterator[str]:
+    """A line for each key of a section: `optimizer.lr: float, above 0, = 0.0002`."""
+    for name, slot in section.fields.items():
         entry = slot.below("0") if slot.container is list else slot
         if not slot.fields:
-            default = defaults.get(name, "???")
+            default = with_defaults(section.owner(name), {}).get(name, "???")
             value = "must be set" if default == "???" else f"= {json.dumps(default, ensure_ascii=False)}"
             yield f"{prefix}{name}: {type_of(slot)} {value}"
         if entry is not None and entry.fields:
-            yield from keys(entry.kind, f"{prefix}{name}.{'' if entry is slot else '0.'}")
+            yield from keys(entry, f"{prefix}{name}.{'' if entry is slot else '0.'}")
 
 
 def options() -> Iterator[str]:
@@ -58,7 +57,7 @@ def options() -> Iterator[str]:
 
 
 def text() -> str:
-    return "\n".join([*keys(Config), *options()]) + "\n"
+    return "\n".join([*keys(Slot(Config)), *options()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from support.documents import ROOT
 
+from fxtune.config.introspection import Slot
+
 sys.path.insert(0, str(ROOT / "scripts" / "make"))
 import keys
 
@@ -28,7 +30,7 @@ def test_a_new_key_a_new_range_and_a_new_default_are_seen():
     class Section:
         lr: float = field(default=0.1, metadata={"above": 0})
 
-    lines = list(keys.keys(Section))
+    lines = list(keys.keys(Slot(Section)))
     assert lines == ["lr: float, above 0 = 0.1"]
     changed = [
         [("lr", float, field(default=0.2, metadata={"above": 0}))],
@@ -37,4 +39,4 @@ def test_a_new_key_a_new_range_and_a_new_default_are_seen():
         [("lr", float, field(default=0.1, metadata={"above": 0})), ("new", str, field(default="x"))],
     ]
     for fields in changed:
-        assert list(keys.keys(dataclasses.make_dataclass("Section", fields))) != lines
+        assert list(keys.keys(Slot(dataclasses.make_dataclass("Section", fields)))) != lines

@@ -203,7 +203,7 @@ CASES: dict[str, Case] = {
     "train.spike_window": Case(trained, "32", SPIKES),
     "train.spike_threshold": Case(trained, "1e6", SPIKES),
     "train.out_of_memory": Case(exhausted, "stop", refused="memory"),
-    "train.objective": Case(batches, "other", refused="objective"),
+    "objective.name": Case(batches, "other", refused="objective"),
     "optimizer.name": Case(step, "sgd"),
     "optimizer.lr": Case(step, "1e-2"),
     "optimizer.weight_decay": Case(step, "0.5"),

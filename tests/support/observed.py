@@ -28,7 +28,6 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import SourceConfig
 from fxtune.data.tokenized import tokenize
 from fxtune.optim.schedule import Schedule
-from fxtune.plugins import OBJECTIVES
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.oom import BatchSizes
 from fxtune.tracking import tracker
@@ -105,7 +104,7 @@ def step(config: Config) -> Any:
     language_model = builder.language_model(builder.build())
     model = language_model.model
     before = _weights(model)
-    train_step = builder.train_step(language_model, OBJECTIVES[config.train.objective]())
+    train_step = builder.train_step(language_model, config.objective)
     model.train()
     with closing(Loader(plan, config.loader, builder.world.device)) as loader:
         for recorder, taken in zip((operators := _Operators(), nullcontext()), loader.steps(), strict=False):

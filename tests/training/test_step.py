@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,15 @@ from support.runs import history
 from torch.nn import functional as F
 
 from fxtune.data.config import SourceConfig
+from fxtune.objectives.base import Objective
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.base import Switch
 from fxtune.training import trainer as train
 from fxtune.training.builder import RunBuilder
 
 
-class PairPreference:
+@dataclass
+class PairPreference(Objective):
     """-log sigmoid of the difference of two documents' log-probabilities. The preferred document has the larger sum of token ids."""
 
     def loss(self, model, batch):
@@ -49,7 +51,7 @@ def pairs(narrow, cwd):
     narrow.data.sources, narrow.data.packing = [SourceConfig(path="pairs.jsonl")], False
     narrow.train.max_steps, narrow.train.epochs = 12, None
     narrow.train.micro_batch_size, narrow.train.global_batch_size = 4, 8
-    narrow.optimizer.lr = 1e-2
+    narrow.optimizer.lr, narrow.objective = 1e-2, PairPreference()
     return narrow
 
 
@@ -60,7 +62,7 @@ def test_pair_objective_learns_in_the_unchanged_trainer(pairs, lora, fused):
     pairs.techniques.liger.enabled = fused is Switch.on
     pairs.techniques.liger.fused_linear_cross_entropy = fused
     pairs.data.eval_fraction, pairs.run.dir = 0.25, "run"
-    figures = train.run(pairs, PairPreference())
+    figures = train.run(pairs)
     lines = [line for line in history(Path("run")) if "train/loss" in line]
     losses, accuracies = ([line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy"))
     assert sum(losses[:3]) > 5 * sum(losses[-3:])
@@ -77,7 +79,7 @@ def test_pair_objective_trains_alike_with_fused_and_plain_head(pairs):
     for fused in (Switch.off, Switch.on):
         pairs.techniques.liger.enabled = fused is Switch.on
         pairs.techniques.liger.fused_linear_cross_entropy, pairs.run.dir = fused, fused.value
-        train.run(pairs, PairPreference())
+        train.run(pairs)
         losses[fused] = [line["train/loss"] for line in history(Path(fused.value)) if "train/loss" in line]
     assert losses[Switch.on] == pytest.approx(losses[Switch.off], rel=1e-4)
 
@@ -86,7 +88,7 @@ def test_run_with_objective_metrics_resumes_bit_for_bit(pairs, monkeypatch):
     """Also where the checkpoint falls between two log lines."""
     pairs.train.max_steps, pairs.train.log_every, pairs.checkpoint.every = 6, 4, 2
     pairs.run.dir = "undisturbed"
-    train.run(pairs, PairPreference())
+    train.run(pairs)
     pairs.run.dir = "interrupted"
     step = train.Trainer.step
 
@@ -98,8 +100,8 @@ def test_run_with_objective_metrics_resumes_bit_for_bit(pairs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            train.run(pairs, PairPreference())
-    train.run(pairs, PairPreference())
+            train.run(pairs)
+    train.run(pairs)
     one, other = (
         [(line["train/loss"], line["train/accuracy"]) for line in history(Path(run)) if "train/loss" in line]
         for run in ("undisturbed", "interrupted")

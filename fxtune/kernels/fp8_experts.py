@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.kernels import fp8, gated_experts
 from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
-from fxtune.kernels.gated_experts import SILU, Activation, Adapter
+from fxtune.kernels.gated_experts import SILU, Activation, Adapter, Layer
 from fxtune.kernels.grouped_matmul import outer, product, segments
 from fxtune.upstream import torch as upstream
 
@@ -99,113 +98,43 @@ def fp8_experts(
         by: TORCH or TRITON.
     """
     first, last = ([tensor for tensor in one if tensor is not None] for one in matrices)
-    return _forward(hidden, weights, order, back, ends, first, last, *adapters[0], *adapters[1], *act, by)[0]
+    tensors = *adapters[0], *adapters[1], None, None
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, by, "")[0]
+    return out
 
 
-@torch.library.custom_op("fxtune::fp8_experts", mutates_args=())
-def _forward(
-    hidden: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    back: Tensor,
-    ends: Tensor,
-    first: Sequence[Tensor],
-    last: Sequence[Tensor],
-    a1: Tensor,
-    b1: Tensor,
-    a2: Tensor,
-    b2: Tensor,
-    act: str,
-    alpha: float,
-    limit: float,
-    shift: float,
-    interleaved: bool,
-    by: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
-    token = order // weights.shape[1]
-    r1 = project(hidden, token, a1.mT, ends)
-    x = quantize_tokens(hidden, token, back)
-    g = scaled_product(x, first[0], first[1], ends, hidden.dtype, by)
+def _forward(layer: Layer) -> tuple[Tensor, ...]:
+    first, last, ends, by, token = layer.first, layer.last, layer.ends, layer.by, layer.token
+    r1 = project(layer.hidden, token, layer.a1.mT, ends)
+    x = quantize_tokens(layer.hidden, token, layer.back)
+    g = scaled_product(x, first[0], first[1], ends, layer.hidden.dtype, by)
     del x
-    h, r2 = activate(g, r1, b1, a2, ends, Activation(act, alpha, limit, shift, interleaved))
-    y, plus = _with_adapter(h, last[:2], r2, b2.mT, ends, by)
-    return gated_experts.combine(y, back, weights, plus=plus), g, r1, r2
+    h, r2 = activate(g, r1, layer.b1, layer.a2, ends, layer.activation)
+    y, plus = _with_adapter(h, last[:2], r2, layer.b2.mT, ends, by)
+    return gated_experts.combine(y, layer.back, layer.weights, plus=plus), g, r1, r2
 
 
-@_forward.register_fake
-def _(hidden, weights, order, back, ends, first, last, a1, b1, a2, *_):
-    sizes = first[0].shape[1], a1.shape[1], a2.shape[1]
-    return torch.empty_like(hidden), *(hidden.new_empty(len(back), size) for size in sizes)
-
-
-@torch.library.custom_op("fxtune::fp8_experts_backward", mutates_args=())
-def _backward(
-    dout: Tensor,
-    hidden: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    back: Tensor,
-    ends: Tensor,
-    first: Sequence[Tensor],
-    last: Sequence[Tensor],
-    a1: Tensor,
-    b1: Tensor,
-    a2: Tensor,
-    b2: Tensor,
-    act: str,
-    alpha: float,
-    limit: float,
-    shift: float,
-    interleaved: bool,
-    by: str,
-    g: Tensor,
-    r1: Tensor,
-    r2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weights, a1, b1, a2 and b2."""
-    token, kept = order // weights.shape[1], len(first) == 4
-    w = weights.flatten().index_select(0, order).unsqueeze(1)
+def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
+    weights, back, ends, by, token = layer.weights, layer.back, layer.ends, layer.by, layer.token
+    kept, w = len(layer.first) == 4, layer.of_rows
     db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends)
-    dr2 = project(dout, token, b2, ends)
-    dy = quantize_tokens(dout, token, back) if kept else quantize_scaled(dout, token, last[1], ends)
-    dh = scaled_product(dy, *_transposed(last), ends, dout.dtype, by)
+    dr2 = project(dout, token, layer.b2, ends)
+    dy = quantize_tokens(dout, token, back) if kept else quantize_scaled(dout, token, layer.last[1], ends)
+    dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, by)
     del dy
-    activation, factors = Activation(act, alpha, limit, shift, interleaved), None if kept else first[1]
-    dg, codes, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, ends, activation, factors)  # dh now holds w h
+    factors = None if kept else layer.first[1]
+    # After this dh holds w h.
+    dg, codes, dr1, dw = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
     da2 = outer_of(dh, None, dr2, ends).mT.contiguous()
     db1 = outer_of(dg, None, r1, ends)
     del dg, dh
-    da1 = outer_of(hidden, token, dr1, ends).mT.contiguous()
-    dx, plus = _with_adapter(codes, _transposed(first), dr1, a1, ends, by)
+    da1 = outer_of(layer.hidden, token, dr1, ends).mT.contiguous()
+    dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, by)
     of_weights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
     return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), of_weights, da1, db1, da2, db2
 
 
-@_backward.register_fake
-def _(dout, hidden, weights, order, back, ends, first, last, a1, b1, a2, b2, *_):
-    return tuple(torch.empty_like(one) for one in (hidden, weights, a1, b1, a2, b2))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    first, last, ctx.options = inputs[5], inputs[6], inputs[11:]
-    ctx.copies = len(first)
-    ctx.save_for_backward(*inputs[:5], *inputs[7:11], *output[1:], *first, *last)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    frozen = [None] * ctx.copies
-    if dout is None:
-        return *[None] * 5, frozen, frozen, *[None] * (4 + len(ctx.options))
-    saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
-    plain, adapters, kept, matrices = saved[:5], saved[5:9], saved[9:12], list(saved[12:])
-    first, last = matrices[: ctx.copies], matrices[ctx.copies :]
-    hidden, weights, *halves = _backward(dout.contiguous(), *plain, first, last, *adapters, *ctx.options, *kept)
-    return hidden, weights, None, None, None, frozen, frozen, *halves, *(None for _ in ctx.options)
-
-
-_forward.register_autograd(_differentiate, setup_context=_setup)
+_operator = gated_experts.register("fp8_experts", _forward, _backward)
 
 
 def scaled_product(
@@ -363,14 +292,3 @@ def _quantized(x: Tensor, ends: Tensor, factors: Tensor | None) -> Rows:
     for expert, rows in segments(ends):
         codes[rows], scales[rows] = quantize_rows(x[rows], columns=factors[expert])
     return codes, scales
-
-
-@register_flop_formula(torch.ops.fxtune.fp8_experts)
-def _flops(*inputs: Any, **_: Any) -> int:
-    return int(2 * inputs[3][0] * sum(one[1] * one[2] for one in (inputs[5][0], inputs[6][0], *inputs[7:11])))
-
-
-@register_flop_formula(torch.ops.fxtune.fp8_experts_backward)
-def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
-    sizes = [one[1] * one[2] for one in (inputs[5][0], inputs[6][0])]
-    return int(2 * inputs[3][0] * sum((*sizes, *(2 * one[1] * one[2] for one in inputs[7:11]))))

@@ -27,7 +27,7 @@ their reference, and run elsewhere. Sums are float32; what is stored is rounded 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +38,6 @@ from fxtune.kernels.grouped_matmul import outer, product, segments
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.quantized import unpack
 from fxtune.kernels.swiglu import act_and_slope
-
-TENSORS = 13
-"""Arguments of the operator that are tensors, lists of them, or None; they come first."""
 
 
 class Adapter(NamedTuple):
@@ -97,119 +94,168 @@ def gated_experts(
     """
     first, last = ([one] if isinstance(one, Tensor) else list(one) for one in matrices)
     tensors = *adapters[0], *adapters[1], *biases
-    return _forward(hidden, weights, order, back, ends, first, last, *tensors, *act, by, stored)[0]
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, by, stored)[0]
+    return out
 
 
-@torch.library.custom_op("fxtune::gated_experts", mutates_args=())
-def _forward(
-    hidden: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    back: Tensor,
-    ends: Tensor,
-    first: Sequence[Tensor],
-    last: Sequence[Tensor],
-    a1: Tensor,
-    b1: Tensor,
-    a2: Tensor,
-    b2: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    act: str,
-    alpha: float,
-    limit: float,
-    shift: float,
-    interleaved: bool,
-    by: str,
-    stored: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2 [rows, r]."""
-    x = gather(hidden, back)
-    r1 = product(x, a1.mT, ends, by=by)
-    g = product(x, _matrices(first, stored, a1, b1).mT, ends, by=by)
-    del x
-    h, r2 = activate(g, r1, b1, a2, bias1, ends, Activation(act, alpha, limit, shift, interleaved))
-    y = product(h, _matrices(last, stored, a2, b2).mT, ends, plus=_added(r2, b2.mT, ends, by), by=by)
-    return combine(y, back, weights, bias=bias2, ends=ends), g, r1, r2
+class Layer(NamedTuple):
+    """The arguments of an operator that computes the experts of a layer, in order."""
+
+    hidden: Tensor
+    weights: Tensor
+    order: Tensor
+    back: Tensor
+    ends: Tensor
+    first: Sequence[Tensor]
+    last: Sequence[Tensor]
+    a1: Tensor
+    b1: Tensor
+    a2: Tensor
+    b2: Tensor
+    bias1: Tensor | None
+    bias2: Tensor | None
+    act: str
+    alpha: float
+    limit: float
+    shift: float
+    interleaved: bool
+    by: str
+    stored: str
+
+    @property
+    def activation(self) -> Activation:
+        return Activation(self.act, self.alpha, self.limit, self.shift, self.interleaved)
+
+    @property
+    def token(self) -> Tensor:
+        """[rows]: the token of each row."""
+        return self.order // self.weights.shape[1]
+
+    @property
+    def of_rows(self) -> Tensor:
+        """[rows, 1]: the weight of each row."""
+        return self.weights.flatten().index_select(0, self.order).unsqueeze(1)
 
 
-@_forward.register_fake
-def _(hidden, weights, order, back, ends, first, last, a1, b1, a2, *_):
-    sizes = b1.shape[1], a1.shape[1], a2.shape[1]
-    return torch.empty_like(hidden), *(hidden.new_empty(len(back), size) for size in sizes)
+_TENSORS = (
+    "Tensor hidden, Tensor weights, Tensor order, Tensor back, Tensor ends, Tensor[] first, Tensor[] last, Tensor a1, "
+    "Tensor b1, Tensor a2, Tensor b2, Tensor? bias1, Tensor? bias2"
+)
+_OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str by, str stored"
+_FOUR, _SIX = (f"({', '.join(['Tensor'] * number)})" for number in (4, 6))
+_HALVES = 6
+"""Adapters and biases, which follow `last`."""
 
 
-@torch.library.custom_op("fxtune::gated_experts_backward", mutates_args=())
-def _backward(
-    dout: Tensor,
-    hidden: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    back: Tensor,
-    ends: Tensor,
-    first: Sequence[Tensor],
-    last: Sequence[Tensor],
-    a1: Tensor,
-    b1: Tensor,
-    a2: Tensor,
-    b2: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    act: str,
-    alpha: float,
-    limit: float,
-    shift: float,
-    interleaved: bool,
-    by: str,
-    stored: str,
-    g: Tensor,
-    r1: Tensor,
-    r2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weights, a1, b1, a2 and b2."""
-    w = weights.flatten().index_select(0, order).unsqueeze(1)
-    dy = gather(dout, back)  # not yet multiplied by w: that is done where rows are narrow
-    db2 = outer(dy, (r2 * w).to(r2.dtype), ends, by=by)
-    dr2 = product(dy, b2, ends, by=by)
-    dh = product(dy, _matrices(last, stored, a2, b2), ends, by=by)
-    del dy
-    activation = Activation(act, alpha, limit, shift, interleaved)
-    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, bias1, ends, activation)  # dh now holds w h
-    da2 = outer(dr2, dh, ends, by=by)
-    db1 = outer(dg, r1, ends, by=by)
-    dx = product(dg, _matrices(first, stored, a1, b1), ends, plus=_added(dr1, a1, ends, by), by=by)
-    del dg, dh
-    da1 = outer(dr1, gather(hidden, back), ends, by=by)
-    of_weights = dw.index_select(0, back).view(weights.shape)
-    if bias2 is not None:
-        of_weights += (dout @ bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
-    return combine(dx, back, None, weights.shape[1]), of_weights.to(weights.dtype), da1, db1, da2, db2
+def register(
+    name: str,
+    forward: Callable[[Layer], tuple[Tensor, ...]],
+    backward: Callable[[Layer, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+) -> Any:
+    """The operator fxtune::`name` of a Layer's arguments, with its backward pass and its FLOPs.
 
+    Args:
+        forward: returns the output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2
+            [rows, r].
+        backward: takes the layer, the gradient of the output, and those three. Returns the gradients of hidden,
+            weights, a1, b1, a2 and b2.
+    """
+    run = torch.library.custom_op(
+        f"fxtune::{name}",
+        lambda *inputs: forward(Layer(*inputs)),
+        mutates_args=(),
+        schema=f"({_TENSORS}, {_OPTIONS}) -> {_FOUR}",
+    )
+    run_backward = torch.library.custom_op(
+        f"fxtune::{name}_backward",
+        lambda dout, *inputs: backward(Layer(*inputs[:-3]), dout, *inputs[-3:]),
+        mutates_args=(),
+        schema=f"(Tensor dout, {_TENSORS}, {_OPTIONS}, Tensor g, Tensor r1, Tensor r2) -> {_SIX}",
+    )
 
-@_backward.register_fake
-def _(dout, hidden, weights, order, back, ends, first, last, a1, b1, a2, b2, *_):
-    return tuple(torch.empty_like(one) for one in (hidden, weights, a1, b1, a2, b2))
+    def shapes(*inputs: Any) -> tuple[Tensor, ...]:
+        layer = Layer(*inputs)
+        sizes = layer.b1.shape[1], layer.a1.shape[1], layer.a2.shape[1]
+        return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(len(layer.back), size) for size in sizes)
+
+    def shapes_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        layer = Layer(*inputs[:-3])
+        return tuple(map(torch.empty_like, (layer.hidden, layer.weights, layer.a1, layer.b1, layer.a2, layer.b2)))
+
+    def differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        frozen = [None] * ctx.parts
+        if dout is None:
+            return *[None] * 5, frozen, frozen, *[None] * (_HALVES + len(ctx.options))
+        saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
+        plain, halves, kept, matrices = saved[:5], saved[5:11], saved[11:14], list(saved[14:])
+        first, last = matrices[: ctx.parts], matrices[ctx.parts :]
+        hidden, weights, *adapters = run_backward(dout.contiguous(), *plain, first, last, *halves, *ctx.options, *kept)
+        return hidden, weights, None, None, None, frozen, frozen, *adapters, None, None, *(None for _ in ctx.options)
+
+    run.register_fake(shapes)
+    run_backward.register_fake(shapes_backward)
+    run.register_autograd(differentiate, setup_context=_setup)
+    register_flop_formula(getattr(torch.ops.fxtune, name))(_flops)
+    register_flop_formula(getattr(torch.ops.fxtune, f"{name}_backward"))(_backward_flops)
+    return run
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    first, last, ctx.options = inputs[5], inputs[6], inputs[TENSORS:]
-    ctx.parts = len(first)
-    ctx.save_for_backward(*inputs[:5], *inputs[7:TENSORS], *output[1:], *first, *last)
+    layer = Layer(*inputs)
+    ctx.options, ctx.parts = inputs[7 + _HALVES :], len(layer.first)
+    ctx.save_for_backward(*inputs[:5], *inputs[7 : 7 + _HALVES], *output[1:], *layer.first, *layer.last)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    frozen = [None] * ctx.parts
-    if dout is None:
-        return *[None] * 5, frozen, frozen, *[None] * (TENSORS - 7 + len(ctx.options))
-    saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
-    plain, halves, kept, matrices = saved[:5], saved[5:11], saved[11:14], list(saved[14:])
-    first, last = matrices[: ctx.parts], matrices[ctx.parts :]
-    hidden, weights, *adapters = _backward(dout.contiguous(), *plain, first, last, *halves, *ctx.options, *kept)
-    return hidden, weights, None, None, None, frozen, frozen, *adapters, None, None, *(None for _ in ctx.options)
+def _flops(*inputs: Any, **_: Any) -> int:
+    return int(2 * inputs[3][0] * sum(_sizes(*inputs[7:11])))
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup)
+def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
+    first, last, *adapters = _sizes(*inputs[7:11])
+    return int(2 * inputs[3][0] * (first + last + 2 * sum(adapters)))
+
+
+def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
+    """Numbers of one expert's matrices and of its adapters, by the adapters' shapes."""
+    return [b1[1] * a1[2], b2[1] * a2[2], *(one[1] * one[2] for one in (a1, b1, a2, b2))]
+
+
+def _forward(layer: Layer) -> tuple[Tensor, ...]:
+    ends, by, stored = layer.ends, layer.by, layer.stored
+    a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
+    x = gather(layer.hidden, layer.back)
+    r1 = product(x, a1.mT, ends, by=by)
+    g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, by=by)
+    del x
+    h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation)
+    y = product(h, _matrices(layer.last, stored, a2, b2).mT, ends, plus=_added(r2, b2.mT, ends, by), by=by)
+    return combine(y, layer.back, layer.weights, bias=layer.bias2, ends=ends), g, r1, r2
+
+
+def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
+    weights, back, ends, by, stored = layer.weights, layer.back, layer.ends, layer.by, layer.stored
+    a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
+    w = layer.of_rows
+    dy = gather(dout, back)  # not yet multiplied by w: that is done where rows are narrow
+    db2 = outer(dy, (r2 * w).to(r2.dtype), ends, by=by)
+    dr2 = product(dy, b2, ends, by=by)
+    dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, by=by)
+    del dy
+    # After this dh holds w h.
+    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation)
+    da2 = outer(dr2, dh, ends, by=by)
+    db1 = outer(dg, r1, ends, by=by)
+    dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, plus=_added(dr1, a1, ends, by), by=by)
+    del dg, dh
+    da1 = outer(dr1, gather(layer.hidden, back), ends, by=by)
+    of_weights = dw.index_select(0, back).view(weights.shape)
+    if layer.bias2 is not None:
+        of_weights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
+    return combine(dx, back, None, weights.shape[1]), of_weights.to(weights.dtype), da1, db1, da2, db2
+
+
+_operator = register("gated_experts", _forward, _backward)
 
 
 def _matrices(tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor) -> Tensor:
@@ -348,19 +394,3 @@ def _gated(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-@register_flop_formula(torch.ops.fxtune.gated_experts)
-def _flops(*inputs: Any, **_: Any) -> int:
-    return int(2 * inputs[3][0] * sum(_sizes(*inputs[7:11])))
-
-
-@register_flop_formula(torch.ops.fxtune.gated_experts_backward)
-def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
-    first, last, *adapters = _sizes(*inputs[7:11])
-    return int(2 * inputs[3][0] * (first + last + 2 * sum(adapters)))
-
-
-def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
-    """Numbers of one expert's matrices and of its adapters, by the adapters' shapes."""
-    return [b1[1] * a1[2], b2[1] * a2[2], *(one[1] * one[2] for one in (a1, b1, a2, b2))]

@@ -148,7 +148,7 @@ def test_the_operators_are_described_to_the_compiler(transpose):
     first, last = ([tensor for tensor in one if tensor is not None] for one in made)
     hidden, weights, *adapters = trained
     given = hidden, weights, routing.order, routing.back, routing.ends, first, last, *adapters
-    torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, *SILU, "torch"))
+    torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *SILU, "torch", ""))
 
 
 @pytest.mark.vital

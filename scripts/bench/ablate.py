@@ -1,9 +1,8 @@
-"""Measures memory and speed of each technique, alone and combined, with `fxtune bench`. Prints one table and draws one
-plot.
+"""Measures memory and speed of each technique, alone and combined, with `fxtune bench`. Prints one table.
 
-    python scripts/bench/ablate.py --data docs.jsonl --json ablation.json --plot docs/ablation.svg  # a GPU, an hour and a half
+    python scripts/bench/ablate.py --data docs.jsonl --json ablation.json  # a GPU, an hour and a half
     python scripts/bench/ablate.py --shapes 8b --lengths 65536 --minutes 9 --json ablation.json  # in parts: continues
-    python scripts/bench/ablate.py --json ablation.json --minutes 0 --plot docs/ablation.svg  # only table and plot
+    python scripts/bench/ablate.py --json ablation.json --minutes 0  # only the table
     python scripts/bench/ablate.py --smoke  # a short test on a CPU
 
 Each case runs in its own process and uses the complete data path: it reads documents, tokenizes them, packs them into
@@ -190,8 +189,6 @@ def main() -> None:
     baselines.save(args.baseline, [measurement(row) for row in rows.values()])
     if left_out:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
-    if args.plot:
-        plot(rows, args.plot)
 
 
 def arguments() -> argparse.Namespace:
@@ -209,7 +206,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
     parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
-    parser.add_argument("--plot", type=Path, help="an .svg or .png file")
     baselines.add_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, rows of 256 tokens, 4 steps")
     args = parser.parse_args()
@@ -376,49 +372,6 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     for row in sorted(rows.values(), key=lambda each: (sizes[each["shape"]], each["length"], order[each["case"]])):
         lines.append(table_row(row, rows))
     return "\n".join(lines)
-
-
-def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw tokens/s and peak memory, two panels for each shape and length.
-
-    A case that did not run shows the reason.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
-    )
-    shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in rows.values())]
-    lengths = sorted({row["length"] for row in rows.values()})
-    cases = [case for case in CASES if any(row["case"] == case for row in rows.values())]
-    figure, panels = pyplot.subplots(
-        len(shapes) * 2, len(lengths), figsize=(4 * len(lengths), 5.2 * len(shapes)), squeeze=False, sharey=True
-    )
-    colors = {"plain": "darkgray", "base": "darkgray", "together": "tab:orange", "memory": "tab:green"}
-    for row_index, shape in enumerate(shapes):
-        for column, length in enumerate(lengths):
-            for offset, (key, unit, digits) in enumerate(
-                (("tokens_per_second", "tokens/s", 0), ("memory_gib", "peak GiB", 1))
-            ):
-                panel = panels[2 * row_index + offset][column]
-                for at, case in enumerate(cases):
-                    row = rows.get(f"{shape} {length} {case}", {})
-                    if key in row:
-                        panel.barh(at, row[key], color=colors.get(case, "tab:blue"), clip_on=False)
-                        panel.text(row[key], at, f" {row[key]:,.{digits}f}", va="center", fontsize=6)
-                    elif row:
-                        panel.text(0, at, f" {row['error'].partition(':')[0]}", va="center", fontsize=6, color="gray")
-                panel.set_yticks(range(len(cases)), cases)
-                panel.set_ylim(len(cases) - 0.5, -0.5)
-                panel.set_title(f"{shape}, rows of {length:,} tokens: {unit}")
-                panel.margins(x=0.15)
-                panel.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
 
 
 if __name__ == "__main__":

@@ -653,67 +653,20 @@ def _table_row(title: str, seeds: list[int], losses: dict[int, float], relative:
     return f"| {' | '.join([title, *cells, mean, speed])} |"
 
 
-def smooth(losses: Sequence[float], points: int = 60) -> tuple[list[float], list[float]]:
-    """At most `points` steps, and for each the mean loss of the steps around it."""
-    size = -(-len(losses) // points)
-    parts = [losses[first : first + size] for first in range(0, len(losses), size)]
-    return [index * size + (len(part) + 1) / 2 for index, part in enumerate(parts)], [
-        statistics.fmean(part) for part in parts
-    ]
-
-
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw training loss, held-out loss and its difference from plain's, one line per run."""
-    import matplotlib
+    """Draw the held-out losses of each run to an SVG file."""
+    from fxtune.reports.plots import Series
+    from fxtune.reports.plots import plot as svg
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
-    )
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6))
-    runs = finished_runs(record)
-    styles = {
-        "plain": ("black", "-", 2.2),
-        "fxtune": ("tab:orange", "-", 1.1),
-        "fp8": ("tab:blue", "--", 1.1),
-        "float8": ("tab:blue", "--", 1.1),
-        "plain32": ("gray", ":", 1.1),
-    }
-    for name, by_seed in runs.items():
-        color, dashes, width = styles[name]
-        for first, (seed, run) in enumerate(sorted(by_seed.items())):
-            style: dict[str, Any] = dict(
-                color=color, linestyle=dashes, linewidth=width, alpha=0.8, label="" if first else VARIANTS[name].title
-            )
-            left.plot(*smooth(run["train"]), **style)
-            steps = [step for step, _ in run["held_out"] if step]
-            held = [loss for step, loss in run["held_out"] if step]
-            middle.plot(steps, held, **style)
-            reference = dict(runs.get("plain", {}).get(seed, {}).get("held_out", []))
-            if VARIANTS[name].bound and all(step in reference for step in steps):
-                right.plot(
-                    steps,
-                    [100 * (loss / reference[step] - 1) for step, loss in zip(steps, held, strict=True)],
-                    **style,
-                )
-    own = {VARIANTS[name].bound for name in runs} - {0.0}
-    for bound in {only} if (only := _only_bound(record)) else own:
-        for sign in (-1, 1):
-            right.axhline(100 * sign * bound, color="lightgray", linestyle=":", linewidth=1)
-    seeds = len({seed for by_seed in runs.values() for seed in by_seed})
-    for axes, title in (
-        (left, "training loss, nats per token"),
-        (middle, "held-out loss, nats per token"),
-        (right, "held-out loss: % from plain, same seed"),
-    ):
-        axes.set(title=title, xlabel=f"step ({seeds} seeds)")
-        axes.spines[["top", "right"]].set_visible(False)
-    middle.legend(frameon=False)
-    figure.tight_layout()
+    series = [
+        Series(
+            f"{VARIANTS[name].title}, seed {seed}", [point for point in run["held_out"] if point[0]], name == "plain"
+        )
+        for name, by_seed in finished_runs(record).items()
+        for seed, run in sorted(by_seed.items())
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
+    path.write_text(svg("Held-out loss", series, "step", "nats per token"))
 
 
 def arguments() -> argparse.Namespace:
@@ -723,7 +676,7 @@ def arguments() -> argparse.Namespace:
         "--minutes", type=float, default=60.0, help="stop after this time and list what did not run (%(default)s)"
     )
     parser.add_argument("--json", type=Path, help="file of the results (default: equal_loss.json in --out)")
-    parser.add_argument("--plot", type=Path, help="an .svg or .png file")
+    parser.add_argument("--plot", type=Path, help="an .svg file of the held-out losses")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test that the script runs")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts, with a bound of 0.1 %%")
     parser.add_argument("--full", action="store_true", help="full fine-tuning, with a bound of 0.2 %%")

@@ -21,7 +21,7 @@ with rows of the long context, and with rows that grow to it (data.length_schedu
 the long context as they train, so the script can say how long each took to the loss at which the equal rows end. The
 table then has both models as well.
 
-The script writes extended.json, extended.png and the models to --out and prints the table. It downloads nothing. It
+The script writes extended.json and the models to --out and prints the table. It downloads nothing. It
 writes the JSON file after each stage and each evaluated model, so the same command continues an interrupted call after
 the last of them.
 """
@@ -36,7 +36,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -362,54 +362,6 @@ def mean(by_depth: dict[str, float]) -> float:
     return statistics.fmean(by_depth.values())
 
 
-def plot(file: Path) -> None:
-    """Draw the figures of the JSON file `file` to a .png next to it.
-
-    Without matplotlib, print the command that does it.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        print(
-            "No plot, matplotlib is not installed. To draw it where matplotlib is installed: "
-            f"python scripts/study/extend.py --out {file.parent} --plot {file}"
-        )
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    written = json.loads(file.read_text())
-    found, context, factor = written["models"], written["asked"]["context"], written["asked"]["factor"]
-    length = context * factor
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for name, figures in found.items():
-        curve: Sequence[float] = figures["by_position"]
-        left.plot([(index + 0.5) * length / len(curve) for index in range(len(curve))], curve, label=name)
-        right.plot(
-            [int(size) for size in figures["passkey"]],
-            [mean(by_depth) for by_depth in figures["passkey"].values()],
-            marker="o",
-            label=name,
-        )
-    left.set(
-        xlabel="position in the document (tokens)",
-        ylabel="loss (nats per token)",
-        ylim=(None, 1.1 * max(max(figures["by_position"]) for name, figures in found.items() if name != "base")),
-    )
-    right.set(xlabel="length of the row (tokens)", ylabel="pass keys found", xscale="log", ylim=(-0.05, 1.05))
-    right.set_xticks([int(size) for size in found["base"]["passkey"]], list(found["base"]["passkey"]))
-    right.minorticks_off()
-    for axes in (left, right):
-        axes.axvline(context, color="grey", linestyle=":", linewidth=1)
-        axes.legend()
-    figure.suptitle(
-        f"A Llama of {found['base']['parameters'] / 1e6:.0f}M, pre-trained on {context:,} tokens, "
-        f"extended {factor} times with YaRN"
-    )
-    figure.tight_layout()
-    figure.savefig(file.with_suffix(".png"), dpi=130)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a new folder for text, models and results")
@@ -459,14 +411,13 @@ def arguments() -> argparse.Namespace:
         "--again", action="store_true", help="keep the text and base of an earlier call, extend and evaluate again"
     )
     parser.add_argument("--lengths", action="store_true", help="also compare rows that grow with equal rows")
-    parser.add_argument("--plot", type=Path, help="only draw the figures of this JSON file")
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**SMOKE)
     args = parser.parse_args()
     if args.again and not (args.out / "base" / "result.json").exists():
         parser.error(f"{args.out} holds no base")
     unfinished = any("short_loss_change" not in record for record in records(args.out).values())
-    if not args.again and not args.plot and not unfinished and args.out.exists() and any(args.out.iterdir()):
+    if not args.again and not unfinished and args.out.exists() and any(args.out.iterdir()):
         parser.error(f"{args.out} is not empty: name a new folder, or add --again")
     return args
 
@@ -486,7 +437,7 @@ def open_record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     settings = {
         key: value if isinstance(value, (int, float)) else str(value)
         for key, value in vars(args).items()
-        if key not in ("again", "plot")
+        if key != "again"
     }
     for name, record in known.items():
         if "short_loss_change" not in record:
@@ -502,8 +453,6 @@ def open_record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     args = arguments()
-    if args.plot:
-        return plot(args.plot)
     name, record = open_record(args)
     seconds, runs, found = record["seconds"], record["runs"], record["models"]
     data, base, extended = (args.out / folder for folder in ("data", "base", name))
@@ -555,7 +504,6 @@ def main() -> None:
     )
     if args.lengths:
         print(verdict(record["lengths"]))
-    plot(args.out / f"{name}.json")
 
 
 def train_from_scratch(config: Any, seconds: float, limit: int) -> dict[str, Any]:

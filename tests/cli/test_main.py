@@ -149,7 +149,7 @@ print(json.dumps(found))
 SLOW_TO_IMPORT = (
     *("transformers", "peft", "torch._dynamo", "torch.distributed.tensor"),
     *("torch._inductor.compile_fx", "bitsandbytes", "datasets", "pyarrow", "pandas", "scipy", "sklearn", "wandb"),
-    *("optuna", "pygal", "matplotlib", "torchvision", "tensorboard"),
+    *("optuna", "pygal", "torchvision", "tensorboard"),
 )
 
 

@@ -193,9 +193,7 @@ def test_finished_runs_do_not_run_again_and_other_options_are_refused(smoke, scr
     again(smoke.out, smoke.file, "--minutes", "0", "--plot", str(drawing))
     assert smoke.file.read_text() == before
     assert "fxtune, everything on: at most 0.0" in capsys.readouterr().out
-    if pytest.importorskip("matplotlib"):
-        assert "held-out loss, nats per token" in drawing.read_text()
-        assert drawing.stat().st_size < 150_000
+    assert "fxtune, everything on, seed 0" in drawing.read_text()
     with pytest.raises(SystemExit, match=r"holds runs with lr=0\.005: name another file in --json"):
         again(smoke.out, smoke.file, "--lr", "1e-4")
     with pytest.raises(SystemExit, match="is not in"):

@@ -103,12 +103,6 @@ def test_judge_equals_plain_transformers(scripts, tmp_path):
     assert scaled["short_loss"] != figures["short_loss"]
     table = extend.table({"base": figures, "extended": scaled}, args)
     assert f"{figures['short_loss']:.4f}" in table
-    pytest.importorskip("matplotlib")
-    (tmp_path / "plot.json").write_text(
-        json.dumps({"models": {"base": figures, "extended": scaled}, "asked": vars(args)})
-    )
-    extend.plot(tmp_path / "plot.json")
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_interrupted_call_continues_after_its_last_stage(scripts, tmp_path, monkeypatch, capsys):
@@ -153,7 +147,6 @@ def test_interrupted_call_continues_after_its_last_stage(scripts, tmp_path, monk
         "gather_corpus": gather_corpus,
         "open_corpus": lambda *_: None,
         "table": lambda *_: "the table",
-        "plot": lambda file: None,
     }.items():
         monkeypatch.setattr(extend, name, stand_in)
 

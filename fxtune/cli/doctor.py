@@ -223,14 +223,14 @@ def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] |
 
 def _recipe(config: Config) -> Finding:
     from fxtune.distributed.world import World
+    from fxtune.settle.degrees import need_with
     from fxtune.settle.settled import settle_here
-    from fxtune.techniques.estimate.degrees import need_with
 
     name = config.run.name
     try:
         settled = settle_here(config, World.create(config.run.device, config.run.memory_gib))
         facts = settled.facts
-        need = need_with(replace(facts, techniques=config.techniques), facts.degrees).device
+        need = need_with(config.techniques, facts, facts.degrees).device
     except UserError as error:
         return Finding(name, f"cannot run here: {redact(str(error))}", State.broken)
     notes = "".join(f"\n{note}" for note in [*config.techniques.ignored_options(), *settled.notes])

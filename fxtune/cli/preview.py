@@ -23,15 +23,16 @@ from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.data.tokenized.profile import PERCENTILES
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
+from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.settle.settled import settle
 from fxtune.system import console as screen
 from fxtune.system.units import GIB, duration
 from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.degrees import sent as sent_by_rank
 from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
-from fxtune.techniques.facts import Facts
+from fxtune.techniques.estimate.traffic import sent as sent_by_rank
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -192,7 +193,7 @@ def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
 
 def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
     """What a step needs and takes on each rank by arithmetic. `facts`: those of a rank, with techniques decided."""
-    degrees, kept = facts.degrees, facts.techniques.recompute_plan()
+    degrees, kept = facts.degrees, recompute_plan(facts.techniques)
     need, own = forecast(facts, kept), -(-plan.micro_batches(0) // facts.degrees.data_ranks)
     fits = "fits" if need.device <= facts.free_memory else "may not fit"
     rows = {

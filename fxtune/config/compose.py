@@ -36,7 +36,7 @@ from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, ref
 from fxtune.config.root import Config, completed
 from fxtune.config.validate import Validator
 from fxtune.errors import ConfigError
-from fxtune.techniques.base import AUTO
+from fxtune.facts.options import AUTO
 
 _ROOT = "train"
 """Name of the primary config: configs/train.yaml."""

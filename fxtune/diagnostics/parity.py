@@ -38,15 +38,14 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
+from fxtune.facts.options import RopeType, Switch
+from fxtune.facts.run import Facts
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
-from fxtune.techniques.rope import RopeType
 from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
 from fxtune.upstream.torch import remove_forward_hooks

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.distributed.sharding import with_head
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Switch
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
@@ -34,7 +35,7 @@ from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, observed, running_on_text
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.base import Evidence, Switch
+from fxtune.techniques.base import Evidence
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.quantized_modules import Fp8Head
 from fxtune.techniques.router import Routers

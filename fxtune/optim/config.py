@@ -9,10 +9,9 @@ from typing import Any
 
 from omegaconf import FloatNode
 
+from fxtune.facts.options import Library, Switch
+from fxtune.facts.run import Facts
 from fxtune.system.facts import APEX, MachineFacts, c_compiler
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
-from fxtune.techniques.quantize import Library
 
 AUTO = "auto"
 SCHEDULEFREE = "schedulefree"

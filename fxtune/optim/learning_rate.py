@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerConfig
-from fxtune.techniques.facts import Facts
 
 BASE = 5e-5
 ADAPTERS = 10.0

@@ -24,13 +24,13 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import sharding_of
 from fxtune.distributed.world import World
+from fxtune.facts.options import Library
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.optim.divided_muon import DividedMuon, Matrix
 from fxtune.optim.skip_nonfinite import MAX_BYTES, Guard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
-from fxtune.techniques.quantize import Library
 from fxtune.upstream import torch as upstream
 
 Scalar = int | float | bool

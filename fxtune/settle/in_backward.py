@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast, Scope, Switch
+from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerName
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Switch
-from fxtune.techniques.compile.technique import Scope
-from fxtune.techniques.facts import Facts
-from fxtune.techniques.precision import Autocast
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
 """Optimizers that count steps for all weights together."""
@@ -63,7 +61,7 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
     needs = []
     for freed in (False, True):
         one = replace(facts, in_backward=freed)
-        needs.append(one.techniques.decided(one)[0].memory_need(one).device)
+        needs.append(config.techniques.decided(one)[0].memory_need(one).device)
     if needs[0] <= facts.free_memory or needs[1] >= needs[0]:
         return facts, ""
     kept, least, free = (bytes_ / GIB for bytes_ in (*needs, facts.free_memory))

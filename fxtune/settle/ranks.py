@@ -20,13 +20,13 @@ from fxtune.distributed.launch import ranks_here, require_equal_parts
 from fxtune.distributed.parallel import AUTO, Degrees, agrees, decide
 from fxtune.distributed.ranks import place
 from fxtune.distributed.world import Device, World
+from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
 from fxtune.optim import config as update_rule
 from fxtune.plugins import load_all
+from fxtune.settle.degrees import choose, fits, need_with, possible
 from fxtune.settle.rows import decide_rows
 from fxtune.system.units import GIB
-from fxtune.techniques.estimate.degrees import choose, fits, need_with, possible
-from fxtune.techniques.facts import Facts
 
 SHORT = 8192
 """Tokens of a micro-batch that any card holds, so that its rows need not be divided."""
@@ -78,26 +78,27 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
     the result does not either: see require_equal_parts(). Ranks of one CPU share its memory, so nothing is divided
     there unless the config asks for it.
     """
-    facts, parallel = replace(facts, techniques=config.techniques), config.parallel
+    techniques, parallel = config.techniques, config.parallel
+    facts = replace(facts, techniques=techniques)
     if facts.device != "cuda" or max(counts) == 1:
         chosen = decide(parallel, counts[0])
         return chosen, str(chosen)
 
     def can(degrees: Degrees) -> bool:
         shared = replace(facts, degrees=degrees)
-        return not [*config.techniques.unshareable(shared), *update_rule.check(config.optimizer, shared)]
+        return not [*techniques.unshareable(shared), *update_rule.check(config.optimizer, shared)]
 
     uncut = replace(parallel, context="1") if parallel.context == AUTO else parallel
     whole = [one for count in counts for one in possible(count) if agrees(uncut, one) and can(one)]
-    fit = any(fits(facts, one) for one in whole)
+    fit = any(fits(techniques, facts, one) for one in whole)
     found = [one for count in counts for one in ways(config, count, cut=not fit) if can(one)]
     if not found:
         chosen = decide(parallel, counts[0])
         return chosen, str(chosen)
-    chosen, need = choose(facts, found)
+    chosen, need = choose(techniques, facts, found)
     why = f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB a card by the forecast"
     if chosen != found[0]:
-        why += f"; {found[0]} would need {need_with(facts, found[0]).device / GIB:.1f}"
+        why += f"; {found[0]} would need {need_with(techniques, facts, found[0]).device / GIB:.1f}"
     return chosen, f"{chosen} ({why})"
 
 

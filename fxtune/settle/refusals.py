@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.run import Facts
 from fxtune.optim import config as update_rule
 from fxtune.settle import in_backward
-from fxtune.techniques.facts import Facts
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:

@@ -8,13 +8,12 @@ from typing import Any
 from fxtune.config.root import Config
 from fxtune.data.config import AUTO, DataConfig
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.options import Dynamic, Switch
+from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.optim.optimizer import undo_limit
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.attention import isolation
-from fxtune.techniques.base import Switch
-from fxtune.techniques.compile.technique import Dynamic
-from fxtune.techniques.facts import Facts
 
 
 def decide_rows(

@@ -15,10 +15,12 @@ from fxtune.config.root import Config
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.load import load_config
 from fxtune.optim import config as update_rule
 from fxtune.settle import in_backward
+from fxtune.settle.degrees import with_degrees
 from fxtune.settle.missing import all_missing_at_once
 from fxtune.settle.ranks import ranks_of, share
 from fxtune.settle.refusals import refusals
@@ -26,8 +28,6 @@ from fxtune.settle.rows import decide_rows
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques import withdrawal
 from fxtune.techniques.attention import isolation
-from fxtune.techniques.estimate.degrees import with_degrees
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable
 from fxtune.techniques.pipeline import Pipeline
 
@@ -41,20 +41,18 @@ class Settled:
     """The recipe, with `data.packing` and `data.buckets` decided."""
     hf_config: Any
     """The model's Hugging Face config, before any technique changes it."""
+    techniques: Pipeline
+    """With every `auto` decided."""
     facts: Facts
-    """Of one rank, with every `auto` of the techniques decided."""
+    """Of one rank, with the options of these techniques."""
     notes: tuple[str, ...]
     """A line on each decision, with the reason."""
-
-    @property
-    def techniques(self) -> Pipeline:
-        return self.facts.techniques
 
     def noting(self, *lines: str) -> Settled:
         return replace(self, notes=(*self.notes, *lines))
 
     def using(self, techniques: Pipeline) -> Settled:
-        return replace(self, facts=replace(self.facts, techniques=techniques))
+        return replace(self, techniques=techniques, facts=replace(self.facts, techniques=techniques))
 
     def without(self, key: str, why: str) -> Settled:
         """This without the technique or the option `key`, which turned out not to act on the built model."""
@@ -97,7 +95,8 @@ def settle(
     else:
         techniques, decided = config.techniques.decided(facts)
     facts = replace(facts, techniques=techniques)
-    return Settled(config, hf_config, facts, (*notes, *_remarks(config, facts, hf_config, decided), *decided))
+    remarks = _remarks(config, techniques, facts, hf_config, decided)
+    return Settled(config, hf_config, techniques, facts, (*notes, *remarks, *decided))
 
 
 def settle_here(config: Config, world: World, ranks: int | None = None) -> Settled:
@@ -135,16 +134,16 @@ def _with_working_packages(
     return replace(config, data=data), facts, notes
 
 
-def _remarks(config: Config, facts: Facts, hf_config: Any, decided: list[str]) -> list[str]:
+def _remarks(config: Config, techniques: Pipeline, facts: Facts, hf_config: Any, decided: list[str]) -> list[str]:
     """Lines on what is not a choice: packages that do not work, parts of the model that stay as they are, plugins."""
     remarks = [
         f"{package} {facts.lacks(package)}: not used (`fxtune doctor` says what repairs it)"
         for package, reason in facts.broken.items()
         if not any(reason in line for line in decided)
     ]
-    if hf_config.get_text_config() is not hf_config and not facts.techniques.lora.enabled:
+    if hf_config.get_text_config() is not hf_config and not techniques.lora.enabled:
         remarks.append("model: its decoder and head are trained; parts for images or sound stay as they are")
-    if facts.ships_mxfp4 and not facts.techniques.keeps_mxfp4(facts.model):
+    if facts.ships_mxfp4 and not techniques.keeps_mxfp4(facts.model):
         remarks.append(
             f"model: its experts are stored in MXFP4 and unpacked to {facts.dtype} as they are read, the same numbers"
         )

@@ -1,6 +1,6 @@
 """The device, the memory and the installed packages of this machine, as plain frozen data.
 
-`World.facts()` collects them. techniques/facts.py adds the facts of a run.
+`World.facts()` collects them. facts/run.py adds the facts of a run.
 """
 
 from __future__ import annotations

@@ -12,30 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import ApexOptions
+from fxtune.facts.run import Facts
 from fxtune.models.structure import base_dtype
 from fxtune.system.facts import APEX
 from fxtune.techniques.base import Evidence, Technique
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 CLOSE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative difference between the outputs of Apex's norm and the original; 1e-5 in other dtypes."""
 
 
 @dataclass
-class Apex(Technique):
-    layer_norm: bool = True
-    """Replace LayerNorm."""
-    rms_norm: bool = True
-    """Replace RMSNorm."""
-
+class Apex(ApexOptions, Technique):
     def __post_init__(self) -> None:
         self._errors: list[float] = []
 

@@ -5,7 +5,7 @@ a built model. How they are divided: distributed/sharding.py; how each rank read
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +13,13 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import shard
 from fxtune.distributed.world import World
+from fxtune.facts.options import Scope, Type
+from fxtune.facts.run import Facts
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.compile.technique import Scope
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize import OLDEST, WITHOUT_FP8, Type
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
+from fxtune.techniques.quantize import OLDEST, WITHOUT_FP8
 
 
 def refuses(facts: Facts) -> Iterator[str]:

@@ -13,16 +13,17 @@ LoRA has frozen weights, which are quantized once: techniques.quantize.type=fp8.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import Float8Options, WeightGradient
+from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
 from fxtune.kernels.fp8_training import MULTIPLE
 from fxtune.models.structure import decoder_layers, is_named, observed, skeleton
@@ -30,9 +31,6 @@ from fxtune.system.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
 from fxtune.upstream.torch import without_scaled_mm
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 OLDEST = (8, 9)
 """The oldest compute capability with tensor cores for fp8."""
@@ -42,19 +40,8 @@ ROWS = 256
 """Tokens of the products that verify() compares."""
 
 
-class WeightGradient(str, Enum):
-    float8 = "float8"
-    bfloat16 = "bfloat16"
-
-
 @dataclass
-class Float8(Technique):
-    weight_gradient: WeightGradient = WeightGradient.float8
-    """The dtype of the products that sum the gradients of weights over tokens. `bfloat16`: as without float8,
-    and slower: the gain of float8 is then two thirds, and each layer keeps its inputs in 16 bits."""
-    skip: list[str] = field(default_factory=list)
-    """Linears whose products stay in 16 bits, such as `down_proj` or `layers.0.mlp.up_proj`."""
-
+class Float8(Float8Options, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         yield from (f"enabled: {missing}. Set it to false." for missing in without_scaled_mm("_scaled_mm"))
         if facts.techniques.lora.enabled:

@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import OmegaConf
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.options import PluginOptions
+from fxtune.facts.run import Facts
 from fxtune.plugins import TECHNIQUES
 from fxtune.techniques.base import Evidence, Technique
 
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
-
 
 @dataclass
-class PluginTechniques(Technique):
-    enabled: bool = True
-    """Use the techniques that `use` names."""
-    use: dict[str, Any] = field(default_factory=dict)
-    """The techniques of plugins by name, each with its options: {NAME: {option: value}}, or {NAME: {}}."""
-
+class PluginTechniques(PluginOptions, Technique):
     def __post_init__(self) -> None:
         self._made: dict[str, Technique] = {}
 

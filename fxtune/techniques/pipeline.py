@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch import nn
 from fxtune.distributed.sharding import materialize
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
+from fxtune.facts.options import AUTO, AutoOptions, Techniques, Type
+from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
 from fxtune.models.load import ModelConfig
@@ -31,32 +33,28 @@ from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, Attention
-from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch, Technique
-from fxtune.techniques.checkpointing.plan import RecomputePlan
+from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import Need, forecast
+from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora import targets, trained_tokens
-from fxtune.techniques.lora.fuse import fuses_mlps
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize import Quantize, Type
+from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router, observe_routers
 from fxtune.upstream.torch import Unobservable
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 FAR = 2
 """A step on a CPU is refused if it needs more than this many times the host's memory: no forecast is that wrong."""
 
 
 @dataclass
-class Pipeline:
+class Pipeline(Techniques):
     # Before the model exists: its constructor computes inv_freq.
     rope: Rope = field(default_factory=Rope)
     # Before the model exists: layers choose their kernel in their constructors.
@@ -135,7 +133,7 @@ class Pipeline:
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
-            optional = isinstance(technique, OptionalTechnique) and technique.may_stay_off
+            optional = isinstance(technique, AutoOptions) and technique.may_stay_off
             if optional and (reason := next(technique.check(facts), None)):
                 technique.enabled = False
                 notes.append(f"{name}: off, because {_cause(reason)}")
@@ -151,17 +149,6 @@ class Pipeline:
             if technique.enabled == AUTO:
                 technique.enabled = True
         return chosen, notes
-
-    def mlp_kernel(self, facts: Facts) -> Literal["lora", "liger", ""]:
-        """Which technique runs the gated MLPs of a model where fused LoRA can; empty: fused LoRA cannot, or it is off.
-
-        Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it. `auto` prefers fused LoRA,
-        unless a Liger kernel for the product is `on`.
-        """
-        if not fuses_mlps(facts, skeleton(facts.model)):
-            return ""
-        demanded = self.liger.enabled and Switch.on in (self.liger.swiglu, self.liger.geglu)
-        return "liger" if demanded and self.lora.fused is Switch.auto else "lora"
 
     def check(self, facts: Facts, problems: Sequence[str] = ()) -> None:
         """Raise one ConfigError with every reason why these techniques cannot run under `facts`, and `problems`."""
@@ -220,11 +207,7 @@ class Pipeline:
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
-        return forecast(replace(facts, techniques=self), self.recompute_plan())
-
-    def recompute_plan(self) -> RecomputePlan:
-        """What layers keep for the backward pass."""
-        return self.checkpointing.plan() if self.checkpointing.enabled else RecomputePlan()
+        return forecast(replace(facts, techniques=self), recompute_plan(self))
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
         """Why a run cannot fit into a host's memory: a GPU reports that at once, but a host swaps, or kills late."""
@@ -276,7 +259,7 @@ class Pipeline:
         if self.lora.enabled:
             self.lora.find_tokens(tokenizer, model.adapter, model.add_tokens)
             shape = skeleton(hf_config.to_dict()) if model.add_tokens else None
-            if shape is not None and (reasons := targets.problems(shape, self.lora)):
+            if shape is not None and (reasons := targets.refusals(shape, self.lora, self.lora.token_ids)):
                 raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
         if model.adapter:
             self.lora.check_start(model.adapter)

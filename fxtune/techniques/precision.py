@@ -17,21 +17,19 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import Autocast, PrecisionOptions
+from fxtune.facts.run import Facts
 from fxtune.models.structure import base_dtype, decoder_layers, observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream import torch as upstream
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 VOLTA, AMPERE = (7, 0), (8, 0)
 LARGEST_SCALE = 2.0**100
@@ -41,26 +39,8 @@ _LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class Autocast(str, Enum):
-    none = "none"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 @dataclass
-class Precision(Technique):
-    enabled: bool = True
-    autocast: Autocast = Autocast.none
-    """Run matmuls in this dtype while the weights keep theirs. float16 comes with loss scaling."""
-    initial_scale: float = field(default=65536.0, metadata={"above": 0})
-    """float16's first loss scale, a power of two. If it is too large, each halving costs one skipped step."""
-    scale_growth_interval: int = field(default=2000, metadata={"min": 1})
-    """Double the loss scale after this many good steps in a row."""
-    tf32: Optional[bool] = None
-    """Let float32 matmuls round their inputs to TF32. Null: on if the card has it (Ampere and newer)."""
-    cudnn_benchmark: bool = False
-    """Let cuDNN time its algorithms for each new shape of a convolution. Other layers are not affected."""
-
+class Precision(PrecisionOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         capability, on_gpu = facts.capability or AMPERE, facts.device == "cuda"
         card = f"{facts.device_name} (compute capability {capability[0]}.{capability[1]})"
@@ -99,11 +79,6 @@ class Precision(Technique):
             return None
         self.tf32 = facts.device == "cuda" and (facts.capability or (0, 0)) >= AMPERE
         return "tf32 on, this card has it" if self.tf32 else None
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast is on."""
-        return self.enabled and self.autocast is not Autocast.none
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass (not of its backward pass)."""

@@ -23,25 +23,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.options import ComputeDtype, Library, LoraOptions, QuantizeOptions, Switch, Type
+from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
 from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Evidence, Switch, Technique
+from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.lora.targets import matches
-from fxtune.techniques.quantized_experts import SMALL, TENSORS, experts_of, hold_mxfp4, quantize_experts, stored_as
+from fxtune.techniques.quantized_experts import (
+    TENSORS,
+    experts_of,
+    hold_mxfp4,
+    leaves_linears,
+    quantize_experts,
+    stored_as,
+)
 from fxtune.techniques.quantized_experts import obstacle as experts_obstacle
 from fxtune.techniques.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import (
@@ -56,9 +64,6 @@ from fxtune.techniques.quantized_modules import (
     stored_bytes,
 )
 from fxtune.upstream.torch import without_scaled_mm
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 EachWeight = Callable[[Mapping[str, tuple[int, ...]], Callable[[str, torch.Tensor], None]], None]
 """Hands each weight, of those by name and shape, to a function."""
@@ -79,58 +84,8 @@ MULTIPLE = 16
 """Both sizes of a matrix in an fp8 product are multiples of this."""
 
 
-class Library(str, Enum):
-    """The package that stores weights or the optimizer's moments in 8 or 4 bits."""
-
-    auto = "auto"
-    bitsandbytes = "bitsandbytes"
-    torchao = "torchao"
-
-
-class Type(str, Enum):
-    nf4 = "nf4"
-    int8 = "int8"
-    fp8 = "fp8"
-    mxfp4 = "mxfp4"
-
-
-class ComputeDtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 @dataclass
-class Quantize(Technique):
-    type: Type = Type.nf4
-    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error.
-    `fp8`: products in 8-bit floating point, the fastest; `transpose` says how much memory it takes. `mxfp4`: the
-    experts of a mixture in 4 bits, in blocks of 32, as gpt-oss ships them; linears stay in model.dtype."""
-    library: Library = Library.auto
-    """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8
-    and mxfp4 need none."""
-    double: bool = True
-    """nf4: also quantize the blocks' scales, which saves 0.37 bits a weight."""
-    compute_dtype: ComputeDtype = ComputeDtype.auto
-    """The dtype of dequantized weights and their matmuls. `auto`: that of the model's other matmuls."""
-    skip: list[str] = field(default_factory=list)
-    """Linears to leave unquantized, such as `down_proj` or `layers.0.mlp.up_proj`. The head has its own option."""
-    head: bool = False
-    """fp8: also compute the output head's product in fp8. Its rounding shows in the reported loss."""
-    embeddings: bool = False
-    """fp8: store token embeddings in fp8 and dequantize the rows that are read: half of their memory."""
-    transpose: Switch = Switch.auto
-    """fp8: keep the transpose of each weight, too, 2 bytes a weight in place of 1. Without it each backward product
-    transposes the codes first, which takes 1 or 2 % of a step. `auto`: on if the transposes take at most an eighth of
-    the card's free memory."""
-    experts: Switch = Switch.auto
-    """Also the experts of a mixture. `auto`: on where their architecture and sizes allow it; otherwise they stay in
-    model.dtype, and a line says why. Experts that a checkpoint ships in MXFP4 stay so, except in fp8."""
-    linears: Switch = Switch.auto
-    """fp8: also the linears beside experts in fp8. `auto`: off if all of them are small, because then they take hardly
-    any memory, and quantizing their input takes about as long as the faster product saves (by calculation)."""
-
+class Quantize(QuantizeOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is Type.fp8
         if not lora.enabled:
@@ -407,11 +362,7 @@ class Quantize(Technique):
             return 0
         return sum(getattr(one, name).numel() for one in experts_of(model) for name in TENSORS)
 
-    def bytes_per_weight(self) -> float:
-        """Bytes of each quantized weight, scales included."""
-        return bytes_per_weight(self.type.value, self.double, self.transpose is not Switch.off)
-
-    def takes_rows(self, lora: Any, model: nn.Module | None, shipped: bool = False) -> bool:
+    def takes_rows(self, lora: LoraOptions, model: nn.Module | None, shipped: bool = False) -> bool:
         """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that they need not fit
         anywhere in 16 bits. `shipped`: whether its experts stay in MXFP4, in which the checkpoint has them."""
         if lora.dora or lora.factored or lora.modules_to_save or model is None:
@@ -419,7 +370,7 @@ class Quantize(Technique):
         # transformers converts the files of mixtures as it reads them.
         return shipped or not any(map(follows_interface, model.modules()))
 
-    def keeps_shipped(self, lora: Any, model: nn.Module | None) -> bool:
+    def keeps_shipped(self, lora: LoraOptions, model: nn.Module | None) -> bool:
         """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
         kept = self.enabled and self.experts is Switch.on and self._experts_type(True) is Type.mxfp4
         return kept and self.takes_rows(lora, model, True)
@@ -444,15 +395,8 @@ class Quantize(Technique):
                 skipped = module is head or any(is_named(full, skip) for skip in self.skip)
                 if isinstance(module, nn.Linear) and not skipped:
                     found.append((full, parent, name, module))
-        if not self.leaves_linears(experts, max((linear.weight.numel() for *_, linear in found), default=0)):
+        if not leaves_linears(self, experts, max((linear.weight.numel() for *_, linear in found), default=0)):
             yield from found
-
-    def leaves_linears(self, experts: bool, largest: int) -> bool:
-        """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are quantized."""
-        if self.type is Type.mxfp4:
-            return True
-        small = self.type is Type.fp8 and experts and largest < SMALL
-        return self.linears is Switch.off or (self.linears is Switch.auto and small)
 
     def apply(self, model: Any, world: World) -> nn.Module:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""

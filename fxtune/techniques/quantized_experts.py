@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxtune.facts.options import QuantizeOptions, Switch, Type
 from fxtune.kernels import fp8_experts
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, pack_mxfp4, unpack
 from fxtune.models.shards import mark_mxfp4
@@ -42,6 +43,14 @@ hardly any memory, and to quantize their input and to add their adapter takes ab
 def experts_of(model: nn.Module) -> Iterator[Any]:
     """The modules that hold all experts of a layer."""
     return (module for module in model.modules() if follows_interface(module))
+
+
+def leaves_linears(quantize: QuantizeOptions, experts: bool, largest: int) -> bool:
+    """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are quantized."""
+    if quantize.type is Type.mxfp4:
+        return True
+    small = quantize.type is Type.fp8 and experts and largest < SMALL
+    return quantize.linears is Switch.off or (quantize.linears is Switch.auto and small)
 
 
 def obstacle(experts: Any, kind: str, library: str) -> str | None:

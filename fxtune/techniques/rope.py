@@ -19,29 +19,20 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import RopeOptions, RopeType
+from fxtune.facts.run import Facts
 from fxtune.techniques.base import Evidence, Technique
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 FULL = "full_attention"
 CLOSE = 1e-5
 """Largest relative error of a float32 frequency. Another scaling is off by 1e-2 or more."""
-
-
-class RopeType(str, Enum):
-    yarn = "yarn"
-    linear = "linear"
-    dynamic = "dynamic"
-    llama3 = "llama3"
 
 
 OWNERS = {
@@ -52,26 +43,7 @@ OWNERS = {
 
 
 @dataclass
-class Rope(Technique):
-    type: RopeType = RopeType.yarn
-    """How the frequencies are scaled, as transformers names it."""
-    factor: float = field(default=1.0, metadata={"min": 1})
-    """The new context over the original one."""
-    original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
-    """The context that the model was trained on; null: max_position_embeddings of the model's config, or the original
-    length of the same scaling if the model already has it."""
-    beta_fast: float = field(default=32.0, metadata={"above": 0})
-    """yarn only: pairs with more rotations than this over the original context keep their frequency."""
-    beta_slow: float = field(default=1.0, metadata={"above": 0})
-    """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of
-    it."""
-    attention_factor: Optional[float] = field(default=None, metadata={"above": 0})
-    """yarn only: the scale of queries and of keys, so its square scales the logits; null: 0.1 ln(factor) + 1."""
-    low_freq_factor: float = field(default=1.0, metadata={"above": 0})
-    """llama3 only: like beta_slow."""
-    high_freq_factor: float = field(default=4.0, metadata={"above": 0})
-    """llama3 only: like beta_fast."""
-
+class Rope(RopeOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         config = facts.text
         kind = config.get("model_type", "this model")

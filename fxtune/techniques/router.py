@@ -21,22 +21,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import UnavailableError
+from fxtune.facts.options import RouterOptions
+from fxtune.facts.run import Facts
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.structure import backbone, observed, skeleton
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import recorded_outputs, router_loss
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 CLOSE = 1e-3
 """The most that the auxiliary loss of a small row may differ from transformers', relative to it. A router in bfloat16
@@ -47,13 +46,7 @@ COMPARISONS = 2**24
 
 
 @dataclass
-class Router(Technique):
-    enabled: bool = True
-    """Add the auxiliary loss of a mixture of experts. Nothing happens where the model has none."""
-    aux_loss_coef: Optional[float] = field(default=None, metadata={"min": 0})
-    """The factor of the auxiliary loss; 0: none. null: router_aux_loss_coef of the model's config if its
-    output_router_logits is true, else 0."""
-
+class Router(RouterOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         if self.aux_loss_coef and (why := _without_loss(facts)):
             yield f"aux_loss_coef: {self.aux_loss_coef:g}, but {why}. Set it to 0."

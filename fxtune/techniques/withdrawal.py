@@ -10,7 +10,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from fxtune.techniques.base import OptionalTechnique, Switch
+from fxtune.facts.options import AutoOptions, Switch
 from fxtune.techniques.pipeline import Pipeline
 
 
@@ -24,7 +24,7 @@ def wish(asked: Pipeline, key: str) -> str | None:
     technique: Any = getattr(asked, name, None)
     if option and getattr(technique, option, None) is Switch.auto:
         return key
-    return name if isinstance(technique, OptionalTechnique) and technique.may_stay_off else None
+    return name if isinstance(technique, AutoOptions) and technique.may_stay_off else None
 
 
 def without(chosen: Pipeline, key: str) -> Pipeline:

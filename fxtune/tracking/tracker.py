@@ -23,11 +23,11 @@ from filelock import FileLock
 
 from fxtune.checkpoint.run_folder import read_config, require_own_files
 from fxtune.errors import ConfigError, Stopped, StorageError
+from fxtune.facts.run import Facts
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.progress import phase
 from fxtune.system.redact import redact, redact_arguments
 from fxtune.system.signals import SIGNALS
-from fxtune.techniques.facts import Facts
 from fxtune.tracking.cost import CostConfig
 from fxtune.tracking.jsonl import MetricsFile
 from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand

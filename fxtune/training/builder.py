@@ -29,6 +29,8 @@ from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError
+from fxtune.facts.options import Autocast
+from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
@@ -48,9 +50,8 @@ from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.estimate.memory import trained_parameters
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
-from fxtune.techniques.precision import Autocast, LossScale
+from fxtune.techniques.precision import LossScale
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward, oom_advice

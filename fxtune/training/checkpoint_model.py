@@ -15,12 +15,12 @@ from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError
+from fxtune.facts.options import Switch
 from fxtune.models import load as models
 from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType
 from fxtune.system.atomic_files import read_json
 from fxtune.system.hub import locate_adapter
-from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.about import ENDS
 from fxtune.training.run_state import copy_weights, trained_weights, weights_note

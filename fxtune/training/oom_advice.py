@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Policy, Switch, Type
+from fxtune.facts.run import Facts
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.estimate.memory import WORKSPACES, Need
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.techniques.quantize import Type
 
 MAX_CHANGES = 3
 MIN_SHARE = 0.01

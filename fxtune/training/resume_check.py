@@ -30,11 +30,11 @@ from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, StorageError
+from fxtune.facts.options import AUTO
+from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json
-from fxtune.techniques.base import AUTO
-from fxtune.techniques.facts import Facts
 
 SAMPLES = 64
 """How many 4 KiB blocks of a weights file are hashed, with its size. Hashing all of 16 GB would take a minute."""

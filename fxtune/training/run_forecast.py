@@ -19,16 +19,18 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
+from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.settle.in_backward import change_for
-from fxtune.settle.settled import settle
+from fxtune.settle.settled import Settled, settle
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
-from fxtune.techniques.estimate.degrees import sent
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
+from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds, update_seconds
-from fxtune.techniques.facts import Facts
+from fxtune.techniques.estimate.traffic import sent
+from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import oom_advice
 from fxtune.training.oom_advice import Change, MemoryPhase
 from fxtune.training.step_count import few_steps
@@ -70,8 +72,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class RunForecast:
+    techniques: Pipeline
+    """With every `auto` decided."""
     facts: Facts
-    """Those of one rank, with every `auto` decided."""
+    """Facts of one rank."""
     notes: list[str]
     """What was decided, and why."""
     need: Need
@@ -120,11 +124,12 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     Reads the model's config, and no weight. Raises as settle().
     """
     settled = settle(config, machine, gpus, present=gpus)
-    return _forecast(settled.config, settled.facts, list(settled.notes), lengths)
+    return _forecast(settled, lengths)
 
 
-def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths | None) -> RunForecast:
-    train, plan = config.train, facts.techniques.recompute_plan()
+def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
+    config, facts = settled.config, settled.facts
+    train, plan = config.train, recompute_plan(settled.techniques)
     supervised, attended = (lengths.supervised_share, lengths.attended) if lengths else (1.0, None)
     used = lengths.epoch / lengths.padded if lengths else 1.0
     own = -(-train.global_batch_size // train.micro_batch_size // facts.degrees.data_ranks)
@@ -145,9 +150,10 @@ def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths |
         size = 4  # adapters are float32
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
     return RunForecast(
+        settled.techniques,
         facts,
-        notes,
-        facts.techniques.memory_need(facts),
+        list(settled.notes),
+        settled.techniques.memory_need(facts),
         step,
         row_tokens * used,
         lengths,
@@ -164,7 +170,7 @@ def _forecast(config: Config, facts: Facts, notes: list[str], lengths: Lengths |
 def seconds_here(facts: Facts, plan: Plan) -> float | None:
     """Seconds of the steps of `plan` on the cores of this machine, which are timed (techniques/estimate/cpu_speed.py);
     None for so few that timing is not worth it. `facts`: with techniques decided."""
-    summary, kept = plan.summary(), facts.techniques.recompute_plan()
+    summary, kept = plan.summary(), recompute_plan(facts.techniques)
     row = summary["tokens"] / (1 - summary["padding_share"]) / summary["rows"]
     micro = micro_batch_seconds(facts, kept, summary["supervised_share"], _attended(plan)) * row / facts.row_length
     seconds = plan.steps * (plan.micro_batches(0) * micro + update_seconds(facts))
@@ -175,7 +181,7 @@ def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, 
     """Single changes of the recipe that save the most memory, the best one first, each with whether it is enough."""
     facts = forecast.facts
     freeing = change_for(config, facts)
-    _, changes = oom_advice.advice(facts, facts.techniques, config.optimizer, MemoryPhase.training, freeing)
+    _, changes = oom_advice.advice(facts, forecast.techniques, config.optimizer, MemoryPhase.training, freeing)
     return [(one, forecast.need.device - one.saves <= facts.free_memory) for one in changes]
 
 

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import CheckpointingOptions, Policy, Switch
+from fxtune.facts.run import Facts
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.settle.settled import settle
 from fxtune.system.units import GIB
 from fxtune.techniques.attention.backends import BACKENDS
-from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import policy
-from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.facts import Facts
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, gemm_backend
 from fxtune.tuning.trial import Outcome, TrialResult
 
@@ -118,17 +118,17 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
     changed = apply_deltas(config, deltas)
     ranks = context.facts.degrees.ranks
     try:
-        facts = settle(changed, context.facts, ranks, present=ranks, hf_config=context.hf_config).facts
-        workers = changed.loader.resolved(torch.device(facts.device)).num_workers
+        settled = settle(changed, context.facts, ranks, present=ranks, hf_config=context.hf_config)
+        workers = changed.loader.resolved(torch.device(settled.facts.device)).num_workers
     except ConfigError as error:
         first, *reasons = str(error).splitlines()
         reason = (reasons[0] if reasons else first).strip().removeprefix("techniques.")
         reason += f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
-    techniques, degrees = facts.techniques, facts.degrees
+    facts, techniques = settled.facts, settled.techniques
     options = techniques.options()
-    keep_all = Checkpointing(policy=Policy.none).plan()
-    plan = techniques.checkpointing.plan() if techniques.checkpointing.enabled else keep_all
+    keep_all = RecomputePlan.of(CheckpointingOptions(policy=Policy.none))
+    plan = RecomputePlan.of(techniques.checkpointing) if techniques.checkpointing.enabled else keep_all
     need = forecast(facts, plan).device
     if plan == keep_all:
         options.pop("checkpointing", None)  # policy=none is the same as no checkpointing
@@ -136,7 +136,7 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
         "micro_batch_size": facts.micro_batch_size,
         "workers": workers,
         "techniques": options,
-        "ranks": str(degrees),
+        "ranks": str(facts.degrees),
     }
     fits = need <= facts.free_memory * (1 + MARGIN)
     verdict = "" if fits else f"left out: forecast {need / GIB:.1f} GiB, {facts.free_memory / GIB:.1f} GiB free"
@@ -182,7 +182,7 @@ def checkpointing(config: Config, context: SearchContext) -> Iterator[Deltas]:
         {"policy": "full"},
         {"policy": "auto"},
     ]
-    defaults = {**dataclasses.asdict(Checkpointing()), "enabled": True}
+    defaults = {**dataclasses.asdict(CheckpointingOptions()), "enabled": True}
     for chosen in options:
         settings = {**defaults, **chosen}.items()
         yield {f"techniques.checkpointing.{key}": getattr(value, "value", value) for key, value in settings}

@@ -38,8 +38,8 @@ import baselines  # noqa: E402
 from baselines import Measurement  # noqa: E402
 
 if TYPE_CHECKING:
-    from fxtune.techniques.checkpointing.plan import RecomputePlan
-    from fxtune.techniques.facts import Facts
+    from fxtune.facts.run import Facts
+    from fxtune.techniques.estimate.recomputation import RecomputePlan
 
 GIB = 1 << 30
 TILE = 8192
@@ -255,9 +255,9 @@ def facts_of(
 ) -> tuple[Facts, RecomputePlan]:
     """The facts of one length with each `auto` decided, and the recompute plan."""
     from fxtune.config.compose import load
+    from fxtune.facts.run import Facts
     from fxtune.models import load as models
     from fxtune.system.facts import PACKAGES
-    from fxtune.techniques.facts import Facts
 
     config = load(settings(length, args, senders))
     facts = Facts(
@@ -272,7 +272,7 @@ def facts_of(
         optimizer=config.optimizer.name.value,
     )
     techniques, _ = config.techniques.decided(facts)
-    return replace(facts, techniques=techniques), techniques.checkpointing.plan()
+    return replace(facts, techniques=techniques), RecomputePlan.of(techniques.checkpointing)
 
 
 def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Row, Facts]:

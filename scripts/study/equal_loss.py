@@ -223,9 +223,9 @@ def gpu_name() -> str | None:
 def make_base(args: argparse.Namespace) -> dict[str, Any]:
     """Write text, tokenizer and base to --out, from scratch. Returns the figures of the base."""
     from fxtune.data.config import SourceConfig
+    from fxtune.facts.options import Autocast
     from fxtune.models.load import DType, load_config
     from fxtune.models.structure import skeleton
-    from fxtune.techniques.precision import Autocast
 
     data = args.out / "data"
     for folder in (data, args.out / "base", args.out / "base-trial"):

@@ -159,8 +159,9 @@ def pretraining(args: argparse.Namespace, corpus: Corpus) -> Any:
 def extension(args: argparse.Namespace, corpus: Corpus, name: str) -> Any:
     """The config of the extension: YaRN, rows of the long context, a mix of long and short documents."""
     from fxtune.data.config import MixConfig, SourceConfig
+    from fxtune.facts.options import RopeType
     from fxtune.models.load import DType, ModelConfig
-    from fxtune.techniques.rope import Rope, RopeType
+    from fxtune.techniques.rope import Rope
 
     context, length = args.context, args.context * args.factor
     tokens = args.extend_steps * args.extend_rows * length

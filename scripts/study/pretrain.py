@@ -90,8 +90,8 @@ def base_config(out: Path, name: str, seed: int) -> Any:
 
     from fxtune.checkpoint.manager import CheckpointConfig
     from fxtune.config.root import Config, RunConfig
+    from fxtune.facts.options import Autocast
     from fxtune.optim.config import OptimizerConfig
-    from fxtune.techniques.precision import Autocast
     from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 
     config = Config(

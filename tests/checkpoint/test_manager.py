@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
+from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, moment_bytes
-from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.facts import Facts
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 
 
 def names(folder):

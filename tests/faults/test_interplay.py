@@ -25,10 +25,11 @@ from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.cli.main import main
 from fxtune.config.root import Config, Resume, Spikes
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
+from fxtune.facts.options import Policy
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system.oom import BatchSizes
-from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
+from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.tracking.tracker import Tracker
 from fxtune.training import builder, evaluation, trainer
 

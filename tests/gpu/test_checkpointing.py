@@ -13,11 +13,12 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.facts.options import Policy, Switch, What
+from fxtune.facts.run import Facts
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
+from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.facts import Facts
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.pipeline import Pipeline
 
 BIG = dict(
@@ -147,7 +148,7 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
         optimizer="none",
         techniques=measured.pipeline,
     )
-    need = forecast(facts, measured.pipeline.checkpointing.plan())
+    need = forecast(facts, RecomputePlan.of(measured.pipeline.checkpointing))
     return need.allocated - (need.trained - need.gradients)
 
 
@@ -306,7 +307,7 @@ def test_pinned_memory_is_at_most_the_forecast():
         optimizer="none",
         techniques=measured.pipeline,
     )
-    said = forecast(facts, measured.pipeline.checkpointing.plan()).host
+    said = forecast(facts, RecomputePlan.of(measured.pipeline.checkpointing)).host
     print(f"\npinned {measured.model.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
     assert 0.7 * said < measured.model.offload.pinned <= 1.1 * said
 

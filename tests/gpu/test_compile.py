@@ -10,12 +10,13 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.facts.options import CompileMode, Dynamic, Scope
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.cuda_graphs import Recorder
-from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, Scope
+from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import Pipeline
 
 LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]

@@ -12,8 +12,9 @@ import torch
 from support import reference
 from torch.nn import functional as F
 
+from fxtune.facts.options import WeightGradient
 from fxtune.kernels import fp8_training
-from fxtune.techniques.float8 import Float8, Float8Linear, WeightGradient
+from fxtune.techniques.float8 import Float8, Float8Linear
 from fxtune.techniques.pipeline import Pipeline
 
 

@@ -10,14 +10,15 @@ from support import reference
 from torch.nn import functional as F
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import Type
+from fxtune.facts.run import Facts
 from fxtune.kernels import fp8
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.swiglu import gated, gated_backward
 from fxtune.models.load import DType, Init, ModelConfig, load_config
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize, Type
+from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.quantized_modules import dequantized, head_of, is_quantized
 
 

@@ -7,15 +7,15 @@ import torch
 from support.mixtures import mixture
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import ComputeDtype, Switch, Type
 from fxtune.kernels import fp8_experts as operators
 from fxtune.kernels import matmul
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts, fp8_experts, quantize_experts
 from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.models.load import DType, load_config
-from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+from fxtune.techniques.quantize import Quantize
 
 GPU = torch.device("cuda", 0)
 SHAPES = {"qwen3": (4096, 8, 128, 2048, 768, 16), "uneven": (1003, 3, 5, 512, 320, 24), "few": (5, 1, 8, 256, 128, 8)}

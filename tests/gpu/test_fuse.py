@@ -14,14 +14,13 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.facts.options import Autocast, Matmul, Policy, Switch
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.lora.technique import Lora, Matmul
+from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.techniques.precision import Autocast, Precision
+from fxtune.techniques.precision import Precision
 
 LAYERS_OF_8B = dict(
     model_type="llama",

@@ -11,9 +11,8 @@ from support import reference
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import Policy, Switch
 from fxtune.kernels.rotary import apply_rotary
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.liger.technique import OPERATIONS, Liger, _operations
 from fxtune.techniques.pipeline import Pipeline
 

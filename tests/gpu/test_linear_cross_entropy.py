@@ -12,13 +12,13 @@ import torch
 from support import reference
 from support.losses import reference_log_probs
 
+from fxtune.facts.options import Switch
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
     linear_log_probs,
 )
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 

@@ -10,6 +10,8 @@ from support import reference
 
 from fxtune.cli import doctor
 from fxtune.distributed.world import World
+from fxtune.facts.options import Matmul, Switch
+from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
@@ -18,10 +20,7 @@ from fxtune.kernels.matmul import CUTE, is_served, mm
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import gemm_backend
-from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 GPU = torch.device("cuda", 0)

@@ -25,11 +25,9 @@ from fxtune.checkpoint.run_folder import claim
 from fxtune.config.root import Config, OutOfMemory, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import HardwareError
+from fxtune.facts.options import CompileMode, Policy, Scope, Switch
 from fxtune.models.load import DType, Init, ModelConfig
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
-from fxtune.techniques.compile.technique import CompileMode, Scope
 from fxtune.tracking.display import display
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train

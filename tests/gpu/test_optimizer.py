@@ -14,12 +14,12 @@ from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.distributed.world import World
+from fxtune.facts.options import Library
+from fxtune.facts.run import Facts
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, check
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.settle.in_backward import COUNTS_FOR_ALL
-from fxtune.techniques.facts import Facts
-from fxtune.techniques.quantize import Library
 from fxtune.training.in_backward import InBackward
 
 CASES = {

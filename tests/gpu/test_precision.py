@@ -11,10 +11,11 @@ from support import reference
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast
 from fxtune.models.load import DType
 from fxtune.system.units import GIB
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.precision import Autocast, LossScale, Precision
+from fxtune.techniques.precision import LossScale, Precision
 
 
 def pipeline(**options) -> Pipeline:

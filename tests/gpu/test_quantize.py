@@ -9,12 +9,13 @@ import torch
 from support import reference
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import Library, Type
+from fxtune.facts.run import Facts
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Library, Quantize, Type
+from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.quantized_modules import bytes_per_weight, dequantized, is_quantized, quantized
 
 KINDS = {

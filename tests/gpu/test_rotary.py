@@ -6,9 +6,9 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.facts.options import Switch
 from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.kernels.rotary import reference as exact
-from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline

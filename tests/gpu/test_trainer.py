@@ -20,10 +20,9 @@ from support import reference
 from fxtune.checkpoint.run_folder import claim
 from fxtune.config.root import Config, Spikes, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.facts.options import Library, Switch
 from fxtune.models.load import ModelConfig
 from fxtune.optim.config import OptimizerName
-from fxtune.techniques.base import Switch
-from fxtune.techniques.quantize import Library
 from fxtune.tracking.display import display
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train

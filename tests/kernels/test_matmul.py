@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.errors import HardwareError
+from fxtune.facts.options import Matmul, Switch
+from fxtune.facts.run import Facts
 from fxtune.kernels import linear_cross_entropy as heads
 from fxtune.kernels import matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
@@ -22,10 +24,7 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.matmul import CUBLAS, CUTE, is_served, mm, utilization
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.facts import PACKAGES
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import gemm_backend
-from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import make_probe
 
 H200 = Facts(

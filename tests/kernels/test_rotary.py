@@ -13,12 +13,11 @@ from support.cases import slow_but
 from support.runs import SUPPORT, interpreted
 from torch.nn import functional as F
 
+from fxtune.facts.options import Policy, Switch
 from fxtune.kernels.frozen_base import Dense, augment
 from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope

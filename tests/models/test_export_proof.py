@@ -19,11 +19,11 @@ from support.architectures import architecture, built, lora, on_disk, random_mod
 
 from fxtune.cli.main import main
 from fxtune.errors import StorageError
+from fxtune.facts.options import Switch
 from fxtune.models import exported_weights, save
 from fxtune.models.export_proof import LIMIT
 from fxtune.models.load import Init, ModelConfig
 from fxtune.models.save import save_model
-from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 

@@ -11,9 +11,9 @@ from support.architectures import built, lora, on_disk, tiny_model, trained, wor
 
 from fxtune.cli import merge as merging
 from fxtune.errors import StorageError
+from fxtune.facts.options import AdapterInit
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
-from fxtune.techniques.lora.technique import AdapterInit
 
 
 def adapter(folder, model=None, **options):

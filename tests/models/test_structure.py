@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.architectures import built, facts_of, lora, random_model
 
+from fxtune.facts.options import Switch
 from fxtune.models.structure import (
     backbone,
     base_dtype,
@@ -16,7 +17,6 @@ from fxtune.models.structure import (
     parameter_counts,
     skeleton,
 )
-from fxtune.techniques.base import Switch
 
 
 def test_layers_and_decoder_are_found_under_adapters():

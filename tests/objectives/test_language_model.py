@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast, Switch
 from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, require_acted
-from fxtune.techniques.precision import Autocast
 from fxtune.training import trainer
 
 OTHERS = {

@@ -8,10 +8,10 @@ from support.architectures import enable
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Library
+from fxtune.facts.run import Facts
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
-from fxtune.techniques.facts import Facts
-from fxtune.techniques.quantize import Library
 from fxtune.training.builder import RunBuilder
 
 GPU = Facts(device="cuda", dtype="bfloat16", packages={"bitsandbytes": "1", "torchao": "1"})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.architectures import enable
 
+from fxtune.facts.run import Facts
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.learning_rate import guess
-from fxtune.techniques.facts import Facts
 
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096}
 QWEN_8B = {"model_type": "qwen3", "hidden_size": 4096}

@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,10 @@ from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees, decide
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.models.load import DType
+from fxtune.settle.degrees import fits
 from fxtune.system.facts import PACKAGES
-from fxtune.techniques.estimate.degrees import fits
-from fxtune.techniques.facts import Facts
 
 SHIPPED = sorted(path.stem for path in discovery.shipped("recipes").glob("*.yaml"))
 GROUPS = [[f"{group}={option}" for option in options] for group, options in discovery.groups().items()]
@@ -213,7 +212,7 @@ def test_shipped_recipe_passes_its_checks_on_the_hardware_it_names(name, cwd):
     if facts.degrees.ranks > 1:
         assert techniques.memory_need(facts).device <= facts.free_memory
     if facts.degrees.shard > 1:  # that is what several GPUs are for
-        assert not fits(replace(facts, techniques=config.techniques), Degrees())
+        assert not fits(config.techniques, facts, Degrees())
     assert "auto" not in {
         str(getattr(value, "value", value))
         for name, technique in techniques.enabled()

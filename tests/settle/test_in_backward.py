@@ -10,13 +10,11 @@ from support.forecasts import card
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast, Scope, Switch
 from fxtune.optim.config import OptimizerName
 from fxtune.settle.in_backward import change_for, decide, refusals
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.plan import RecomputePlan
-from fxtune.techniques.compile.technique import Scope
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.precision import Autocast
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.training.builder import RunBuilder
 
 

@@ -12,9 +12,9 @@ from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.settle import ranks
 from fxtune.settle.ranks import ranks_of, require_possible, share
-from fxtune.techniques.facts import Facts
 
 LORA = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
 FULL = {**LORA}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from fxtune.distributed.world import World
+from fxtune.facts.options import AdapterInit
+from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_config
-from fxtune.techniques.facts import Facts
-from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 SIZES = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fxtune.facts.options import Policy
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
+from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.architectures import enable
 
+from fxtune.facts.run import Facts
 from fxtune.system.units import GIB
-from fxtune.techniques.facts import Facts
 
 LLAMA = dict(
     model_type="llama",

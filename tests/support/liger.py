@@ -12,8 +12,8 @@ from support.architectures import (
 )
 from torch.nn import functional as F
 
+from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig, load_config
-from fxtune.techniques.base import Switch
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from support.architectures import built, facts_of, lora, random_model
 
+from fxtune.facts.options import Library, Switch, Type
 from fxtune.models.load import ModelConfig
-from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Library, Type
 
 EVERY = {"attention": 2, "mlp": 2, "linear": 2}
 OPERATORS = {

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.facts.options import Library
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
-from fxtune.techniques.quantize import Library
 
 
 class Small(nn.Module):

@@ -235,8 +235,8 @@ def build(
 ) -> tuple[Any, Any, list[Any], list[str]]:
     """(model, resolved pipeline, evidence, notes), as training builds them. The model is in training mode."""
     from fxtune.distributed.world import World
+    from fxtune.facts.run import Facts
     from fxtune.models.load import DType, ModelConfig, load_config
-    from fxtune.techniques.facts import Facts
     from fxtune.techniques.pipeline import make_probe
 
     pipeline = copy.deepcopy(pipeline)

@@ -15,11 +15,11 @@ from support.imports import imports, modules
 from torch import nn
 from transformers import LlamaConfig
 
+from fxtune.facts.options import Library
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system import code_digest, compiler_cache
 from fxtune.techniques.attention.technique import Attention
-from fxtune.techniques.quantize import Library
 
 
 @pytest.fixture

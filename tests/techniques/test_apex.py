@@ -9,9 +9,9 @@ from support.architectures import built, enable, logits, lora, random_model
 from torch import nn
 
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.system.facts import APEX
 from fxtune.techniques.apex import Apex
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
 
 HERE = Facts(device="cuda", packages={APEX: "0.1"})

@@ -51,9 +51,9 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     """Train adapters for STEPS steps. Returns their weights, the losses, what was observed, and the bytes that this
     rank holds of the codes, beside those of all. `old`: as torch 2.11 divides."""
     from fxtune.config.compose import load
+    from fxtune.facts.options import ComputeDtype, Switch, Type
     from fxtune.objectives.causal_lm import CausalLM
-    from fxtune.techniques.base import Switch
-    from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+    from fxtune.techniques.quantize import Quantize
     from fxtune.training.builder import RunBuilder
 
     recipe = [

@@ -7,8 +7,8 @@ from support.forecasts import LLAMA, card
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Switch
 from fxtune.techniques import divided_weights
-from fxtune.techniques.base import Switch
 from fxtune.techniques.quantize import WITHOUT_FP8
 
 LORA = {"lora": {}}

@@ -21,11 +21,12 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.sharding import free_gathered
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.options import WeightGradient
 from fxtune.models.load import DType, ModelConfig, load_config
-from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.step_time import layer_time
-from fxtune.techniques.float8 import Float8, Float8Linear, WeightGradient
+from fxtune.techniques.float8 import Float8, Float8Linear
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.training import trainer
 

@@ -17,11 +17,11 @@ import torch
 from support.harness import wait_for
 from torch.nn.functional import scaled_dot_product_attention
 
+from fxtune.facts.options import Switch
+from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
 from fxtune.techniques import package_checks
 from fxtune.techniques.attention.technique import Attention
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.package_checks import CHECKS, Check, Heads, NotTriedError
 from fxtune.techniques.pipeline import Pipeline

@@ -22,14 +22,16 @@ from support.architectures import (
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast, Policy, Switch
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
-from fxtune.techniques.base import Switch, Technique
-from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
+from fxtune.techniques.base import Technique
+from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
+from fxtune.techniques.lora.fuse import mlp_kernel
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.precision import Autocast, Precision
+from fxtune.techniques.precision import Precision
 from fxtune.techniques.rope import Rope
 
 
@@ -156,7 +158,7 @@ def test_options_of_a_disabled_technique_are_reported():
 def test_mlp_kernel_decides_between_fused_lora_and_liger(lora, liger, device, owner):
     pipeline = enable(lora=lora, liger=liger)
     facts = facts_of(random_model("llama"), device=device, dtype="bfloat16", techniques=pipeline)
-    assert pipeline.mlp_kernel(facts) == owner
+    assert mlp_kernel(facts) == owner
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from support.runs import history, losses
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
+from fxtune.facts.options import Autocast
+from fxtune.facts.run import Facts
 from fxtune.models.load import DType
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
-from fxtune.techniques.precision import Autocast, LossScale, Precision
+from fxtune.techniques.precision import LossScale, Precision
 from fxtune.training import trainer
 
 PASCAL = Facts(device="cuda", device_name="Tesla P100", capability=(6, 0))

@@ -15,18 +15,16 @@ from support.architectures import CPU, built, facts_of, logits, lora, on_disk, r
 from support.cases import slow_but
 
 from fxtune.cli.merge import merge
+from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, Type
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.base import Switch
-from fxtune.techniques.estimate.memory import RecomputePlan, forecast
+from fxtune.techniques.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.quantized_modules import (
     bytes_per_weight,
     dequantized,
@@ -414,7 +412,7 @@ def test_auto_keeps_transposes_where_memory_is_ample():
         assert chosen.quantize.transpose is kept
         note = next(note for note in notes if note.startswith("quantize"))
         assert ("the backward pass transposes them" in note) == (kept is Switch.off)
-        assert chosen.quantize.bytes_per_weight() == bytes_per_weight("fp8", transpose=kept is Switch.on)
+        assert linear_bytes(facts_of(model, techniques=chosen)) == bytes_per_weight("fp8", transpose=kept is Switch.on)
 
 
 def fp8_linears(model: Any) -> list[Any]:

@@ -16,17 +16,17 @@ from support.mixtures import mixture, uneven
 from support.mxfp4 import in_mxfp4
 
 from fxtune.cli.merge import merge
+from fxtune.facts.options import ComputeDtype, Library, Switch, Type
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.save import save_model
-from fxtune.techniques import quantize
-from fxtune.techniques.base import Switch
+from fxtune.techniques import quantized_experts
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.lora.experts import grouped, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.quantized_experts import dequantize, experts_of, stored_as, stored_bytes
 from fxtune.techniques.quantized_modules import is_quantized
 
@@ -144,7 +144,7 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(tmp_path):
 @pytest.mark.parametrize("small", [2**24, 1])
 def test_the_forecast_of_fp8_experts_is_right(small, monkeypatch):
     """Also where other linears are large enough to be in fp8 with them."""
-    monkeypatch.setattr(quantize, "SMALL", small)
+    monkeypatch.setattr(quantized_experts, "SMALL", small)
     model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     for experts in (Switch.on, Switch.off):
         pipeline = fp8(experts)

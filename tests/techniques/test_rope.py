@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from support.architectures import CPU, FAMILIES, built, facts_of, random_model
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.rope import Rope, RopeType
+from fxtune.techniques.rope import Rope
 
 SCALABLE = [family for family in FAMILIES if family != "phi3"]
 

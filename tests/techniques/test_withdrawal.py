@@ -10,8 +10,8 @@ import pytest
 
 from fxtune.cli.main import main
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Switch
 from fxtune.techniques import withdrawal
-from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.liger.technique import Liger

@@ -3,7 +3,7 @@ from support.runs import history
 from support.tracking import start
 
 from fxtune.errors import ConfigError
-from fxtune.techniques.facts import Facts
+from fxtune.facts.run import Facts
 from fxtune.tracking.tracker import TrackingConfig, WandbConfig, WandbMode, check, wandb_mode
 
 

@@ -17,8 +17,8 @@ from fxtune.cli.main import main
 from fxtune.cli.merge import merge
 from fxtune.config.root import Config, Export
 from fxtune.errors import ConfigError, StorageError
+from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig
-from fxtune.techniques.base import Switch
 from fxtune.training import evaluation, trainer
 
 ADAPTER = "adapter/adapter_model.safetensors"

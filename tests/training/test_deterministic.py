@@ -9,9 +9,10 @@ import torch
 from support.architectures import enable
 from support.runs import history
 
+from fxtune.facts.options import CompileMode
+from fxtune.facts.run import Facts
 from fxtune.techniques.attention.backends import BACKENDS, hub
-from fxtune.techniques.compile.technique import Compile, CompileMode
-from fxtune.techniques.facts import Facts
+from fxtune.techniques.compile.technique import Compile
 from fxtune.training import trainer
 
 LLAMA = {

@@ -17,14 +17,13 @@ from support.optimizers import CASES, YES, backward, make
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HardwareError, Stopped
+from fxtune.facts.options import Policy, Switch
 from fxtune.models.load import DType
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.optim.config import Moments
 from fxtune.optim.optimizer import Optimizer
 from fxtune.settle import in_backward
 from fxtune.settle.in_backward import COUNTS_FOR_ALL
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
 from fxtune.training.in_backward import InBackward, observe

@@ -16,9 +16,9 @@ from support.tuning import TINY
 from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.run import Facts
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.settle.refusals import refusals
-from fxtune.techniques.facts import Facts
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
 from fxtune.training.noise_scale import LEAST_STEPS, NAMES, NoiseScale

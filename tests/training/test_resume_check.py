@@ -11,7 +11,7 @@ from support.mixtures import mixture
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
-from fxtune.techniques.checkpointing.technique import Policy
+from fxtune.facts.options import Policy
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder

@@ -13,9 +13,9 @@ from support.runs import history
 from torch.nn import functional as F
 
 from fxtune.data.config import SourceConfig
+from fxtune.facts.options import Switch
 from fxtune.objectives.base import Objective
 from fxtune.objectives.causal_lm import CausalLM
-from fxtune.techniques.base import Switch
 from fxtune.training import trainer as train
 from fxtune.training.builder import RunBuilder
 

@@ -13,8 +13,8 @@ from support.tuning import LLAMA, h200, tiny_config, tiny_context
 
 from fxtune.config.compose import load
 from fxtune.config.root import Config
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
+from fxtune.facts.options import Switch
+from fxtune.facts.run import Facts
 from fxtune.tuning import search_space
 from fxtune.tuning.search import Search
 from fxtune.tuning.search_space import AXES, Candidate, SearchContext, apply_deltas, candidate

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fxtune.facts.run import Facts
 from fxtune.kernels.flash4 import VERSION as FLASH4_VERSION
 from fxtune.system.units import GIB
 from fxtune.techniques.attention.packed import CUDNN, FLASH4, SDPA
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 SINKS = {"flint", "gpt_oss", "granite_swa", "granitemoe_swa"}
 """Models with an extra learned score in each softmax."""

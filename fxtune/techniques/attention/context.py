@@ -22,13 +22,14 @@ not kept: over NVLink that takes less time than other recomputation for the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.kernels.all_to_all import all_to_all
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.models.dims import position_limit
@@ -39,9 +40,6 @@ from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.packed import OURS, one_document_a_row
 from fxtune.techniques.base import Evidence
 from fxtune.upstream.transformers import eager_attention
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 PROBE = 8
 """Tokens of each piece of the row that observe() compares."""

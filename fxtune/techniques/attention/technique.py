@@ -25,13 +25,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, nearest
+from fxtune.facts.options import AttentionOptions
+from fxtune.facts.run import Facts
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.profiler import Observed, observe_operators, short_name
@@ -40,9 +42,6 @@ from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hu
 from fxtune.techniques.attention.packed import CUDNN, SDPA
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import attention_of, load_hub_attention, set_attention
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 ATTENDING_LAYERS = ISOLATING_LAYERS | {"attention", "hybrid"}
@@ -53,14 +52,7 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 
 
 @dataclass
-class Attention(Technique):
-    enabled: bool = True
-    backend: str = "auto"
-    """auto | flash4 | flash3 | flash2 | cudnn | sdpa | flex | eager | hub:ORG/KERNEL@COMMIT. `auto`: the fastest that
-    is correct here; its choice and the reasons are printed."""
-    trust_remote_code: bool = False
-    """hub:... only: run compiled code of that kernel's author. Needs a full commit hash."""
-
+class Attention(AttentionOptions, Technique):
     _packed = False  # whether rows are packed: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
     _by_documents = False  # whether sdpa's kernel for packed documents runs; no option: resolve() sets it

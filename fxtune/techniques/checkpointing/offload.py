@@ -27,21 +27,10 @@ from torch import nn
 from fxtune.errors import MemoryShortError
 from fxtune.system.nested import leaves
 from fxtune.system.units import GIB
+from fxtune.techniques.estimate.recomputation import pinned_piece
 
-PIECE = 1 << 26
-"""Bytes of a piece of pinned memory; a smaller tensor takes a smaller piece. torch rounds pinned allocations up to
-powers of two, which would take 124 GiB and not 95 for the 31 inputs of 400,000 tokens."""
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device."""
-
-
-def pinned_bytes(size: int) -> int:
-    """Bytes of host memory that `size` bytes take."""
-    return -(-size // _piece(size)) * _piece(size) if size else 0
-
-
-def _piece(size: int) -> int:
-    return min(PIECE, 1 << (max(size, 1) - 1).bit_length())
 
 
 class Offload:
@@ -112,7 +101,7 @@ class Offload:
 
     def buffers(self, size: int) -> list[torch.Tensor]:
         """Free pieces that hold `size` bytes together. Raises MemoryShortError if the host cannot pin more memory."""
-        each = _piece(size)
+        each = pinned_piece(size)
         taken: list[torch.Tensor] = []
         try:
             for _ in range(-(-size // each)):
@@ -233,7 +222,7 @@ class _SentStorage:
     def _copy(self, to_host: bool) -> None:
         assert self.on_device is not None
         with torch.cuda.stream(self.owner.side):  # None: no other stream
-            for buffer, part in zip(self.buffers, self.on_device.split(_piece(self.bytes)), strict=True):
+            for buffer, part in zip(self.buffers, self.on_device.split(pinned_piece(self.bytes)), strict=True):
                 host = buffer[: part.numel()]
                 (host if to_host else part).copy_(part if to_host else host, non_blocking=self.owner.side is not None)
             self.event = self.owner.side.record_event() if self.owner.side is not None else None

@@ -14,10 +14,9 @@ backward pass needs. torch.compile traces the same wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,22 +24,21 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
+from fxtune.facts.options import CheckpointingOptions, Policy, What
+from fxtune.facts.run import Facts
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.units import GIB
-from fxtune.techniques.base import Evidence, OptionalTechnique
+from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing.offload import Offload
-from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import tile
 from fxtune.techniques.checkpointing.verify import Proof
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
+from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.lora import fuse
 from fxtune.upstream import torch as upstream
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 HOST_SHARE = 0.8
 """The share of the host's memory that offloaded tensors may fill."""
@@ -50,54 +48,8 @@ MEMORY_SHARE = 0.95
 """The share of the free memory that `auto` fills if it can: a forecast may be wrong by some percent."""
 
 
-class Policy(str, Enum):
-    none = "none"
-    selective = "selective"
-    full = "full"
-    mix = "mix"
-    budget = "budget"
-    auto = "auto"
-
-
-class What(str, Enum):
-    inputs = "inputs"
-    kept = "kept"
-
-
 @dataclass
-class Checkpointing(OptionalTechnique):
-    policy: Policy = Policy.full
-    """What layers keep for the backward pass. `none`: everything; `selective`: what `save` and `recompute` say;
-    `full`: their input; `mix`: what `mix` says of each; `budget`: what the compiler chooses; `auto`: the fastest of
-    these that fits, with `offload` and `mlp_tiles` where it needs them."""
-    every: int = field(default=1, metadata={"min": 1})
-    """Apply the policy to one decoder layer in this many: 1 is all of them, 2 every other one. For the policies
-    selective and full."""
-    save: list[str] = field(default_factory=list)
-    """policy=selective: whose results are kept: operators (`aten.mm`), groups (`attention`, `matmuls`), linears of a
-    layer (`q_proj`). Empty: both groups. A linear's name takes precedence over its operator's, and that over its
-    group's."""
-    recompute: list[str] = field(default_factory=list)
-    """policy=selective: exceptions from `save`, with the same names: [gate_proj, up_proj] keeps the other
-    `matmuls`."""
-    mix: dict[str, int] = field(default_factory=dict, metadata={"min": 0, "max": 10_000})
-    """policy=mix: how many layers keep `everything`, the `wide` products (gate, up) and all below, the `narrow` ones
-    (q, k, v, o) and all below, `attention`, or their `input`: {narrow: 12, wide: 20}. Layers that are not counted keep
-    their input. Those that keep little come first."""
-    budget: float = field(default=0.5, metadata={"min": 0, "max": 1})
-    """policy=budget: the share that the compiler may keep of what it would keep. 0: layers' inputs only; 1: all of
-    it."""
-    offload: bool = False
-    """Hold what offload_what says in pinned host memory from forward to backward, copied while layers compute (needs a
-    GPU)."""
-    offload_what: What = What.inputs
-    """`inputs`: layers' inputs; `kept`: also what else they keep, except for products wider than the hidden state
-    (compiled)."""
-    offload_layers: Optional[int] = field(default=None, metadata={"min": 1})
-    """How many layers send, from the first; null: all except the last one, whose tensors are needed at once."""
-    mlp_tiles: int = field(default=1, metadata={"min": 1, "max": 1024})
-    """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: no tiles."""
-
+class Checkpointing(CheckpointingOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         layers = facts.text.get("num_hidden_layers")
         if layers and self.every > layers:
@@ -185,7 +137,7 @@ class Checkpointing(OptionalTechnique):
             yield "offload_what: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
         if self.policy is Policy.auto:
             return
-        layers, plan = facts.text.get("num_hidden_layers"), self.plan()
+        layers, plan = facts.text.get("num_hidden_layers"), RecomputePlan.of(self)
         if layers and not any(plan.sending(layers)):
             yield (
                 f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
@@ -216,22 +168,9 @@ class Checkpointing(OptionalTechnique):
         if inside := sorted(set(self.save) & set(selective.linears(mlp) if mlp is not None else ())):
             yield f"mlp_tiles: tiles keep nothing of the MLP, and save names {', '.join(inside)}. Remove it there."
 
-    def plan(self) -> RecomputePlan:
-        """These options as a RecomputePlan, which the forecasts of memory and time read."""
-        levels = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}
-        level = levels.get(self.policy, "input")
-        if self.policy is Policy.selective and self.save == ["attention"]:
-            level = "attention"
-        elif self.policy is Policy.selective and self.recompute:
-            level = "narrow"
-        sent = self.offload_what.value if self.offload else ""
-        return RecomputePlan(
-            level, self.every, self.budget, tuple(self.mix.items()), sent, self.offload_layers, self.mlp_tiles
-        )
-
     def description(self) -> str:
         """What layers keep, for messages."""
-        plan = self.plan()
+        plan = RecomputePlan.of(self)
         if self.mix:
             counts = [(level, self.mix[level]) for level in LEVELS if self.mix.get(level)]
             parts = [
@@ -328,7 +267,7 @@ class Checkpointing(OptionalTechnique):
             for level, options in by_level.items()
             if options.policy is Policy.selective
         }
-        plan = self.plan()
+        plan = RecomputePlan.of(self)
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
@@ -352,7 +291,7 @@ class Checkpointing(OptionalTechnique):
         wide = _wide_linears(layers[0])
         if self.mix:
             return {level: self._uniform(level, wide) for level in LEVELS}
-        return {"everything": self._uniform("everything", wide), self.plan().level: self}
+        return {"everything": self._uniform("everything", wide), RecomputePlan.of(self).level: self}
 
     def _wrap(self, layer: nn.Module, contexts: Any) -> None:
         """Apply these options to one layer."""
@@ -416,7 +355,9 @@ class Checkpointing(OptionalTechnique):
             Policy.mix: self.description(),
             Policy.none: "nothing runs again",
         }[self.policy]
-        yield from Proof(model, probe, self.plan(), rules, [*self.save, *self.recompute]).evidence(description)
+        yield from Proof(model, probe, RecomputePlan.of(self), rules, [*self.save, *self.recompute]).evidence(
+            description
+        )
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs: Any) -> Any:

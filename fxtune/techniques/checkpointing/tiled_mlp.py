@@ -5,8 +5,8 @@ bfloat16, and the backward pass holds six of them. An MLP treats each token alon
 tile: the forward pass saves only its input, and the backward pass recomputes each tile first (the tiled MLP of ALST,
 arXiv 2506.13996). A tile should have some thousand tokens, so that its matmuls fill the GPU.
 
-In eager mode this is an autograd function. A node of its own (`_Keep`) saves the input before the MLP computes. A
-checkpoint around the layer stops recomputing at that node, and the MLP runs twice in all and not three times.
+In eager mode this is an autograd function. It saves its input before it computes
+(kernels/save_input.py), so that a checkpoint around the layer runs the MLP twice in all and not three times.
 torch.compile cannot trace a backward pass that calls autograd, so in a compiled layer the tiles are a plain loop. The
 checkpoint around the layer (or one around each tile, if there is none) marks the operators of each tile for
 recomputation, and the compiler frees each tile before the next one begins.
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+from fxtune.kernels.save_input import Forward, save_input_first
 
 
 def tile(mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
@@ -66,49 +66,6 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
         work = _EagerTiles(forward, size, trained)
         out = save_input_first(work.forward, work.backward, flat, trained)
     return out.view(hidden.shape)
-
-
-def save_input_first(
-    forward: Forward, backward: Callable[..., Sequence[Any]], flat: torch.Tensor, trained: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """`forward(flat)`, whose backward pass needs `flat` alone, inside an eager checkpoint: `flat` is saved before the
-    work is done, so that the checkpoint stops there and does not repeat the work.
-
-    `backward(flat, gradient, needed)` returns the gradients of flat and of each of `trained`, or None; `needed`: a
-    bool of each.
-    """
-    # In place of `flat` the node holds an empty tensor, the only owner of the node that saved `flat`. So `flat` is
-    # freed with the rest of the function's graph, and a later backward pass raises autograd's usual error.
-    kept = _Keep.apply(flat, torch.empty(0, requires_grad=True))
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: kept, lambda kept: kept.grad_fn.saved_tensors[0]):
-        out: torch.Tensor = _Early.apply(forward, backward, flat, *trained)
-    return out
-
-
-class _Early(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Any, flat: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        ctx.run = backward
-        ctx.save_for_backward(flat)
-        return forward(flat)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (flat,) = ctx.saved_tensors
-        return None, None, *ctx.run(flat, gradient, ctx.needs_input_grad[2:])
-
-
-class _Keep(torch.autograd.Function):
-    """Saves the first argument. The second one requires a gradient, so that autograd makes a node."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(flat)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nothing depends on the result of _Keep")
 
 
 class _EagerTiles:

@@ -21,8 +21,8 @@ from fxtune.models.structure import backbone, decoder_layers, observed
 from fxtune.system.nested import leaves
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
-from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, fused_modules
 from fxtune.upstream import torch as upstream
 

@@ -27,31 +27,29 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
+from fxtune.facts.options import CompileMode, CompileOptions, Dynamic, Scope, Switch
+from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
 from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends import BY_DOCUMENTS
-from fxtune.techniques.base import Evidence, OptionalTechnique, Switch
+from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
 from fxtune.upstream import torch as upstream
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 MAX_LENGTHS = 8
 LAUNCH_SECONDS = 2e-3
@@ -65,48 +63,12 @@ UNRECORDABLE_ROPE = ("dynamic", "longrope")
 tensor."""
 
 
-class Scope(str, Enum):
-    layers = "layers"
-    model = "model"
-
-
-class CompileMode(str, Enum):
-    default = "default"
-    reduce_overhead = "reduce_overhead"
-    max_autotune = "max_autotune"
-
-
-class Dynamic(str, Enum):
-    never = "never"
-    auto = "auto"
-    always = "always"
-
-
 MODES = {"default": "default", "reduce_overhead": "reduce-overhead", "max_autotune": "max-autotune-no-cudagraphs"}
 DYNAMIC = {Dynamic.never: False, Dynamic.auto: None, Dynamic.always: True}
 
 
 @dataclass
-class Compile(OptionalTechnique):
-    scope: Scope = Scope.layers
-    """`layers`: each decoder layer by itself, one graph for all of a kind. `model`: the whole decoder in one graph."""
-    mode: CompileMode = CompileMode.default
-    """`reduce_overhead` records CUDA graphs, for small models (scope=model); `max_autotune` times several kernels for
-    each matmul, which takes minutes more at the start."""
-    fullgraph: bool = True
-    """Fail on a graph break. false: continue, and run slowly."""
-    dynamic: Dynamic = Dynamic.never
-    """`never`: a graph for each length of a row. `always`: one for all lengths, somewhat slower. `auto`: one for the
-    first length and one for all others."""
-    cuda_graphs: Switch = Switch.auto
-    """Record forward and backward of a micro-batch as one launch. `auto`: for models so small that the device waits
-    for launches."""
-    max_graph_breaks: int = field(default=0, metadata={"min": 0})
-    """With fullgraph=false: fail if there are graph breaks at more places than this."""
-    max_recompiles: int = field(default=8, metadata={"min": 0})
-    """Fail if rows of one length are compiled again more often than this. Training, evaluation, the first layer (whose
-    input needs no gradient) and each kind of layer take one each."""
-
+class Compile(CompileOptions, Technique):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._monitor = self._new_monitor()
@@ -216,16 +178,6 @@ class Compile(OptionalTechnique):
                 "reduce_overhead records graphs, and at a graph break their memory is overwritten while it is read. "
                 "Set fullgraph=true, or mode=default."
             )
-
-    @property
-    def keep_gradients(self) -> bool:
-        """Whether the optimizer must add gradients to memory of its own; see the module's docstring."""
-        return self.enabled and (self.mode is CompileMode.reduce_overhead or self.records)
-
-    @property
-    def records(self) -> bool:
-        """Whether training passes are recorded. Valid after resolve()."""
-        return self.enabled and self.cuda_graphs is Switch.on
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         from transformers import Cache

@@ -46,20 +46,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch
+from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Shape
 from fxtune.models.structure import normalizes_queries
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.offload import pinned_bytes
-from fxtune.techniques.checkpointing.plan import RecomputePlan
+from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
 from fxtune.techniques.lora.targets import gate_up_parts
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
-    from fxtune.techniques.lora.technique import Lora
+from fxtune.techniques.quantized_experts import leaves_linears
+from fxtune.techniques.quantized_modules import bytes_per_weight
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
@@ -337,15 +334,15 @@ def unpacked_bytes(facts: Facts, shape: Shape) -> int:
     return number_bytes(facts) * shape.expert_count * 2 * shape.hidden * shape.expert_inner if packed else 0
 
 
-def leaves_linears(facts: Facts) -> bool:
+def linears_stay(facts: Facts) -> bool:
     """Whether linears stay in 16 bits beside quantized experts: those of attention, and of a dense MLP."""
     others = (inward * out for name, (inward, out) in Shape.of(facts.text).linears.items() if name not in MLP)
-    return facts.techniques.quantize.leaves_linears(quantizes_experts(facts), max(others))
+    return leaves_linears(facts.techniques.quantize, quantizes_experts(facts), max(others))
 
 
 def linears_in_fp8(facts: Facts) -> bool:
     """Whether attention's linears, and those of a dense MLP, are stored in fp8."""
-    return quantized_type(facts) == "fp8" and not leaves_linears(facts)
+    return quantized_type(facts) == "fp8" and not linears_stay(facts)
 
 
 def _liger_runs(facts: Facts, kernel: str) -> bool:
@@ -383,10 +380,10 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
-        linear = quantize.bytes_per_weight()
+        linear = _quantized_bytes(quantize)
         if quantizes_experts(facts):
             others = shape.linear_parameters - shape.expert_parameters
-            around += int(others * (number - linear)) if leaves_linears(facts) else 0
+            around += int(others * (number - linear)) if linears_stay(facts) else 0
         else:
             around += int(shape.expert_parameters * (number - linear))
         if not shape.tied:
@@ -431,14 +428,14 @@ def trained_parameters(facts: Facts) -> int:
     return sum(adapted) + _expert_parameters(facts, shape)
 
 
-def _ranks(lora: Lora, path: str, layers: Sequence[int], rank: int | None = None) -> int:
+def _ranks(lora: LoraOptions, path: str, layers: Sequence[int], rank: int | None = None) -> int:
     """The sum of rank_of() over `layers`. A choice of a plan asks for it thousands of times."""
     if not lora.rank_pattern:
         return len(layers) * (lora.r if rank is None else rank)
     return sum(rank_of(lora, path, layer, rank) for layer in layers)
 
 
-def rank_of(lora: Lora, path: str, layer: int = 0, rank: int | None = None) -> int:
+def rank_of(lora: LoraOptions, path: str, layer: int = 0, rank: int | None = None) -> int:
     """The rank of the adapter of `path` in a layer: `rank` (None: techniques.lora.r), or that of rank_pattern, whose
     patterns peft compares with the end of the full name."""
     full = f"model.layers.{layer}.{path}"
@@ -468,7 +465,12 @@ def _expert_parameters(facts: Facts, shape: Shape) -> int:
 def linear_bytes(facts: Facts) -> float:
     """Bytes of each weight of the layers' linears as they are multiplied and sent."""
     quantize = facts.techniques.quantize
-    return quantize.bytes_per_weight() if quantize.enabled else number_bytes(facts)
+    return _quantized_bytes(quantize) if quantize.enabled else number_bytes(facts)
+
+
+def _quantized_bytes(quantize: QuantizeOptions) -> float:
+    """Bytes of each quantized weight, scales included."""
+    return bytes_per_weight(quantize.type.value, quantize.double, quantize.transpose is not Switch.off)
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING
 
+from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
-from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,
@@ -30,9 +29,7 @@ from fxtune.techniques.estimate.memory import (
     trained_parameters,
     unpacked_bytes,
 )
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
+from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 
 ROWS = 4096
 """An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""

@@ -16,24 +16,24 @@ Two operations are fxtune's own and need neither a GPU nor the package: `rope` (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import UnavailableError
+from fxtune.facts.options import AUTO, LigerOptions, Switch
+from fxtune.facts.run import Facts
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
-from fxtune.techniques.base import AUTO, Evidence, OptionalTechnique, Switch
+from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.liger import modules
 from fxtune.techniques.liger.modules import Family
+from fxtune.techniques.lora.fuse import mlp_kernel
 from fxtune.upstream import transformers as upstream
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 PACKAGE = "liger-kernel"
 INSTALL = "pip install 'liger-kernel>=0.8.5'"
@@ -63,25 +63,7 @@ OPERATIONS = {
 
 
 @dataclass
-class Liger(OptionalTechnique):
-    rms_norm: Switch = Switch.auto
-    """`auto` here and below: on with a GPU; off under torch.compile, which fuses the same operations. `on` and
-    torch.compile exclude each other."""
-    layer_norm: Switch = Switch.auto
-    """Liger's LayerNorm."""
-    rope: Switch = Switch.auto
-    """fxtune's own kernel, on any device. `auto`: on with a GPU, unless torch.compile fuses RoPE with norms of queries
-    and keys."""
-    swiglu: Switch = Switch.auto
-    """Liger's product of the gate (SiLU) and the up projection."""
-    geglu: Switch = Switch.auto
-    """For the tanh form of GELU, as in Gemma."""
-    fused_linear_cross_entropy: Switch = Switch.auto
-    """Loss and head as one operation that never holds all logits. `auto`: on if a micro-batch's logits exceed 64
-    MiB."""
-    chunk_rows: Optional[int] = field(default=None, metadata={"min": 1})
-    """Rows of logits held at a time; null: as many as fit into 1 GiB."""
-
+class Liger(LigerOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         if self.chunk_rows is not None and self.fused_linear_cross_entropy is Switch.off:
             yield (
@@ -115,7 +97,7 @@ class Liger(OptionalTechnique):
                     f"{name}: torch.compile fuses the same operations, faster than Liger's kernel. Use auto or off, "
                     "or set techniques.compile.enabled=false."
                 )
-            if name in ("swiglu", "geglu") and facts.techniques.mlp_kernel(facts) == "lora":
+            if name in ("swiglu", "geglu") and mlp_kernel(facts) == "lora":
                 yield (
                     f"{name}: techniques.lora.fused=on runs the MLP, with its product, as one operator. Set one of "
                     "them to off."
@@ -161,7 +143,7 @@ class Liger(OptionalTechnique):
         """Whether to run this operation by its kernel, and why."""
         if name not in _operations(facts.text):
             return False, ""
-        if name in ("swiglu", "geglu") and facts.techniques.mlp_kernel(facts) == "lora":
+        if name in ("swiglu", "geglu") and mlp_kernel(facts) == "lora":
             return False, "techniques.lora.fused computes it in its own operator"
         if facts.device != "cuda":
             return False, "Triton needs a GPU"

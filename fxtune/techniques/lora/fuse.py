@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from fxtune.facts.options import Switch
+from fxtune.facts.run import Facts
+from fxtune.models.structure import skeleton
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.lora.experts import grouped, wrappers
 from fxtune.techniques.lora.families import (
@@ -31,9 +34,6 @@ from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
 from fxtune.techniques.lora.fused_modules import fuse_attention, fuse_linear, fuse_mlp
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 _TITLES = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear": "single linears"}
 
@@ -86,6 +86,19 @@ def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
         and mlp_activation(module) is not None
         for path, module in model.named_modules()
     )
+
+
+def mlp_kernel(facts: Facts) -> Literal["lora", "liger", ""]:
+    """Which technique runs the gated MLPs of a model where fused LoRA can; empty: fused LoRA cannot, or it is off.
+
+    Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it. `auto` prefers fused LoRA, unless
+    a Liger kernel for the product is `on`.
+    """
+    if not fuses_mlps(facts, skeleton(facts.model)):
+        return ""
+    lora, liger = facts.techniques.lora, facts.techniques.liger
+    demanded = liger.enabled and Switch.on in (liger.swiglu, liger.geglu)
+    return "liger" if demanded and lora.fused is Switch.auto else "lora"
 
 
 def fuse(model: Any) -> Fusion:

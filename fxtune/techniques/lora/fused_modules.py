@@ -23,7 +23,7 @@ from torch import nn
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
-from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
+from fxtune.kernels.save_input import save_input_first
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
 from fxtune.upstream import torch as upstream
 from fxtune.upstream.transformers import with_rotation

@@ -6,22 +6,22 @@ built. `observe` checks with torch's profiler that it runs on one of the model's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxtune.errors import HardwareError
+from fxtune.facts.options import Switch
+from fxtune.facts.run import Facts
 from fxtune.kernels import grouped_matmul
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
+from fxtune.models.dims import Shape
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
 from fxtune.techniques.lora.experts import grouped
 from fxtune.techniques.lora.fused_modules import groups
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
@@ -51,7 +51,8 @@ def obstacle(facts: Facts) -> str | None:
             "techniques.precision.autocast=bfloat16"
         )
     quantize = facts.techniques.quantize
-    if quantize.enabled and not quantize.takes_experts(facts):  # beside experts in fp8 small linears keep 16 bits
+    # Beside experts in fp8 small linears keep 16 bits. While `experts` is `auto`, experts may be quantized.
+    if quantize.enabled and (quantize.experts is Switch.off or Shape.of(facts.text).expert_count < 2):
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
     if tokens and tokens < MIN_ROWS:
         return (

@@ -14,17 +14,18 @@ import functools
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError, nearest
+from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.models.peft_adapter import lost_on_loading
 from fxtune.models.structure import backbone, decoder_layers, is_named
 from fxtune.techniques.lora import trained_tokens
@@ -32,10 +33,6 @@ from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
 
-if TYPE_CHECKING:
-    from fxtune.techniques.lora.technique import Lora
-
-ALL_LINEAR = "all-linear"
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Linears of one expert, as checkpoints name them."""
 MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -73,7 +70,7 @@ def matches(path: str, entry: str) -> bool:
     return is_named(path, entry) if NAME.fullmatch(entry) else re.fullmatch(entry, path) is not None
 
 
-def select(model: Any, lora: Lora) -> Selection:
+def select(model: Any, lora: LoraOptions) -> Selection:
     """What `lora` adapts of `model`, which has no adapters yet and may be on the meta device.
 
     Raises ConfigError for target_modules that name a part of what one tensor of experts holds.
@@ -133,16 +130,19 @@ def select(model: Any, lora: Lora) -> Selection:
     return chosen
 
 
-def problems(model: Any, lora: Lora) -> list[str]:
-    """A reason for each entry of the options that matches nothing in `model`, and for modules that cannot learn."""
-    if found := list(_mismatches(model, lora)):
+def refusals(model: Any, lora: LoraOptions, token_ids: Sequence[int] = ()) -> list[str]:
+    """A reason for each entry of the options that matches nothing in `model`, and for modules that cannot learn.
+
+    `token_ids`: the tokens whose rows are trained, where they are known.
+    """
+    if found := list(_mismatches(model, lora, bool(lora.train_tokens or token_ids))):
         return found
     chosen = select(model, lora)
     nothing = f"target_modules: nothing is adapted{chosen.describe()}. Name other modules."
     return [] if chosen.modules or chosen.experts else [nothing]
 
 
-def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
+def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[str]:
     for option in ("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
         for entry in getattr(lora, option):
             try:
@@ -190,7 +190,7 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
                 f"{option}: {len(lost)} modules in {beside}, such as {lost[0]}, would get no gradient, because text "
                 f"does not reach {beside}. {change}."
             )
-    if lora.train_tokens or lora.token_ids:
+    if trains_rows:
         trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
         yield from trained_tokens.problems(model, trained)
     for path in chosen.modules:
@@ -198,14 +198,18 @@ def _mismatches(model: Any, lora: Lora) -> Iterator[str]:
             yield f"target_modules: {path} is a {type(named[path]).__name__}, which is no plain linear. Take it out."
 
 
-def add_adapters(model: Any, chosen: Selection, lora: Lora, device: torch.device) -> Any:
-    """The PeftModel with an adapter on each module of `chosen`. Raises ValueError as peft does."""
+def add_adapters(
+    model: Any, chosen: Selection, lora: LoraOptions, token_ids: Sequence[int], device: torch.device
+) -> Any:
+    """The PeftModel with an adapter on each module of `chosen`, in which the rows of `token_ids` are trained. Raises
+    ValueError as peft does.
+    """
 
     def named_by(entries: Iterable[str], every: Iterable[tuple[str, Any]]) -> list[str]:
         return [path for path, _ in every if path and any(matches(path, entry) for entry in entries)]
 
-    config = _read_as_experts(model, lora)[0] if chosen.experts else lora.peft_config([])
-    config.trainable_token_indices = trained_tokens.indices(model, lora.token_ids) if lora.token_ids else None
+    config = _read_as_experts(model, lora)[0] if chosen.experts else _peft_config(lora, [])
+    config.trainable_token_indices = trained_tokens.indices(model, [*token_ids]) if token_ids else None
     plain = all(NAME.fullmatch(entry) for entry in lora.target_modules)
     as_written = plain and named_by(lora.target_modules, model.named_modules()) == chosen.modules
     of_modules = {one for one in lora.target_modules if named_by([one], model.named_modules())}
@@ -287,10 +291,28 @@ def _files_are_converted(model: Any) -> bool:
     return get_checkpoint_conversion_mapping(getattr(model.config, "model_type", None)) is not None
 
 
-def _read_as_experts(model: Any, lora: Lora) -> tuple[Any, set[str]]:
+def _peft_config(lora: LoraOptions, target_modules: list[str]) -> Any:
+    """The options as peft's LoraConfig."""
+    with alone() as peft:
+        return peft.LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=target_modules,
+            rank_pattern=dict(lora.rank_pattern),
+            alpha_pattern=dict(lora.alpha_pattern),
+            modules_to_save=list(lora.modules_to_save) or None,
+            use_rslora=lora.rslora,
+            use_dora=lora.dora,
+            init_lora_weights=True if lora.init is AdapterInit.default else lora.init.value,
+            task_type="CAUSAL_LM",
+        )
+
+
+def _read_as_experts(model: Any, lora: LoraOptions) -> tuple[Any, set[str]]:
     """peft's config with the tensors of experts as its `target_parameters`, and the names that peft was given."""
     names = set(EXPERTS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
-    config = lora.peft_config(sorted(names))
+    config = _peft_config(lora, sorted(names))
     try:
         read_as_experts(config, model)
     except ValueError as error:

@@ -15,30 +15,26 @@ adapters' products in the dtype of the base, as under autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Matmul, Switch
+from fxtune.facts.run import Facts
 from fxtune.models.dims import EXPERTS
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.probe import probe_logits, relative_distance
 from fxtune.models.structure import base_dtype, is_adapter, observed, parameter_counts, running_on_text, skeleton
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.console import say
-from fxtune.techniques.base import AUTO, Evidence, Switch, Technique
+from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 from fxtune.techniques.lora.experts import follows_interface, group_experts, observe_experts
-from fxtune.techniques.lora.targets import ALL_LINEAR
-from fxtune.upstream.peft import alone
-
-if TYPE_CHECKING:
-    from fxtune.techniques.facts import Facts
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
@@ -59,64 +55,8 @@ class _Start(NamedTuple):
         return _Start(logits, relative_distance(nudged, logits))
 
 
-class AdapterInit(str, Enum):
-    default = "default"
-    gaussian = "gaussian"
-    pissa = "pissa"
-    olora = "olora"
-
-
-class Matmul(str, Enum):
-    auto = "auto"
-    cublas = "cublas"
-    cute = "cute"
-
-
 @dataclass
-class Lora(Technique):
-    r: int = field(default=16, metadata={"min": 1})
-    """Rank: the inner width of an adapter."""
-    alpha: float = field(default=32.0, metadata={"above": 0})
-    """An adapter's output is multiplied by alpha / r."""
-    dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """Dropout of an adapter's input."""
-    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Names of the linears to adapt (the end of the full name is enough), regular expressions for their full names, or
-    `all-linear`: all linears of the decoder but routers."""
-    exclude_modules: list[str] = field(default_factory=list)
-    """Modules that get no adapters, nor do modules inside them: names or regular expressions."""
-    layers_to_transform: list[int] = field(default_factory=list, metadata={"min": 0})
-    """Numbers of the decoder layers to adapt, from 0; empty: all."""
-    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"min": 1})
-    """Another r for some modules, by name or by a regular expression for the end of the full name."""
-    alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"above": 0})
-    """Another alpha for some modules, named as in rank_pattern."""
-    modules_to_save: list[str] = field(default_factory=list)
-    """Modules trained in full and saved with the adapter."""
-    train_tokens: Any = field(default=None, metadata={"kind": list[str], "words": (AUTO,), "nullable": True})
-    """Tokens whose rows of the embedding and the head are trained and saved with the adapter. `auto`: the special
-    tokens of the data whose rows the base has never trained (they are zero, or the same as others); with
-    model.adapter, the tokens of that adapter."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(r) in place of alpha / r (arXiv 2312.03732)."""
-    dora: bool = False
-    """Decompose weights into magnitude and direction (arXiv 2402.09353)."""
-    init: AdapterInit = AdapterInit.default
-    """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
-    fused: Switch = Switch.auto
-    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where possible (on a CPU a
-    step takes up to a quarter longer with it). Linears that cannot be fused run as in peft.
-    """
-    grouped_experts: Switch = Switch.auto
-    """Run a mixture's experts and their adapters as grouped matmuls. `auto`: where transformers describes the model's
-    experts; others run as in peft, which adds an adapter's product to a copy of all experts in each pass.
-    """
-    matmul: Matmul = Matmul.auto
-    """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a
-    kernel of quack-kernels for Hopper that computes large products in 2 to 7 % less time. `auto`: cute where it is
-    available.
-    """
-
+class Lora(LoraOptions, Technique):
     def __post_init__(self) -> None:
         # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused, or nothing compiles.
         self._fused_by_auto = self._cute_by_auto = self._grouped_by_auto = False
@@ -124,11 +64,6 @@ class Lora(Technique):
         self.token_ids: list[int] = []
         """The ids of train_tokens and of model.add_tokens, once find_tokens() or choose_tokens() knows them."""
         self._added: list[str] = []
-
-    @property
-    def factored(self) -> bool:
-        """Whether the adapters start from a factorization of the weights, which are changed by it."""
-        return self.init in (AdapterInit.pissa, AdapterInit.olora)
 
     def check(self, facts: Facts) -> Iterator[str]:
         if not self.target_modules:
@@ -158,7 +93,7 @@ class Lora(Technique):
         kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
         if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):
             model = skeleton(facts.model)
-            yield from targets.problems(model, self) if model is not None else ()
+            yield from targets.refusals(model, self, self.token_ids) if model is not None else ()
 
     def resolve(self, facts: Facts) -> str | None:
         notes = (self._resolve_fused(facts), self._resolve_matmul(facts), self._resolve_experts(facts))
@@ -168,7 +103,7 @@ class Lora(Technique):
         if self.fused is not Switch.auto:
             return None
         why = "no gain on a CPU" if facts.device == "cpu" else fusing.obstacle(facts)
-        if not why and facts.techniques.mlp_kernel(facts) == "liger":
+        if not why and fusing.mlp_kernel(facts) == "liger":
             why = "techniques.liger has the MLPs"
         self.fused, self._fused_by_auto = (Switch.off if why else Switch.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
@@ -211,7 +146,7 @@ class Lora(Technique):
         Afterwards `matmul` is the backend in use: if the kernel that `auto` chose does not compile, it is cublas. The
         backends round differently, so a resumed run must use the same one (training/resume_check.py).
         """
-        if reasons := targets.problems(model, self):
+        if reasons := targets.refusals(model, self, self.token_ids):
             raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
         chosen = targets.select(model, self)
         if self.token_ids:
@@ -220,7 +155,7 @@ class Lora(Technique):
             before = probe_logits(model)
         start = None if before.is_meta else _Start.of(model, before)
         try:
-            adapted = targets.add_adapters(model, chosen, self, world.device)
+            adapted = targets.add_adapters(model, chosen, self, self.token_ids, world.device)
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         targets.require_loadable(adapted, chosen)
@@ -238,23 +173,6 @@ class Lora(Technique):
                 self._not_compiled = gemm_backend.enable(adapted, world.device, self._cute_by_auto) or ""
                 self.matmul = Matmul.cublas if self._not_compiled else self.matmul
         return adapted
-
-    def peft_config(self, target_modules: list[str]) -> Any:
-        """These options as peft's LoraConfig."""
-        with alone() as peft:
-            return peft.LoraConfig(
-                r=self.r,
-                lora_alpha=self.alpha,
-                lora_dropout=self.dropout,
-                target_modules=target_modules,
-                rank_pattern=dict(self.rank_pattern),
-                alpha_pattern=dict(self.alpha_pattern),
-                modules_to_save=list(self.modules_to_save) or None,
-                use_rslora=self.rslora,
-                use_dora=self.dora,
-                init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
-                task_type="CAUSAL_LM",
-            )
 
     def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
         """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.

@@ -9,13 +9,13 @@ import pytest
 from support.architectures import built, enable, facts_of, random_model
 from support.attention import using
 
+from fxtune.facts.options import Autocast
+from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
 from fxtune.system.facts import PACKAGES
 from fxtune.techniques.attention.backends import BACKENDS
 from fxtune.techniques.attention.technique import Attention
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.precision import Autocast
 
 GB = 2**30
 H200 = Facts(

@@ -18,15 +18,15 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast
+from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import Attention
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.precision import Autocast
 from fxtune.training.answers import Question, answer
 
 TOKENIZER = word_tokenizer(eos_token="t1", unk_token="t0", pad_token="t0")

@@ -11,11 +11,10 @@ from support.architectures import CPU, built, lora, random_model
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 
 from fxtune.errors import ConfigError, HardwareError
+from fxtune.facts.options import Policy, Switch, What
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import Offload
-from fxtune.techniques.checkpointing.technique import Policy, What
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 

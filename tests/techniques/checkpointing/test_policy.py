@@ -7,9 +7,9 @@ import torch
 from support.architectures import CPU, built, lora, random_model
 from support.checkpointing import NARROW, checkpointed, gradients, seen, with_random_lora_b
 
+from fxtune.facts.options import Policy
 from fxtune.models.load import load_config
 from fxtune.techniques.checkpointing.policy import group_of, weight_shape
-from fxtune.techniques.checkpointing.technique import Policy
 
 
 @pytest.mark.parametrize(

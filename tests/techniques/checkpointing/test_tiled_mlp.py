@@ -12,9 +12,8 @@ from support.architectures import built, lora, random_model
 from support.cases import slow_but
 from support.checkpointing import checkpointed, close, gradients, seen, with_random_lora_b
 
+from fxtune.facts.options import Policy, Switch
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 TILED = {

@@ -11,8 +11,8 @@ from support.architectures import built, lora, random_model
 from support.checkpointing import checkpointed, gradients, seen
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Policy
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 

@@ -9,10 +9,10 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxtune.facts.options import Switch
 from fxtune.kernels import lora_adapters
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.techniques.base import Switch
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.technique import Compile
 

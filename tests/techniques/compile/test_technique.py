@@ -17,12 +17,11 @@ from support.compiled import compiled, learn, row
 from support.runs import history
 
 from fxtune.errors import ConfigError
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
-from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, Scope
-from fxtune.techniques.facts import Facts
+from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
+from fxtune.facts.run import Facts
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import make_probe
-from fxtune.techniques.rope import RopeType
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer
 

@@ -17,8 +17,8 @@ from fxtune.kernels import frozen_base, fused_lora
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system.units import GIB
-from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast, trained_parameters
+from fxtune.techniques.estimate.recomputation import RecomputePlan
 
 
 def test_the_forecast_equals_its_formula():

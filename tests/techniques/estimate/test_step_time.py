@@ -9,11 +9,11 @@ from support.architectures import built, facts_of, random_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
+from fxtune.settle.degrees import decided_with
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.estimate import cards, step_time
-from fxtune.techniques.estimate.degrees import decided_with
 from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan, recompute_plan
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 
@@ -63,8 +63,8 @@ def test_recomputed_flops_equal_torch_s_counter():
 def test_a_micro_batch_takes_about_as_long_as_measured():
     """6,570 tokens/s, one H200, rows of one 65,536-token document (docs/performance.md)."""
     facts = card(139, 65536, techniques={**TECHNIQUES, "checkpointing": {"policy": "auto"}})
-    facts = decided_with(facts, facts.degrees)
-    speed = 65536 / step_time.micro_batch_seconds(facts, facts.techniques.recompute_plan())
+    facts = decided_with(facts.techniques, facts, facts.degrees)
+    speed = 65536 / step_time.micro_batch_seconds(facts, recompute_plan(facts.techniques))
     assert speed == pytest.approx(6570, rel=0.1)
     half = replace(facts, degrees=Degrees(context=2))
     seconds = (step_time.micro_batch_seconds(one, RecomputePlan("input")) for one in (half, facts))

@@ -34,10 +34,10 @@ from support.liger import (
 )
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Switch
+from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
-from fxtune.techniques.base import Switch
-from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.modules import operation_of
 from fxtune.techniques.liger.technique import OPERATIONS, Liger

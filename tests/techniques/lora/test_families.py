@@ -9,10 +9,10 @@ from support.lora_models import EVERY, OPERATORS, lora_pair, loss_and_gradients,
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.facts.options import Switch
 from fxtune.models import load as models
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers, skeleton
-from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import OPERATIONS
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.lora.families import MLP, mlp_activation

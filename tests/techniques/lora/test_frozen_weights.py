@@ -12,10 +12,10 @@ from support.lora_models import lora_pair, loss_and_gradients, quantized_in, req
 
 from fxtune.distributed.sharding import shard
 from fxtune.errors import ConfigError
+from fxtune.facts.options import ComputeDtype, Library, Switch, Type
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.base import Switch
-from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.techniques.quantize import Quantize
 
 
 def require_one_owner(model) -> None:

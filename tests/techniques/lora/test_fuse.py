@@ -9,14 +9,12 @@ from support.architectures import built, facts_of, logits, lora, on_disk, random
 from support.lora_models import EVERY, OPERATORS, lora_pair, loss_and_gradients, quantized_in, require_close
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast, Library, Switch, Type
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers, parameter_counts
-from fxtune.techniques.base import Switch
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.pipeline import make_probe
-from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import Library, Type
 from fxtune.tracking.throughput import training_cost
 
 

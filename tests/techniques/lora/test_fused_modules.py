@@ -7,9 +7,8 @@ import torch
 from support.architectures import FAMILIES, SIZES, built, logits, lora, random_model
 from support.lora_models import lora_pair, loss_and_gradients, require_close
 
+from fxtune.facts.options import Policy, Switch
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.pipeline import make_probe
 
 

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from fxtune.techniques.base import Switch
+from fxtune.facts.options import Matmul, Switch
 from fxtune.techniques.lora import gemm_backend
-from fxtune.techniques.lora.technique import Matmul
 
 
 @pytest.mark.slow

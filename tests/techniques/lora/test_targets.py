@@ -15,12 +15,11 @@ from torch import nn
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
+from fxtune.facts.options import AdapterInit, Switch
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.models.structure import backbone, skeleton
-from fxtune.techniques.base import Switch
 from fxtune.techniques.lora import targets
-from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import make_probe
 
 MIXTURES = ("deepseek_v3", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe", "qwen3_next")

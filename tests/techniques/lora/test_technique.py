@@ -10,9 +10,9 @@ from support.architectures import ADAPTERS, FAMILIES, built, facts_of, logits, l
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import AdapterInit
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
-from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import make_probe
 
 

@@ -18,14 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fxtune.cli import verify
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Switch, Type
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
-from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Type
 from fxtune.tracking.throughput import training_cost
 from fxtune.training import trainer
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.options import Techniques
 from fxtune.system.facts import MachineFacts
-from fxtune.techniques.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Facts(MachineFacts):
     """How the ranks of the run share its work."""
     sum_bytes: int = 4
     """Bytes that a replica holds for each trained number to sum gradients over the ranks."""
-    techniques: Pipeline = field(default_factory=Pipeline)
+    techniques: Techniques = field(default_factory=Techniques)
 
     @classmethod
     def of(cls, machine: MachineFacts, **known: Any) -> Facts:

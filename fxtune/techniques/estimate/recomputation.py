@@ -17,7 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxtune.facts.options import CheckpointingOptions, Policy, Techniques
+
 LEVELS = ("input", "attention", "narrow", "wide", "everything")
+PIECE = 1 << 26
+"""Bytes of a piece of pinned memory; a smaller tensor takes a smaller piece. torch rounds pinned allocations up to
+powers of two, which would take 124 GiB and not 95 for the 31 inputs of 400,000 tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,25 @@ class RecomputePlan:
     """How many layers send, from the first; None: all except the last one, whose tensors are needed at once."""
     tiles: int = 1
 
+    @staticmethod
+    def of(options: CheckpointingOptions) -> RecomputePlan:
+        """The plan of these options, whether or not they are enabled."""
+        levels = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}
+        level = levels.get(options.policy, "input")
+        if options.policy is Policy.selective and options.save == ["attention"]:
+            level = "attention"
+        elif options.policy is Policy.selective and options.recompute:
+            level = "narrow"
+        return RecomputePlan(
+            level,
+            options.every,
+            options.budget,
+            tuple(options.mix.items()),
+            options.offload_what.value if options.offload else "",
+            options.offload_layers,
+            options.mlp_tiles,
+        )
+
     def levels(self, layers: int) -> list[str]:
         """The level of each of `layers` layers, first to last."""
         if not self.mix:
@@ -51,3 +75,19 @@ class RecomputePlan:
         able = [index for index, level in enumerate(self.levels(layers)) if self.sent and level != "everything"]
         chosen = able[:-1] if self.senders is None else able[:-1][: self.senders]
         return [index in chosen for index in range(layers)]
+
+
+def recompute_plan(techniques: Techniques) -> RecomputePlan:
+    """What layers keep for the backward pass with these techniques."""
+    checkpointing = techniques.checkpointing
+    return RecomputePlan.of(checkpointing) if checkpointing.enabled else RecomputePlan()
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes of host memory that `size` bytes take."""
+    return -(-size // pinned_piece(size)) * pinned_piece(size) if size else 0
+
+
+def pinned_piece(size: int) -> int:
+    """Bytes of the pieces of pinned memory for a tensor of `size` bytes."""
+    return min(PIECE, 1 << (max(size, 1) - 1).bit_length())

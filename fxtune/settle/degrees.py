@@ -1,0 +1,59 @@
+"""How ranks may share the work of a run, and which of these ways fits their memory by the forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fxtune.distributed.parallel import Degrees
+from fxtune.facts.run import Facts
+from fxtune.techniques.estimate.memory import Need
+from fxtune.techniques.pipeline import Pipeline
+
+
+def with_degrees(facts: Facts, degrees: Degrees) -> Facts:
+    """The facts of one of the ranks that share the work as `degrees` says, and their host's memory. `facts`: with
+    another number of ranks on the same hosts."""
+    host = facts.host_memory * facts.degrees.ranks // degrees.ranks
+    return replace(facts, degrees=degrees, host_memory=host)
+
+
+def decided_with(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Facts:
+    """The facts of a rank with `degrees` and with each `auto` of `techniques` decided. Nothing is checked or measured,
+    and no weight is read."""
+    facts = with_degrees(facts, degrees)
+    return replace(facts, techniques=techniques.decided(facts)[0])
+
+
+def need_with(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Need:
+    """The bytes that each rank needs for a training step with `degrees`; see decided_with()."""
+    facts = with_degrees(facts, degrees)
+    return techniques.decided(facts)[0].memory_need(facts)
+
+
+def fits(techniques: Pipeline, facts: Facts, degrees: Degrees) -> bool:
+    """Whether weights, optimizer and activations with `degrees` fit the free memory of each card by the forecast."""
+    return need_with(techniques, facts, degrees).device <= facts.free_memory
+
+
+def possible(ranks: int) -> Iterator[Degrees]:
+    """Each way to share the work of `ranks` ranks, the one that sends the least first: copies, then divided weights,
+    then divided rows."""
+    for context in _divisors(ranks):
+        for shard in _divisors(ranks // context):
+            yield Degrees(ranks // context // shard, shard, context)
+
+
+def choose(techniques: Pipeline, facts: Facts, candidates: Iterable[Degrees]) -> tuple[Degrees, Need]:
+    """The first of `candidates` that fits, or else the one with the least need; and what each rank then needs."""
+    tried: list[tuple[Degrees, Need]] = []
+    for degrees in candidates:
+        need = need_with(techniques, facts, degrees)
+        if need.device <= facts.free_memory:
+            return degrees, need
+        tried.append((degrees, need))
+    return min(tried, key=lambda candidate: candidate[1].device)
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]

@@ -55,6 +55,21 @@ class Plugin:
         return f"{self.name} ({self.identity})"
 
 
+@dataclass(frozen=True)
+class Group:
+    """Documents that stay together, for a row format to return: a preference, or a question with its candidates."""
+
+    documents: Sequence[Mapping[str, Any]]
+    """Rows in fxtune's formats, one for each document, in the order in which an objective gets them."""
+    labels: Sequence[float | None] | None = None
+    """A number for each document, None for a document without one; None: no labels."""
+
+    def as_row(self) -> dict[str, Any]:
+        """The row of format `group` that says the same."""
+        row: dict[str, Any] = {"documents": [dict(document) for document in self.documents]}
+        return row if self.labels is None else row | {"labels": list(self.labels)}
+
+
 class Registry(Mapping[str, Value]):
     """The names of one kind that recipes may use: fxtune's own, and those that plugins add."""
 
@@ -123,8 +138,8 @@ class Registry(Mapping[str, Value]):
         self._added = {name: one for name, one in self._added.items() if one[1] != plugin}
 
 
-ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any]]] = Registry("row format")
-"""A row of the data -> a row in one of fxtune's formats (data/read/formats.py)."""
+ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any] | Group]] = Registry("row format")
+"""A row of the data -> a row in one of fxtune's formats (data/read/formats.py), or a group of documents."""
 OBJECTIVES: Registry[type] = Registry("objective", causal_lm="fxtune.objectives.causal_lm:CausalLM")
 """Dataclasses that derive from Objective (objectives/base.py)."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
@@ -141,7 +156,8 @@ _installed: list[bool] = []
 
 
 def row_format(name: str) -> Callable[[Any], Any]:
-    """Register a function (row of the data) -> row in one of fxtune's formats: `data.sources.0.format=NAME`."""
+    """Register a function (row of the data) -> row in one of fxtune's formats, or Group of such rows:
+    `data.sources.0.format=NAME`."""
     return lambda function: ROW_FORMATS.add(name, _guarded(function))
 
 

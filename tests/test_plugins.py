@@ -69,7 +69,7 @@ def refused(capsys, *words: str, code: int = 2) -> str:
 
 
 def test_page_has_an_example_of_each_kind():
-    assert sorted(EXAMPLES) == ["focal.py", "neftune.py", "numbers.py", "tickets.py"]
+    assert sorted(EXAMPLES) == ["focal.py", "neftune.py", "numbers.py", "ranked.py", "tickets.py"]
 
 
 @pytest.mark.slow
@@ -127,6 +127,26 @@ def test_row_format_converts_rows_and_its_errors_are_bad_rows(cwd):
         assert re.search(r"mine\.py, line 5: KeyError: 'b?a'", rows[2].error or "")
     with pytest.raises(ConfigError, match="there is no row format `mine`"):
         list(open_source(source).rows())
+
+
+def test_row_format_may_return_a_group_of_documents(cwd, capsys):
+    rows = [
+        {"query": f"{number} lamps?", "candidates": ["yes", f"{number} lamps", "none"], "relevance": [None, 1, 0]}
+        for number in range(8)
+    ]
+    rows.append({"query": "how many?", "candidates": ["a", "b"], "relevance": [1, 0, 0]})
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["+recipe=quickstart", f"data.cache_dir={cwd / 'cache'}", "data.questions.path=null"]
+    words += ["data.sources=[{path: rows.jsonl, format: ranked}]", "data.eval_fraction=0", "data.workers=1"]
+    said = refused(capsys, "preview", *written(EXAMPLES["ranked.py"], "ranked.py"), *words, code=3)
+    assert "rows.jsonl:9: labels is 3 entries; it must be a list of 2 numbers" in said
+    assert main(["preview", "--plugin", "ranked.py", *words, "data.on_bad_row=quarantine"]) == 0
+    out = capsys.readouterr().out
+    assert "group, 24 documents in 8 groups" in out
+    with plugins.files_used(["ranked.py"]):
+        opened = open_source(SourceConfig(path="rows.jsonl", format="ranked"))
+        assert opened.format() == "group"
+        assert next(opened.rows()).value["labels"] == [None, 1, 0]
 
 
 def test_tokens_of_a_plugin_that_is_edited_meanwhile_are_not_kept(cwd, capsys):

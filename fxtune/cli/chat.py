@@ -24,7 +24,7 @@ from rich.table import Column, Table
 
 from fxtune.cli.merge import open_adapter, stored_dtype
 from fxtune.cli.run_output import Kind, RunOutput, find_output
-from fxtune.data.chat.encode import Encoder
+from fxtune.data.chat.encode import EncodedGroup, Encoder
 from fxtune.data.read.formats import RowFormat
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
@@ -228,6 +228,7 @@ class Chat:
             return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"], set()
         row = {"messages": [*messages, {"role": "assistant", "content": "x"}]}
         (document,) = self.encoder.encode([row])
+        assert not isinstance(document, EncodedGroup)
         question = document if isinstance(document, str) else question_of(row, document, self.tokenizer)
         if isinstance(question, str):
             raise DataError(f"The prompt cannot be written by the chat template: {question}")

@@ -8,6 +8,7 @@ twice, rows that are mostly padding.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
@@ -292,6 +293,9 @@ def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
     title = f"document {piece.document:,} of {screen.plain(table.name)}"
     if piece.length < total:
         title += f", its tokens {piece.first:,}-{piece.first + piece.length - 1:,} of {total:,}"
+    if table.labels is not None:
+        label = float(table.labels[piece.document])
+        title += f", group {piece.group}" + ("" if math.isnan(label) else f", label {label:g}")
     return Text(f"{title}: positions {positions[0]:,}-{positions[-1]:,}", NOTE)
 
 

@@ -52,7 +52,7 @@ STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""
 SAMPLE = 4096
 """Elements of each trained tensor that are compared before and after a step; two 8B models would not fit."""
-FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens}
+FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens, RowFormat.group}
 """Formats in which every token may be supervised."""
 
 
@@ -143,12 +143,14 @@ def observe_data(data: PreparedData) -> Iterator[Evidence]:
     may_be_all = all(one.format in FULLY_SUPERVISED for one in data.tables)
     planned = sum(plan.supervised(step) for step in range(steps))
     asked = "some tokens supervised" if may_be_all else "some tokens supervised, and not all of them"
+    labels = [batch.document_labels for batch in batches if batch.document_labels is not None]
+    has_labels = any(bool((~label.isnan()).any()) for label in labels)
     yield Evidence(
         "data",
         f"{asked}, as many as the plan divides by",
         f"{supervised:,} of {tokens:,} tokens ({supervised / max(tokens, 1):.1%}) in the first {steps} steps, "
         f"{planned:,} in the plan",
-        0 < supervised == planned and (may_be_all or supervised < most),
+        (supervised > 0 or has_labels) and supervised == planned and (may_be_all or supervised < most),
     )
     lengths = [f"{length:,}" for length in sorted({batch.input_ids.shape[1] for batch in batches})]
     yield Evidence(

@@ -20,9 +20,9 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.formats import GROUP_FORMATS, RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.sharding import with_head
 from fxtune.distributed.world import World
@@ -59,10 +59,10 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
     assert config.path is not None
     source = open_source(SourceConfig(path=config.path, limit=config.limit))
     form = source.format()
-    if form is RowFormat.text:
+    if form is RowFormat.text or form in GROUP_FORMATS:
         raise DataError(
-            f"data.questions.path={config.path} holds plain text, which has no question and no answer. "
-            "Use chat or prompt/completion rows."
+            f"data.questions.path={config.path} holds rows of format {form.value}, which have no question with one "
+            "answer. Use chat or prompt/completion rows."
         )
     rows = list(islice(source.rows(), config.limit))
     for row in rows:
@@ -83,6 +83,7 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
     )
     documents = encoder.encode(values)
     for row, value, document in zip(rows, values, documents, strict=True):
+        assert not isinstance(document, EncodedGroup)
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
             raise DataError(f"{row.where}: {question}")

@@ -126,7 +126,7 @@ class RefreshData:
         ]
         held_out = [*held, *(table.digests for table in self.eval_tables)]
         self.old = Documents([*self.old_tables, *self.eval_tables], self._first(np.concatenate(held_out)))
-        known = np.concatenate([(table.whole or table).digests for table in (*self.old_tables, *self.eval_tables)])
+        known = np.concatenate([table.by_row.digests for table in (*self.old_tables, *self.eval_tables)])
         all_new = np.unique(np.concatenate([table.digests for table in self.new_tables]))
         self.unknown = all_new[~np.isin(all_new, known)]
         """Digests of the new documents that the run has neither learned nor held out, ascending."""
@@ -267,7 +267,7 @@ class RefreshData:
         written = []
         for number, (source, table) in enumerate(zip(self.config.data.sources, self.new_tables, strict=True)):
             file = folder / f"{name}.rows-{number}.jsonl"
-            fresh = np.isin((table.whole or table).digests, self.unknown)
+            fresh = np.isin(table.by_row.digests, self.unknown)
             if not fresh.any():
                 continue
             try:

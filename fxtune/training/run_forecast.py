@@ -241,8 +241,7 @@ def count_tokens(config: Config) -> Lengths | str:
 
 
 def _attended(plan: Plan) -> float:
-    segments = plan.stream.segments
-    length = segments.length[plan.stream.epoch(0).segments].astype(float)
+    length = plan.stream.spans(plan.stream.epoch(0).segments).length.astype(float)
     return float((length**2).sum() / length.sum())
 
 

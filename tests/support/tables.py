@@ -29,10 +29,36 @@ class Table:
     bad_rows: int = 0
     split: SplitCounts = dataclasses.field(default_factory=SplitCounts)
     format: RowFormat = RowFormat.text
-    whole: None = None
+    whole: Table | None = None
+    sizes: np.ndarray | None = None
+    """Documents of each group."""
+    labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.sizes is not None
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.arange(len(self) + 1) if self.sizes is None else np.cumsum([0, *self.sizes])
+
+    @property
+    def noun(self) -> str:
+        return "groups" if self.is_grouped else "documents"
+
+    @property
+    def by_group(self) -> Table:
+        if not self.is_grouped:
+            return self
+        ends, digests = self.offsets[self.groups], self.digests[self.groups[:-1]]
+        return dataclasses.replace(self, offsets=ends, digests=digests, sizes=None, labels=None)
+
+    @property
+    def by_row(self) -> Table:
+        return (self.whole or self).by_group
 
 
 def table(documents: list[tuple[list[int], list[bool]]], name: str = "table") -> Table:
@@ -74,4 +100,20 @@ def training(tables, *, micro=2, step=4, seed=0, max_steps=None, epochs=None, we
         seed=seed,
         pad_id=PAD,
         ramp=ramp,
+    )
+
+
+def grouped(groups: list[list[tuple[list[int], list[bool]]]], labels=None, name: str = "groups") -> Table:
+    """A table of groups of documents. `labels`: a number for each document, None without one."""
+    found = table([document for group in groups for document in group], name)
+    sizes = np.array([len(group) for group in groups])
+    whole = table([([token for tokens, _ in group for token in tokens], []) for group in groups])
+    numbers = [np.nan] * len(found) if labels is None else [np.nan if one is None else one for one in labels]
+    return dataclasses.replace(
+        found,
+        digests=np.repeat(whole.digests, sizes),
+        fingerprint=hashlib.sha256(f"{found.fingerprint} {sizes} {numbers}".encode()).hexdigest(),
+        format=RowFormat.group,
+        sizes=sizes,
+        labels=np.array(numbers, np.float32),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,11 @@ class Batch:
     """Into how many pieces of equal length the rows are cut: all tensors but `cu_seqlens` are of one of them."""
     filled: torch.Tensor | None = None
     """int64 [rows]: the tokens of each row that are not padding, which comes last. None: there is no padding."""
+    group_of: torch.Tensor | None = None
+    """int64 [slots]: for each document of `cu_seqlens`, the index of its group in the micro-batch, from 0 on; -1 for
+    padding and unused slots. None: each document of the data is a group by itself, without a label."""
+    document_labels: torch.Tensor | None = None
+    """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None as `group_of`."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""
@@ -93,7 +99,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64, one entry a segment."""
+    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64, one entry a document or
+    a part of one."""
 
     source: np.ndarray
     """Index of the table."""
@@ -101,21 +108,25 @@ class BatchSpec:
     """Position of the first token in the table's `ids`."""
     length: np.ndarray
     offsets: np.ndarray
-    """int64 [rows + 1]: row r has the segments offsets[r]:offsets[r + 1]."""
+    """int64 [rows + 1]: row r has the documents offsets[r]:offsets[r + 1]."""
     width: int
     """Tokens in a row, padding included."""
     packed: bool
     pad_id: int
     slots: int
-    """Room for documents in `cu_seqlens` of packed rows: one a segment, and one a row for its padding. Unpacked rows
+    """Room for documents in `cu_seqlens` of packed rows: one a document, and one a row for its padding. Unpacked rows
     take one slot each, by which attention recognizes them."""
     piece: int = 0
     pieces: int = 1
     """The batch is piece number `piece` of `pieces` of each row. `pieces` divides `width`."""
+    group: np.ndarray | None = None
+    """Index of each document's group in the micro-batch. None: each document is a group without a label."""
+    label: np.ndarray | None = None
+    """float32: the label of each document, NaN without one. None as `group`."""
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
-    """Copy the segments into rows: one slice a segment, all in numpy.
+    """Copy the documents into rows: one slice a document, all in numpy.
 
     A row is cut when it is complete. So a token at the end of a piece has its target, the first token of the next one,
     and positions go on in a document that reaches into the next piece.
@@ -125,10 +136,12 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     supervised = np.zeros((rows, spec.width), bool)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
+    first_token = np.zeros(len(spec.start), np.int64)
     for row in range(rows):
         at = 0
-        for segment in range(spec.offsets[row], spec.offsets[row + 1]):
-            table, start, length = tables[spec.source[segment]], spec.start[segment], spec.length[segment]
+        for document in range(spec.offsets[row], spec.offsets[row + 1]):
+            table, start, length = tables[spec.source[document]], spec.start[document], spec.length[document]
+            first_token[document] = row * spec.width + at
             ids[row, at : at + length] = table.ids[start : start + length]
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
             begins[row, at] = at
@@ -142,10 +155,15 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     starts = np.flatnonzero(positions == 0)
     cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
+    group_of = labels = None
+    if spec.group is not None and spec.label is not None:
+        slot, slots = np.searchsorted(starts, first_token), len(cu_seqlens) - 1
+        group_of, labels = torch.full((slots,), -1), torch.full((slots,), math.nan)
+        group_of[slot], labels[slot] = torch.from_numpy(spec.group), torch.from_numpy(spec.label)
     length = spec.width // spec.pieces
     first = spec.piece * length
     ids, targets, positions = (
-        np.ascontiguousarray(one[:, first : first + length]) for one in (ids, targets, positions)
+        np.ascontiguousarray(columns[:, first : first + length]) for columns in (ids, targets, positions)
     )
     supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
     return Batch(
@@ -158,4 +176,6 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         tokens=int((filled - first).clip(0, length).sum()),
         pieces=spec.pieces,
         filled=torch.from_numpy((filled - first).clip(0, length)),
+        group_of=group_of,
+        document_labels=labels,
     )

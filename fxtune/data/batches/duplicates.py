@@ -65,7 +65,7 @@ def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable]
     none = np.zeros(0, np.uint64)
     if data.dedup is not Dedup.near:
         return Duplicates(none, none)
-    tables, held_out = ([table.whole or table for table in side] for side in (tables, held_out))
+    tables, held_out = ([table.by_row for table in side] for side in (tables, held_out))
     prints = [[table.fingerprint for table in side] for side in (held_out, tables)]
     key = hashlib.sha256(json.dumps([_VERSION, prints, data.dedup_similarity]).encode()).hexdigest()[:32]
     file = cache_root(data) / "duplicates" / f"{key}.npy"
@@ -97,8 +97,8 @@ def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
     order = np.argsort(of, kind="stable")
     rank = np.empty(len(of), np.int64)
     rank[order] = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    if table.whole is not None:
-        whole, copies = np.unique(table.whole.digests, return_counts=True)
+    if table.by_row is not table:
+        whole, copies = np.unique(table.by_row.digests, return_counts=True)
         pieces_of_one = pieces // copies[np.searchsorted(whole, distinct)]
     else:
         pieces_of_one = np.ones(len(distinct), np.int64)
@@ -219,13 +219,13 @@ def describe(
         return
     seen = np.zeros(0, np.uint64)
     sides = [*zip(data.sources, tables, strict=True), *zip(data.eval_sources, held_out, strict=False)]
-    places = _Places([(source, table.whole or table) for source, table in sides], data)
+    places = _Places([(source, table.by_row) for source, table in sides], data)
     for number, (_, table) in enumerate(places.sides[: len(tables)]):
         copies, near = ~first_copies(table, seen), np.isin(table.digests, found.near)
         seen = np.union1d(seen, table.digests)
-        left_out = np.flatnonzero(copies | near)
+        left_out, noun = np.flatnonzero(copies | near), tables[number].noun
         if not len(left_out):
-            yield f"{table.name}: data.dedup={data.dedup.value} finds no copies among {len(table):,} documents."
+            yield f"{table.name}: data.dedup={data.dedup.value} finds no copies among {len(table):,} {noun}."
             continue
         kinds = [f"{int((copies & ~near).sum()):,} copies"]
         if data.dedup is Dedup.near:
@@ -237,7 +237,7 @@ def describe(
                 digest = found.like[np.searchsorted(found.near, digest)]
             pairs.append(f"{places.of(number, document)} of {places.first(digest)}")
         yield (
-            f"{table.name}: data.dedup={data.dedup.value} leaves out {len(left_out):,} of {len(table):,} documents, "
+            f"{table.name}: data.dedup={data.dedup.value} leaves out {len(left_out):,} of {len(table):,} {noun}, "
             f"{' and '.join(kinds)}: {', '.join(pairs)}{', ...' * (len(left_out) > _SHOWN)}"
         )
 

@@ -27,10 +27,13 @@ from fxtune.data.batches.segments import (
     SegmentCounts,
     Segments,
     Side,
+    Spans,
+    document_counts,
     is_on_side,
     make_segments,
     permutation,
     smallest_fraction,
+    spans,
 )
 from fxtune.data.config import OnLong
 from fxtune.errors import DataError
@@ -94,6 +97,7 @@ class Epoch:
 class RowSequence(ABC):
     """An endless sequence of rows, epoch after epoch."""
 
+    tables: tuple[TokenTable, ...]
     segments: Segments
     """The segments of all tables. Rows consist of them."""
     source: np.ndarray
@@ -142,6 +146,14 @@ class RowSequence(ABC):
             first += len(offsets) - 1
         return np.concatenate(segments), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
+    def spans(self, segments: np.ndarray) -> Spans:
+        """The documents of some segments, given by their indices."""
+        return spans(self.tables, self.source[segments], self.segments.take(segments))
+
+    def document_counts(self, segments: np.ndarray) -> np.ndarray:
+        """How many documents each of some segments has, int64 [segments]."""
+        return document_counts(self.tables, self.source[segments], self.segments.group[segments])
+
     def share(self, epoch: int, row: int) -> float:
         """The share of an epoch that is complete before its row `row`."""
         return row / len(self.epoch(epoch))
@@ -169,8 +181,8 @@ class EpochStream(RowSequence):
         self.near_copies = near_copies
         """Digests of documents that are left out, because they are similar to another one; None or empty: none."""
         each = [
-            make_segments(table, settings.sequence_length, settings.on_long, on_side, excluded)
-            for table, on_side in zip(self.tables, self.documents(), strict=True)
+            make_segments(table, settings.sequence_length, settings.on_long, on_side, excluded, settings.packing)
+            for table, on_side in zip(self.tables, self.groups(), strict=True)
         ]
         by_table = [segments for segments, _ in each]
         self.counts: list[SegmentCounts] = [counts for _, counts in each]
@@ -183,8 +195,16 @@ class EpochStream(RowSequence):
         """Supervised tokens of each table."""
         self.long = self.segments.length > (settings.mix.threshold if settings.mix else settings.sequence_length)
         """bool [segments]: which are long for `settings.mix`; without it, none."""
+        self.rows_of_group = self._rows_of_group()
+        """Rows that a group takes: one; without packing, one for each of its documents."""
         if settings.mix:
             self._require_both_kinds(settings.mix)
+        if settings.weights and 0 in self.supply:
+            name = self.tables[self.supply.index(0)].name
+            raise DataError(
+                f"{name} has no supervised tokens, and the weights of data.sources are shares of those. Remove the "
+                "weights."
+            )
         # Each epoch draws other segments then, so the number of rows differs a little.
         self.has_equal_epochs = settings.weights is None and settings.mix is None
         self._pattern: Optional[tuple[np.ndarray, np.ndarray]] = None
@@ -208,11 +228,16 @@ class EpochStream(RowSequence):
         text = json.dumps([_VERSION, [table.fingerprint for table in self.tables], settings])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def documents(self) -> list[np.ndarray]:
-        """For each table, which of its documents are used, bool: those on the stream's side, without copies if they
-        are left out."""
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a group has several documents, or a document a label."""
+        return any(table.is_grouped for table in self.tables)
+
+    def groups(self) -> list[np.ndarray]:
+        """For each table, which of its groups are used, bool: groups on the stream's side, without copies if they are
+        left out."""
         settings, used, seen = self.settings, [], np.zeros(0, np.uint64)
-        for at, table in enumerate(self.tables):
+        for at, table in enumerate(table.by_group for table in self.tables):
             chosen = is_on_side(settings.side, table.digests, settings.share(at), settings.limit)
             if settings.distinct:
                 chosen &= first_copies(table, seen)
@@ -289,6 +314,19 @@ class EpochStream(RowSequence):
             at = np.cumsum(size) - size + number * supply
             drawn.append(order[(at >= begin) & (at < end)])
         return np.concatenate(drawn)
+
+    def _rows_of_group(self) -> int:
+        """Raises DataError for groups of different sizes without packing."""
+        if self.settings.packing or not self.is_grouped:
+            return 1
+        sizes = np.unique(document_counts(self.tables, self.source, self.segments.group)).tolist()
+        if len(sizes) > 1:
+            raise DataError(
+                f"Groups of {' and '.join(map(str, sizes[:3]))} documents: without packing each document takes a row, "
+                "and a micro-batch holds whole groups, so all groups must have the same number of documents. Set "
+                "data.packing=true."
+            )
+        return int(sizes[0])
 
     def _require_both_kinds(self, mix: LengthMix) -> None:
         if not self.long.any():

@@ -10,8 +10,8 @@ stage before it in this epoch took, chosen at random:
   documents are cut.
 
 A piece begins with the last token of the piece before it. That token is context only there, so each supervised token
-of an epoch is a target exactly once, however its document is cut. Chats are not cut, nor is anything with an on_long
-other than split: such a document needs a stage in its epoch that takes it whole, else the run is refused.
+of an epoch is a target exactly once, however its document is cut. Chats and groups are not cut, nor is anything with
+an on_long other than split: such a document needs a stage in its epoch that takes it whole, else the run is refused.
 
 All this is a function of (stream, stages, epoch). From the first epoch that begins in the last stage, rows are those
 of a run without stages.
@@ -31,7 +31,7 @@ from fxtune.data.batches.packing import assign_documents, packing_pattern
 from fxtune.data.batches.segments import Segments, cut, permutation
 from fxtune.data.batches.stages import StepRows
 from fxtune.data.config import OnLong
-from fxtune.data.read.formats import SPLIT_AT_TURNS
+from fxtune.data.read.formats import GROUP_FORMATS, SPLIT_AT_TURNS
 from fxtune.errors import DataError
 
 _ORDER, _ROWS = 5, 6
@@ -55,7 +55,8 @@ class CutSegments:
         """The segments of `stream`, with their pieces for rows of each of `lengths`."""
         base = stream.segments
         splits = stream.settings.on_long is OnLong.split
-        by_table = np.array([splits and table.format not in SPLIT_AT_TURNS for table in stream.tables])
+        whole = (*SPLIT_AT_TURNS, *GROUP_FORMATS)
+        by_table = np.array([splits and table.format not in whole for table in stream.tables])
         parts, sources, first, count = [base], [stream.source], {}, len(base)
         is_cut = by_table[stream.source]
         for length in lengths:
@@ -98,6 +99,7 @@ class GrowingRows(RowSequence):
         super().__init__()
         self.stream, self.step_rows, self._cut = stream, step_rows, cut_segments
         self._lengths = step_rows.by_length()
+        self.tables = stream.tables
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
         """{stage: rows of an epoch that lies in it as a whole}, where all such epochs have the same number."""
@@ -114,7 +116,7 @@ class GrowingRows(RowSequence):
         """How many documents of an epoch are cut for shorter rows."""
         used = self.epoch(epoch).segments
         pieces = used[used >= len(self.stream.segments)]
-        return len(set(zip(self.source[pieces].tolist(), self.segments.document[pieces].tolist(), strict=True)))
+        return len(set(zip(self.source[pieces].tolist(), self.segments.group[pieces].tolist(), strict=True)))
 
     def _count(self, number: int) -> int:
         first = self.end(number - 1)
@@ -209,12 +211,12 @@ class GrowingRows(RowSequence):
     def _refuse(self, waiting: np.ndarray, stage: int, row: int) -> NoReturn:
         """Raise DataError: documents that are not cut wait for longer rows, and row number `row` would be empty."""
         waiting = np.unique(waiting)
-        source, document = self.source[waiting], self.segments.document[waiting]
+        source, group = self.source[waiting], self.segments.group[waiting]
         table = self.stream.tables[int(source[0])]
         starts, step = self._lengths.starts, self.step_rows.steps(row + 1) - 1
         share = math.floor(step / max(self.step_rows.planned, 1) * 100) / 100
         why = (
-            "chats are not cut"
+            "chats and groups are not cut"
             if self.stream.settings.on_long is OnLong.split
             else (f"data.on_long={self.stream.settings.on_long.value} cuts none")
         )
@@ -222,7 +224,7 @@ class GrowingRows(RowSequence):
         raise DataError(
             f"data.length_schedule: the documents that fit rows of {starts[stage].length:,} tokens are used up after "
             f"step {step:,} of {self.step_rows.planned:,}, and this stage ends after step {starts[stage + 1].step:,}. "
-            f"{len(waiting):,} documents are longer (the first is document {int(document[0])} of "
+            f"{len(waiting):,} documents are longer (the first is document {int(group[0])} of "
             f"{table.name}, the longest has {longest:,} tokens), and {why}. Begin longer rows at share {share:g} or "
             f"earlier, make the rows of this stage longer, or set data.length_schedule=[]."
         )

@@ -48,7 +48,7 @@ def require_no_overlap(
     """
     if data.on_overlap is OnOverlap.keep:
         return np.zeros(0, np.uint64)
-    tables, held_out = ([table.whole or table for table in side] for side in (tables, held_out))
+    tables, held_out = ([table.by_row for table in side] for side in (tables, held_out))
     sides = [
         _HeldOut("data.eval_sources", source, table.digests, table)
         for source, table in zip(data.eval_sources, held_out, strict=False)
@@ -132,18 +132,18 @@ def _place(source: SourceConfig, table: TokenTable | None, document: int, data: 
 def copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator[str]:
     """A sentence for each table with documents that repeat another one, and one for documents in several tables.
 
-    `used`: for each table, which of its documents are used, bool.
+    `used`: for each table, which of its groups are used, bool.
     """
     uniques = []
     for table, chosen in zip(tables, used, strict=True):
-        digests = table.digests[chosen]
+        digests = table.by_group.digests[chosen]
         if table.whole is not None:  # the pieces of a chat are no copies
             digests = table.whole.digests[np.isin(table.whole.digests, digests)]
         unique, times = np.unique(digests, return_counts=True)
         uniques.append(unique)
         if repeated := int(times.sum()) - len(unique):
             yield (
-                f"{table.name}: {repeated:,} of {times.sum():,} documents repeat another one; the most frequent is "
+                f"{table.name}: {repeated:,} of {times.sum():,} {table.noun} repeat another one; the most frequent is "
                 f"there {times.max():,} times."
             )
     if shared := sum(map(len, uniques)) - len(np.unique(np.concatenate(uniques))):

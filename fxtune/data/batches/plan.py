@@ -21,10 +21,10 @@ from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
 from fxtune.data.batches.overlap import copies
-from fxtune.data.batches.segments import SegmentCounts
+from fxtune.data.batches.segments import SegmentCounts, Spans
 from fxtune.data.batches.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.errors import DataError
+from fxtune.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,15 @@ class BatchSizes:
 
 
 class DocumentSlice(NamedTuple):
-    """Where a segment comes from, and which tokens of its document it holds."""
+    """A document in a row, or the part of it that the row holds."""
 
     source: int
     """Index of the table."""
     document: int
     first: int
     length: int
+    group: int
+    """Index of its group in the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class _Layout:
                 break
             epoch, row = rows.locate(start.row)
             end = step_rows.end(stage)
-            documents = np.diff(rows.epoch(epoch).offsets)[row : None if end is None else row + end - start.row]
-            fullest.append(int(documents.max()))
+            first = rows.epoch(epoch)
+            documents = np.diff(np.concatenate([[0], np.cumsum(rows.document_counts(first.segments))])[first.offsets])
+            fullest.append(int(documents[row : None if end is None else row + end - start.row].max()))
         return _Layout(rows, step_rows, count, tuple(fullest))
 
 
@@ -93,6 +96,16 @@ class Plan:
         """`layout`: that of a plan with the same stream, global batch and length of the run."""
         self.stream = stream
         self.sizes = sizes
+        if sizes.micro_batch_size % (each := stream.rows_of_group):
+            raise ConfigError(
+                f"train.micro_batch_size={sizes.micro_batch_size}: without packing a group of {each} documents takes "
+                f"{each} rows of one micro-batch. Set a multiple of {each}, or data.packing=true."
+            )
+        if sizes.pieces > 1 and stream.is_grouped:
+            raise ConfigError(
+                "parallel.context divides rows over ranks, and each rank needs whole documents of a group. Set "
+                "parallel.context=1."
+            )
         self._layout = layout or self._lay_out()
         self.row_sequence, self.step_rows, planned = self._layout.rows, self._layout.step_rows, self._layout.count
         last = None if sizes.last is None else self.step_rows.first_row(sizes.last - sizes.dropped)
@@ -148,7 +161,8 @@ class Plan:
         """Documents, or pieces of long ones, in a step of global_batch_size rows: the mean of the first epoch,
         whatever the run's length."""
         epoch = self.stream.epoch(0)
-        return len(epoch.segments) / len(epoch) * self.sizes.global_batch_size
+        documents = self.stream.document_counts(epoch.segments).sum()
+        return float(documents) / (len(epoch) * self.stream.rows_of_group) * self.sizes.global_batch_size
 
     def stage(self, step: int) -> int:
         """The index of the stage of a step."""
@@ -188,7 +202,16 @@ class Plan:
     def rows(self, step: int) -> int:
         """Rows of the step, in all its micro-batches."""
         first, last = self._row_range(step)
-        return last - first
+        return (last - first) * self.stream.rows_of_group
+
+    def groups(self, step: int) -> int:
+        """Groups of the step, in all its micro-batches, on all ranks. In supervised text each document is a group, and
+        so is each piece of a document that is split."""
+        return len(self._rows(step)[0])
+
+    def documents_of(self, step: int) -> int:
+        """Documents of the step, in all its micro-batches, on all ranks; pieces of split documents count."""
+        return len(self.lengths(step))
 
     def supervised(self, step: int) -> int:
         """Targets of the step, in all its micro-batches."""
@@ -199,8 +222,8 @@ class Plan:
         return int(self.lengths(step).sum())
 
     def lengths(self, step: int) -> np.ndarray:
-        """Tokens of each segment of a step, int64 [segments]."""
-        return self.row_sequence.segments.length[self._rows(step)[0]]
+        """Tokens of each document of a step, or piece of one, int64 [documents]."""
+        return self.row_sequence.spans(self._rows(step)[0]).length
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""
@@ -209,42 +232,50 @@ class Plan:
         return epoch + self.row_sequence.share(epoch, row) if row else float(epoch)
 
     def documents(self, step: int, micro: int) -> list[tuple[int, int]]:
-        """(table, document) of each segment of a micro-batch, row by row."""
+        """(table, document) of each document of a micro-batch, row by row."""
         return [(piece.source, piece.document) for row in self.contents(step, micro) for piece in row]
 
     def contents(self, step: int, micro: int) -> list[list[DocumentSlice]]:
         """The document slices in each row of a micro-batch."""
-        segments, offsets = self._micro_batch(step, micro)
-        of = self.row_sequence.segments
+        found, offsets = self._documents(step, micro)
         columns = [
-            column[segments].tolist() for column in (self.row_sequence.source, of.document, of.start, of.length)
+            column.tolist() for column in (found.source, found.document, found.start, found.length, found.segment)
         ]
         slices = [
-            DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), length)
-            for source, document, start, length in zip(*columns, strict=True)
+            DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), length, group)
+            for source, document, start, length, group in zip(*columns, strict=True)
         ]
         return [slices[a:b] for a, b in pairwise(offsets.tolist())]
 
     def batch_spec(self, step: int, micro: int) -> BatchSpec:
         """What a micro-batch consists of, for build_batch() in any process."""
-        segments, offsets = self._micro_batch(step, micro)
-        length, stage = self.row_sequence.segments.length[segments], self.stage(step)
+        found, offsets = self._documents(step, micro)
+        length, stage = found.length, self.stage(step)
         packing = self.stream.settings.packing
         # Slots as if all rows had as many documents as the fullest row of the stage's first epoch, and padding. Few
         # batches need more.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
+        group = label = None
+        if self.stream.is_grouped:
+            group, label = found.segment, np.full(len(found), np.nan, np.float32)
+            for at, table in enumerate(self.tables):
+                if table.labels is not None:
+                    own = found.source == at
+                    label[own] = table.labels[found.document[own]]
         return BatchSpec(
-            self.row_sequence.source[segments],
-            self.row_sequence.segments.start[segments],
+            found.source,
+            found.start,
             length,
             offsets,
             int(self._padded_length(width)),
             packing,
             self.sizes.pad_id,
-            slots=_next_power_of_two(max(fullest * self.micro_rows(step), len(segments) + len(offsets) - 1)),
+            slots=_next_power_of_two(max(fullest * self.micro_rows(step), len(found) + len(offsets) - 1)),
             piece=self.sizes.piece,
             pieces=self.sizes.pieces,
+            group=group,
+            label=label,
         )
 
     def batch(self, step: int, micro: int) -> Batch:
@@ -268,14 +299,14 @@ class Plan:
                     segments=int(own.sum()),
                     tokens=int(length[own].sum()),
                     supervised_tokens=learned,
-                    share=learned / targets,
+                    share=learned / max(targets, 1),
                     repeats=learned / max(self.stream.supply[at], 1),
                     **asdict(counts),
                 )
             )
         totals = {name: sum(one[name] for one in sources) for name in SegmentCounts.__dataclass_fields__}
         return dict(
-            rows=len(epoch),
+            rows=len(epoch) * self.stream.rows_of_group,
             segments=len(length),
             tokens=tokens,
             supervised_tokens=targets,
@@ -284,7 +315,7 @@ class Plan:
             steps_per_epoch=(
                 float(self.step_rows.steps(len(epoch)))
                 if self.step_rows.has_lengths
-                else len(epoch) / self.sizes.global_batch_size
+                else len(epoch) * self.stream.rows_of_group / self.sizes.global_batch_size
             ),
             steps=self.steps,
             epochs=self.epoch(self.steps),
@@ -332,17 +363,17 @@ class Plan:
             for count, fate in (
                 (counts.split, f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
-                (counts.dropped, f"documents {over} were dropped, {lost}."),
+                (counts.dropped, f"{table.noun} {over} were dropped, {lost}."),
                 (
                     counts.without_targets,
-                    "documents or pieces had nothing to learn (no supervised token after the first) and were left "
-                    "out.",
+                    f"{'groups' if table.is_grouped else 'documents or pieces'} had nothing to learn (no supervised "
+                    "token after the first) and were left out.",
                 ),
-                (counts.overlapping, "documents are held out as well, and were left out of training."),
+                (counts.overlapping, f"{table.noun} are held out as well, and were left out of training."),
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
-        notes += copies(self.tables, self.stream.documents())
+        notes += copies(self.tables, self.stream.groups())
         if isinstance(self.row_sequence, GrowingRows) and (count := self.row_sequence.cut_documents(0)):
             notes.append(
                 f"data.length_schedule: in the first epoch {count:,} documents are cut into shorter rows, because "
@@ -375,7 +406,13 @@ class Plan:
         sizes, most, packing = self.sizes, self.sizes.max_steps, self.stream.settings.packing
         longest = self.stream.settings.sequence_length
         stages = sizes.stages or (Stage(0.0, sizes.global_batch_size, longest),)
+        stages = tuple(stage._replace(rows=stage.rows // self.stream.rows_of_group) for stage in stages)
         shorter = sorted({stage.length for stage in stages} - {longest})
+        if shorter and self.stream.rows_of_group > 1:
+            raise ConfigError(
+                "data.length_schedule: without packing each document of a group takes a row, so groups cannot wait "
+                "for longer rows. Set data.packing=true, or data.length_schedule=[]."
+            )
         cut_segments = CutSegments.of(self.stream, shorter) if shorter else None
 
         def layout(step_rows: StepRows) -> _Layout:
@@ -418,14 +455,29 @@ class Plan:
         segments, offsets = self.row_sequence.rows(*self._row_range(step))
         if not self.stream.settings.packing:
             # Longest first: neighbours need little padding, and a step that needs too much memory fails at its start.
-            segments = segments[np.argsort(-self.row_sequence.segments.length[segments], kind="stable")]
+            segments = segments[np.argsort(-self._longest_documents(segments), kind="stable")]
         return segments, offsets
 
+    def _longest_documents(self, segments: np.ndarray) -> np.ndarray:
+        """Tokens of the longest document of each segment, int64 [segments]."""
+        if self.stream.rows_of_group == 1:
+            return self.row_sequence.segments.length[segments]
+        return self.row_sequence.spans(segments).length.reshape(-1, self.stream.rows_of_group).max(axis=1)
+
+    def _documents(self, step: int, micro: int) -> tuple[Spans, np.ndarray]:
+        """The rows of a micro-batch: (their documents, the offsets [rows + 1] into them)."""
+        segments, offsets = self._micro_batch(step, micro)
+        found = self.row_sequence.spans(segments)
+        if not self.stream.settings.packing:
+            return found, np.arange(len(found) + 1)
+        return found, np.searchsorted(found.segment, offsets)
+
     def _micro_batch(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a micro-batch: (their segments, the offsets into them). Without packing, one row a group."""
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
-        size = self.micro_rows(step)
+        size = self.micro_rows(step) // self.stream.rows_of_group
         micro = min(micro * self.sizes.ranks + self.sizes.rank, self._all_micro_batches(step) - 1)
         own = offsets[micro * size : (micro + 1) * size + 1]
         return segments[own[0] : own[-1]], own - own[0]
@@ -440,13 +492,13 @@ class Plan:
         """Tokens of an epoch's rows with padding, if the epoch begins with a step."""
         if self.stream.settings.packing:
             return self.step_rows.tokens(len(epoch))
-        total, all_lengths = 0, self.row_sequence.segments.length[epoch.segments]
+        total, all_lengths, each = 0, self._longest_documents(epoch.segments), self.stream.rows_of_group
         for stage, start in enumerate(self.step_rows.starts):
-            step, micro = start.rows, self.micro_rows(start.step + self.sizes.dropped)
+            step, micro = start.rows, self.micro_rows(start.step + self.sizes.dropped) // each
             length = all_lengths[start.row : self.step_rows.end(stage)]
             steps = np.pad(length, (0, -len(length) % step)).reshape(-1, step)
             micros = -np.sort(-steps, axis=1).reshape(-1, micro)
-            total += int((self._padded_length(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum())
+            total += int((self._padded_length(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum()) * each
         return total
 
 

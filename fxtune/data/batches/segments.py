@@ -1,7 +1,8 @@
-"""From documents to segments, the units that rows are made of.
+"""From groups of documents to segments, the units that rows are made of.
 
-A segment is a document, or a part of one that is longer than `data.sequence_length`. A segment's first token follows
-nothing, so it is never a target. A segment without a target teaches nothing; it is left out and counted.
+A segment is a group, or a part of a document that is longer than `data.sequence_length`. In supervised text each
+document is a group by itself. The first token of a document follows nothing, so it is never a target. A segment
+without a target and without a label teaches nothing; it is left out and counted.
 
 The random choices are made here too: the documents that are held out, by their content alone, and the permutations of
 epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014) and not numpy's generators, whose streams may change
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Optional
 import numpy as np
 
 from fxtune.data.config import OnLong
+from fxtune.data.read.formats import GROUP_FORMATS
 from fxtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,32 +42,52 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Segments:
-    """int64 arrays with one entry a segment, in the order of the documents."""
+    """int64 arrays with one entry a segment, in the order of the groups."""
 
-    document: np.ndarray
-    """Index of the document in its table."""
+    group: np.ndarray
+    """Index of the group in its table."""
     start: np.ndarray
     """Position of the first token in the table's `ids`."""
     length: np.ndarray
     supervised: np.ndarray
-    """Targets: supervised tokens other than the segment's first."""
+    """Targets: supervised tokens other than a document's first."""
 
     def __len__(self) -> int:
         return len(self.start)
 
     def take(self, segments: np.ndarray) -> Segments:
         """The segments with these indices."""
-        return Segments(*(getattr(self, one.name)[segments] for one in fields(self)))
+        return Segments(*(getattr(self, column.name)[segments] for column in fields(self)))
 
     @staticmethod
     def joined(parts: Sequence[Segments]) -> Segments:
         """The segments of all parts, one part after the other."""
-        return Segments(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(Segments)))
+        names = [column.name for column in fields(Segments)]
+        return Segments(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The documents of segments: int64 arrays with one entry a document, or a part of one, in the order of the
+    segments."""
+
+    source: np.ndarray
+    """Index of the table."""
+    document: np.ndarray
+    """Index of the document in its table."""
+    start: np.ndarray
+    """Position of the first token in the table's `ids`."""
+    length: np.ndarray
+    segment: np.ndarray
+    """Which of the segments it belongs to, ascending from 0."""
+
+    def __len__(self) -> int:
+        return len(self.start)
 
 
 @dataclass(frozen=True)
 class SegmentCounts:
-    """What became of a table's documents."""
+    """What became of a table's groups, called documents here: most groups are one document."""
 
     documents: int
     """Documents on this side of the hold-out."""
@@ -92,36 +114,40 @@ def make_segments(
     on_long: OnLong,
     on_side: np.ndarray,
     excluded: Optional[np.ndarray] = None,
+    packing: bool = True,
 ) -> tuple[Segments, SegmentCounts]:
-    """The segments of some documents of a table. Each has at most `sequence_length` tokens and at least one target.
+    """The segments of some groups of a table. Each fits a row, and has at least one target or label.
 
-    `on_side`: which documents, bool. `excluded`: digests of documents to leave out. The result may be empty. Raises
-    DataError if `on_long=error` and a document is too long.
+    `on_side`: which groups, bool. `excluded`: digests of groups to leave out. `packing`: whether a row holds several
+    documents; if not, a group takes a row for each of its documents. The result may be empty. Raises DataError if
+    `on_long=error` and a document is too long, or if a group is too long that would have to be cut.
     """
-    offsets = np.asarray(table.offsets, dtype=np.int64)
-    used = on_side if excluded is None else on_side & ~np.isin(table.digests, excluded)
+    units = table.by_group
+    offsets = np.asarray(units.offsets, dtype=np.int64)
+    used = on_side if excluded is None else on_side & ~np.isin(units.digests, excluded)
     chosen = np.flatnonzero(used)
     length = np.diff(offsets)[chosen]
-    long = length > sequence_length
-    if on_long is OnLong.error and long.any():
-        first = int(np.argmax(long))
-        raise DataError(
-            f"{table.name}: document {chosen[first]} (counted from 0) has {length[first]:,} tokens, "
-            f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} documents "
-            "are longer than that. Raise data.sequence_length, or set data.on_long to split, truncate or drop."
-        )
+    in_row = length if packing or not table.is_grouped else _longest_documents(table)[chosen]
+    long = in_row > sequence_length
+    if long.any() and (on_long is OnLong.error or (table.format in GROUP_FORMATS and on_long is not OnLong.drop)):
+        raise _too_long(table, sequence_length, on_long, chosen, in_row)
     lost = int((length[long] - (sequence_length if on_long is OnLong.truncate else 0)).sum())
     pieces = -(-length // sequence_length)
-    if on_long is not OnLong.split:
+    if on_long is not OnLong.split or table.format in GROUP_FORMATS:
         pieces = np.minimum(pieces, 1)
     if on_long is OnLong.drop:
         pieces[long] = 0
-    document = np.repeat(chosen, pieces)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = offsets[document] + nth * sequence_length
-    size = np.minimum(offsets[document + 1] - start, sequence_length)
-    targets = _count_targets(table.supervised, start, size)
-    kept = np.flatnonzero(targets)
+    group = np.repeat(chosen, pieces)
+    nth = _within(pieces)
+    start = offsets[group] + nth * sequence_length
+    size = offsets[group + 1] - start
+    if table.is_grouped:
+        targets, is_kept = _group_targets(table, group)
+    else:
+        size = np.minimum(size, sequence_length)
+        targets = _count_targets(table.supervised, start, size)
+        is_kept = targets > 0
+    kept = np.flatnonzero(is_kept)
     many = int(long.sum())
     counts = {
         OnLong.split: dict(split=many, pieces=int(pieces[long].sum())),
@@ -132,9 +158,78 @@ def make_segments(
     if table.split.chats:  # they are pieces already
         of = table.split
         counts = dict(split=of.chats, pieces=of.pieces, truncated=of.truncated, lost_tokens=of.lost_tokens)
-    segments = Segments(document[kept], start[kept], size[kept], targets[kept])
+    segments = Segments(group[kept], start[kept], size[kept], targets[kept])
     counts |= dict(without_targets=len(targets) - len(kept), overlapping=int(on_side.sum()) - len(chosen))
     return segments, SegmentCounts(len(chosen), len(on_side) - int(on_side.sum()), **counts)
+
+
+def _too_long(
+    table: TokenTable, sequence_length: int, on_long: OnLong, chosen: np.ndarray, length: np.ndarray
+) -> DataError:
+    """The error for groups with more tokens than a row: `length` of each of `chosen`."""
+    long = length > sequence_length
+    first = int(np.argmax(long))
+    noun, cures = "document", "split, truncate or drop"
+    if table.format in GROUP_FORMATS:
+        noun, cures = "group", "drop"
+        if on_long is not OnLong.error:
+            cures = f"drop (now {on_long.value}: a group is not cut)"
+    return DataError(
+        f"{table.name}: {noun} {chosen[first]} (counted from 0) has {length[first]:,} tokens, "
+        f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} {noun}s "
+        f"are longer than that. Raise data.sequence_length, or set data.on_long to {cures}."
+    )
+
+
+def _longest_documents(table: TokenTable) -> np.ndarray:
+    """Tokens of the longest document of each group, int64 [groups]."""
+    return np.maximum.reduceat(np.diff(table.offsets), table.groups[:-1])
+
+
+def _group_targets(table: TokenTable, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(targets of each of `groups`, which of them have a target or a label)."""
+    size = table.groups[groups + 1] - table.groups[groups]
+    of = np.repeat(np.arange(len(groups)), size)
+    document = table.groups[groups][of] + _within(size)
+    start = np.asarray(table.offsets)[document]
+    targets = _count_targets(table.supervised, start, np.asarray(table.offsets)[document + 1] - start)
+    assert table.labels is not None
+    teaches = (targets > 0) | ~np.isnan(table.labels[document])
+    total, teaching = (np.bincount(of, values, len(groups)) for values in (targets, teaches))
+    return total.astype(np.int64), teaching > 0
+
+
+def document_counts(tables: Sequence[TokenTable], source: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """How many documents each segment has, int64 [segments]. `source`, `group`: its table, and its group there."""
+    count = np.ones(len(group), np.int64)
+    for at, table in enumerate(tables):
+        if table.is_grouped:
+            own = source == at
+            count[own] = table.groups[group[own] + 1] - table.groups[group[own]]
+    return count
+
+
+def spans(tables: Sequence[TokenTable], source: np.ndarray, segments: Segments) -> Spans:
+    """The documents of segments. `source`: the table of each."""
+    if not any(table.is_grouped for table in tables):
+        return Spans(source, segments.group, segments.start, segments.length, np.arange(len(segments)))
+    count = document_counts(tables, source, segments.group)
+    of = np.repeat(np.arange(len(segments)), count)
+    source, document = source[of], segments.group[of]
+    start, length = segments.start[of], segments.length[of]
+    within = _within(count)
+    for at, table in enumerate(tables):
+        if table.is_grouped:
+            own = source == at
+            document[own] = table.groups[document[own]] + within[own]
+            start[own] = table.offsets[document[own]]
+            length[own] = table.offsets[document[own] + 1] - start[own]
+    return Spans(source, document, start, length, of)
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each of `counts`, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, np.ndarray]:
@@ -145,12 +240,12 @@ def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, n
     """
     pieces = -(-(segments.length - 1) // (length - 1))
     of = np.repeat(np.arange(len(segments)), pieces)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    nth = _within(pieces)
     start = segments.start[of] + nth * (length - 1)
     size = np.minimum(segments.start[of] + segments.length[of] - start, length)
     targets = _count_targets(table.supervised, start, size)
     kept = np.flatnonzero(targets)
-    found = Segments(segments.document[of[kept]], start[kept], size[kept], targets[kept])
+    found = Segments(segments.group[of[kept]], start[kept], size[kept], targets[kept])
     return found, np.bincount(of[kept], minlength=len(segments))
 
 
@@ -171,7 +266,8 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Optional[int] = None) -> np.ndarray:
-    """Which documents are on `side`, bool [documents]; equal ones are on the same side, whatever the run's seed.
+    """Which documents are on `side`, bool [documents]; equal documents are on the same side, whatever the run's seed.
+    With `digests` of groups: which groups.
 
     `limit`: at most so many held-out documents, those with the smallest hashes; all if everything is held out.
     """

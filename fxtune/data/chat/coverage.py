@@ -54,6 +54,7 @@ READ: dict[RowFormat, frozenset[str]] = {
         ("input_ids", "labels", "assistant_masks", "token_type_ids", "position_ids", "special_tokens_mask", "text")
     ),
     RowFormat.text: frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion")),
+    RowFormat.group: frozenset(("documents", "labels")),
 }
 """The columns of each format, and those that often repeat them: the rendered text, the first question, or the chats
 beside a text that the user has chosen to train on."""

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -45,7 +46,7 @@ from fxtune.data.chat.split import SplitChat, split_chat, split_questions, trunc
 from fxtune.data.chat.template import RESERVED, ChatTemplate, Span, undeclared_variables, unused_characters
 from fxtune.data.config import LearnConfig, OnRewritten, time_of_templates
 from fxtune.data.read.files import require_file
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.formats import GROUP_FORMATS, RowFormat, row_format, with_format_names
 from fxtune.data.read.row import type_name
 from fxtune.errors import DataError, did_you_mean, shortened
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
@@ -101,6 +102,15 @@ class Document:
 
 
 @dataclass
+class EncodedGroup:
+    """The documents of a row that stay together."""
+
+    documents: list[Document]
+    labels: list[float]
+    """A label for each document; NaN: none."""
+
+
+@dataclass
 class _Text:
     """A text for the tokenizer. `is_plain`: its beginning-of-text and end-of-text tokens are still missing."""
 
@@ -109,6 +119,12 @@ class _Text:
     is_plain: bool
     remarks: tuple[str, ...] = ()
     is_rewritten: bool = False
+
+
+@dataclass
+class _GroupTexts:
+    documents: list[_Text | Document]
+    labels: list[float]
 
 
 class Encoder:
@@ -151,7 +167,11 @@ class Encoder:
         self.format = format
         self.learn = learn or LearnConfig()
         self.unused = tuple(unused or ())
-        self._coverage = Coverage(format, self.unused, enabled=unused is not None)
+        self._coverage: dict[RowFormat, Coverage] = {
+            covered: Coverage(covered, self.unused, enabled=unused is not None)
+            for covered in (RowFormat if format in GROUP_FORMATS else [format])
+            if covered is not RowFormat.auto
+        }
         self.system = system
         self.variables = dict(variables or {})
         self.on_rewritten = on_rewritten
@@ -164,7 +184,8 @@ class Encoder:
         self._bos = _leading_special_ids(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
-        self._vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1 if format is RowFormat.tokens else 0
+        has_tokens = format in (RowFormat.tokens, *GROUP_FORMATS)
+        self._vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1 if has_tokens else 0
         self._templates: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper]] = {}
         encode, decode = partial(_encode, self._tokenizer), partial(_decode, self._tokenizer)
         self._borders = BorderFinder(encode, decode, tokenizer.added_tokens_decoder)
@@ -172,21 +193,16 @@ class Encoder:
             self._template(with_tools=False)
             _require_variables(self.variables, self._tokenizer.chat_template, self.template_source)
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | str]:
-        """Return for each row, in order, its document or the reason why it cannot be used."""
-        read: Callable[[Mapping[str, Any]], _Text | Document] = {
-            RowFormat.text: self._text,
-            RowFormat.tokens: self._tokens,
-            RowFormat.prompt_completion: self._prompt_completion,
-        }.get(self.format, self._chat)
-        results: list[_Text | Document | str] = []
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | EncodedGroup | str]:
+        """Return for each row, in order, its document or group of documents, or the reason why it cannot be used."""
+        results: list[_Text | Document | _GroupTexts | str] = []
         try:
             with limit_resources():  # one limit for all rows; render() sets its own for other callers
                 for row in rows:
                     try:
                         if not isinstance(row, Mapping):
                             raise RowError(f"the row is {type_name(row)}, not an object")
-                        results.append(read(row))
+                        results.append(self._group(row) if self.format in GROUP_FORMATS else self._read(row))
                     except RowError as reason:
                         results.append(str(reason))
         except LimitExceeded as limit:
@@ -194,9 +210,62 @@ class Encoder:
                 f"the chat template was stopped: it needs {limit}, which no conversation should need. Correct it, or "
                 "name another in data.chat_template"
             ) from None
-        texts = [result for result in results if isinstance(result, _Text)]
-        documents = iter(self._tokenize(texts) if texts else [])
-        return [next(documents) if isinstance(result, _Text) else result for result in results]
+        parts = [part for row in results for part in (row.documents if isinstance(row, _GroupTexts) else [row])]
+        texts = [part for part in parts if isinstance(part, _Text)]
+        tokenized = iter(self._tokenize(texts) if texts else [])
+
+        def document(part: _Text | Document) -> Document | str:
+            return next(tokenized) if isinstance(part, _Text) else part
+
+        samples: list[Document | EncodedGroup | str] = []
+        for result in results:
+            if isinstance(result, _GroupTexts):
+                documents = [document(part) for part in result.documents]
+                reasons = [f"documents[{at}]: {found}" for at, found in enumerate(documents) if isinstance(found, str)]
+                whole = [found for found in documents if not isinstance(found, str)]
+                samples.append(reasons[0] if reasons else EncodedGroup(whole, result.labels))
+            else:
+                samples.append(result if isinstance(result, str) else document(result))
+        return samples
+
+    def _read(self, row: Mapping[str, Any], format: RowFormat | None = None) -> _Text | Document:
+        """The document of a row of `format`; None: the format of all rows."""
+        format = format or self.format
+        if format is RowFormat.text:
+            return self._text(row)
+        if format is RowFormat.tokens:
+            return self._tokens(row)
+        if format is RowFormat.prompt_completion:
+            return self._prompt_completion(row)
+        return self._chat(row, format)
+
+    def _group(self, row: Mapping[str, Any]) -> _GroupTexts:
+        rows, documents = row.get("documents"), list[_Text | Document]()
+        if not isinstance(rows, (list, tuple)):
+            raise RowError(f"documents is {type_name(rows)}, not a list of rows")
+        if not rows:
+            raise RowError("documents is empty")
+        self._coverage[self.format].check_columns(row, "")
+        for index, part in enumerate(rows):
+            if not isinstance(part, Mapping):
+                raise RowError(f"documents[{index}] is {type_name(part)}, not an object")
+            part = with_format_names(dict(part))
+            format = row_format(part)
+            if format is None or format in GROUP_FORMATS:
+                raise RowError(
+                    f"documents[{index}] has no format that fxtune knows; its columns: {', '.join(map(short, part))}"
+                )
+            try:
+                document = self._read(part, format)
+            except RowError as reason:
+                raise RowError(f"documents[{index}]: {reason}") from None
+            if document.is_rewritten and self.on_rewritten is OnRewritten.split:
+                raise RowError(
+                    f"documents[{index}]: the chat template writes an answer otherwise once another turn follows, and "
+                    "a document of a group is not divided. Learn the last answer alone (data.on_rewritten=context)"
+                )
+            documents.append(document)
+        return _GroupTexts(documents, _labels(row.get("labels"), len(documents)))
 
     def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
         """The documents of a chat: one for each question (`self.by_question`), divided into pieces where it has more
@@ -213,7 +282,7 @@ class Encoder:
             document = self._tokenize([rendered])[0] if isinstance(rendered, _Text) else rendered
             return document if isinstance(document, Document) else None
 
-        chat = self._conversation(row)
+        chat = self._conversation(row, self.format)
         if not (self.by_question and whole.is_rewritten):
             assert self.longest is not None
             return split_chat(chat, whole, encode, self.longest)
@@ -276,22 +345,21 @@ class Encoder:
             self._templates[key] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
         return self._templates[key]
 
-    def _chat(self, row: Mapping[str, Any]) -> _Text | Document:
-        row = self._parsed(row)
-        return self._rendered(self._conversation(row), row)
+    def _chat(self, row: Mapping[str, Any], format: RowFormat) -> _Text | Document:
+        row = _parsed(row, format)
+        return self._rendered(self._conversation(row, format), row, self._coverage[format])
 
-    def _parsed(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return with_parsed_lists(row) if self.format in (RowFormat.messages, RowFormat.sharegpt) else row
-
-    def _conversation(self, row: Mapping[str, Any]) -> Conversation:
-        chat = read_conversation(self._parsed(row), self.format, self.learn, self.unused)
+    def _conversation(self, row: Mapping[str, Any], format: RowFormat) -> Conversation:
+        chat = read_conversation(_parsed(row, format), format, self.learn, self.unused)
         if self.system is not None and all(message["role"] not in SYSTEM_ROLES for message in chat.messages):
             chat.messages.insert(0, {"role": "system", "content": self.system})
             chat.supervised.insert(0, False)
         return chat
 
-    def _rendered(self, chat: Conversation, row: Mapping[str, Any] | None = None) -> _Text | Document:
-        """`row`: the row of the chat, to be found in the text; None for a part of a chat."""
+    def _rendered(
+        self, chat: Conversation, row: Mapping[str, Any] | None = None, coverage: Coverage | None = None
+    ) -> _Text | Document:
+        """`row`: the row of the chat, to be found in the text by `coverage`; None for a part of a chat."""
         template, escaper = self._template(chat.tools is not None, chat.variables)
         messages, supervised = template.adapted(chat.messages), chat.supervised
         if chat.variables and escaper.is_quoted([], [chat.variables]):
@@ -306,10 +374,11 @@ class Encoder:
         if escaper.is_quoted(messages, chat.tools):
             aliased = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
         remarks: tuple[str, ...] = ()
-        if row is not None:
-            found = self._coverage.check_conversation(row, chat, messages, text, template)
+        if row is not None and coverage is not None:
+            found = coverage.check_conversation(row, chat, messages, text, template)
             if rewritten:
-                found = [REWRITTEN_REMARKS[self.on_rewritten], *(one for one in found if one != REASONING_REMARK)]
+                others = [remark for remark in found if remark != REASONING_REMARK]
+                found = [REWRITTEN_REMARKS[self.on_rewritten], *others]
             last = max((index for index, learned in enumerate(supervised) if learned), default=None)
             if template.writes_empty_reasoning and any(
                 learned and message["role"] == "assistant" and not reasoning_of(message)
@@ -339,20 +408,20 @@ class Encoder:
     def _prompt_completion(self, row: Mapping[str, Any]) -> _Text | Document:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
-            return self._chat(row)
+            return self._chat(row, RowFormat.prompt_completion)
         if row.get(VARIABLES):
             raise RowError(f"{VARIABLES} is for chats, and this prompt is a text")
         prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
         text = prompt + completion
         require_answer(completion, "completion")
-        self._coverage.check_columns(row, text)
+        self._coverage[RowFormat.prompt_completion].check_columns(row, text)
         return _Text(text, [(len(text) - len(completion), len(text))], is_plain=True)
 
     def _text(self, row: Mapping[str, Any]) -> _Text:
         text = require_text(row.get("text"), "text")
         if not text.strip():
             raise RowError("text is empty")
-        self._coverage.check_columns(row, text)
+        self._coverage[RowFormat.text].check_columns(row, text)
         return _Text(text, [(0, len(text))], is_plain=True)
 
     def _tokens(self, row: Mapping[str, Any]) -> Document:
@@ -364,7 +433,8 @@ class Encoder:
                 raise RowError(
                     f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
                 )
-        self._coverage.check_columns({key: row[key] for key in row if key != "attention_mask"}, "")
+        columns = self._coverage[RowFormat.tokens]
+        columns.check_columns({key: row[key] for key in row if key != "attention_mask"}, "")
         if 0 in (row.get("attention_mask") or ()):
             raise RowError("attention_mask has zeros: remove the padding from input_ids, fxtune pads rows itself")
         if row.get("labels") is not None:
@@ -409,6 +479,24 @@ class Encoder:
                 document = replace(document, ids=ids, supervised=supervised)
             documents.append(document)
         return documents
+
+
+def _parsed(row: Mapping[str, Any], format: RowFormat) -> Mapping[str, Any]:
+    return with_parsed_lists(row) if format in (RowFormat.messages, RowFormat.sharegpt) else row
+
+
+def _labels(labels: Any, documents: int) -> list[float]:
+    """The label of each document of a group, NaN for null. Raises RowError."""
+    if labels is None:
+        return [math.nan] * documents
+    if not isinstance(labels, (list, tuple)) or len(labels) != documents:
+        found = f"{len(labels)} entries" if isinstance(labels, (list, tuple)) else type_name(labels)
+        raise RowError(f"labels is {found}; it must be a list of {documents} numbers, one for each of `documents`")
+    for index, label in enumerate(labels):
+        if label is not None and (not isinstance(label, (int, float)) or math.isinf(label)):
+            named = short(label) if isinstance(label, float) else type_name(label)
+            raise RowError(f"labels[{index}] is {named}, not a number or null")
+    return [math.nan if label is None else float(label) for label in labels]
 
 
 def read_template(path: str) -> str:

@@ -9,6 +9,7 @@
 | alpaca            | `instruction`, `output`, optionally `input`                                |
 | tokens            | `input_ids`, optionally `labels` (-100: not supervised) or `assistant_masks` (0 or 1) |
 | text              | `text`: every token is supervised                                          |
+| group             | `documents`: rows of these formats, learned together; optionally `labels`  |
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ class RowFormat(str, Enum):
     prompt_completion = "prompt_completion"
     text = "text"
     tokens = "tokens"
+    group = "group"
 
 
 SPLIT_AT_TURNS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
 """Formats whose long documents are split between turns, not at any token."""
+
+GROUP_FORMATS = (RowFormat.group,)
+"""Formats whose rows hold several documents, which stay together: they are never cut."""
 
 ROW_FORMATS.reserve(RowFormat)
 
@@ -104,7 +109,9 @@ def _format_by_columns(row: dict[str, Any]) -> RowFormat | None:
     for name, columns in COLUMNS.items():
         if all(column in row for column in columns) and _values_fit(name, [row[column] for column in columns]):
             return name
-    return None
+    # Rows with more columns hold something else, such as the documents that were retrieved for a question.
+    is_group = row.keys() <= {"documents", "labels"} and _is_chat(row.get("documents"))
+    return RowFormat.group if is_group else None
 
 
 def with_format_names(row: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from fxtune.data.read.formats import with_format_names
 from fxtune.errors import ConfigError, DataError
-from fxtune.plugins import ROW_FORMATS
+from fxtune.plugins import ROW_FORMATS, Group
 
 _Text = TypeVar("_Text", str, bytes, covariant=True)
 
@@ -162,10 +162,11 @@ def converted(rows: Iterable[Row], converter: str | None) -> Iterator[Row]:
             yield row if value is row.value else Row(row.where, value, size=row.size)
             continue
         try:
-            value = convert(dict(row.value))
+            found = convert(dict(row.value))
         except ConfigError as error:  # it names the plugin's file and line
             yield bad_row(row.where, str(error).rstrip("."), row.value)
             continue
+        value = found.as_row() if isinstance(found, Group) else found
         yield checked_row(row.where, value, row.size, suspicious=True)
 
 

@@ -47,7 +47,7 @@ def profile(tables: Sequence[TokenTable], digests: np.ndarray, tokenizer: Any) -
     lengths, supervised, letters = list[int](), 0, Counter[str]()
     ids = [np.zeros(0, np.int32)]
     for table in tables:
-        table = table.whole or table
+        table = table.by_row
         for document in np.flatnonzero(np.isin(table.digests, digests)).tolist():
             digest = int(table.digests[document])
             if digest not in left:

@@ -1,5 +1,4 @@
-"""The row that each document of a source was made from: a message names its file and line, `fxtune refresh` copies
-it."""
+"""The row that each group of documents was made from: messages name its file and line, `fxtune refresh` copies it."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from fxtune.data.tokenized.table import TokenTable
 
 
 def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig) -> Iterator[Row]:
-    """The row of each document, in order. `table`: the tokens of `source`, which say which rows could not be used;
-    None if all could. The documents are those of whole chats (`TokenTable.whole`)."""
+    """The row of each document of `table.by_row`, in order. `table`: the tokens of `source`, which say which rows
+    could not be used; None if all could."""
     opened = open_source(source, cache_root(data) / "datasets" if data.cache_dir else None)
     bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
     return (row for row in opened.rows() if row.value is not None and row.where not in bad)

@@ -1,4 +1,4 @@
-"""A tokenized source on disk: four arrays, the bad rows, and a JSON file with counts and file sizes.
+"""A tokenized source on disk: its arrays, the bad rows, and a JSON file with counts and file sizes.
 
 The arrays are .npy files, opened as memory maps: a table of a hundred gigabytes opens immediately, all processes share
 it through the page cache, and it pickles as the name of its folder.
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -26,20 +27,28 @@ from fxtune.data.read.row import Row
 from fxtune.data.tokenized.cache import META, keep_from_removal
 
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
+GROUP_ARRAYS = {"groups": np.int64, "labels": np.float32}
+"""Stored only where a group has several documents or a document has a label."""
 BAD_ROWS = "bad_rows.jsonl"
-DATA_FILES = [BAD_ROWS, *(f"{key}.npy" for key in ARRAYS)]
+DATA_FILES = [BAD_ROWS, *(f"{key}.npy" for key in ARRAYS | GROUP_ARRAYS)]
+_KINDS: dict[str, type] = ARRAYS | GROUP_ARRAYS
 _PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
 
 
 class TokenTable:
     """Documents of one source as token ids, in the order of the source.
 
+    Documents that one row holds together, such as a question with several answers, are a group. Plans move whole
+    groups.
+
     Attributes:
         ids: int32 [tokens].
         supervised: bool [tokens], whether the token is a target.
         offsets: int64 [documents + 1]; document i is ids[offsets[i]:offsets[i + 1]].
-        digests: uint64 [documents], a hash of each document's ids, the same on every machine.
-        fingerprint: hash of the tokens: ids, which of them are supervised, and where documents end.
+        digests: uint64 [documents], a hash of the ids of a document's group, the same on every machine.
+        labels: float32 [documents], NaN for a document without a label; None if no document has one, and each is a
+            group by itself.
+        fingerprint: hash of the tokens: ids, which of them are supervised, where documents and groups end, and labels.
         name: the source, as the user wrote it.
         format: the rows' format.
         bad_rows: how many rows could not be used.
@@ -55,6 +64,7 @@ class TokenTable:
     supervised: np.ndarray
     offsets: np.ndarray
     digests: np.ndarray
+    labels: np.ndarray | None = None
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -71,7 +81,8 @@ class TokenTable:
         self.split = SplitCounts(**meta["split"])
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
-        for key in ARRAYS:
+        self.is_grouped = "groups.npy" in meta["sizes"]
+        for key in [*ARRAYS, *["labels"] * self.is_grouped]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
 
     def __len__(self) -> int:
@@ -79,6 +90,35 @@ class TokenTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenTable, (self.folder, self.name)
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """int64 [groups + 1]: group g has the documents groups[g]..groups[g + 1] - 1."""
+        if not self.is_grouped:
+            return np.arange(len(self) + 1)
+        stored: np.ndarray = np.load(self.folder / "groups.npy", mmap_mode="r")
+        return stored
+
+    @cached_property
+    def by_group(self) -> TokenTable:
+        """This table with each group as one document: offsets and digests have one entry a group."""
+        if not self.is_grouped:
+            return self
+        table: TokenTable = object.__new__(TokenTable)
+        vars(table).update(vars(self), is_grouped=False, labels=None)
+        table.offsets, table.digests = self.offsets[self.groups], self.digests[self.groups[:-1]]
+        vars(table).pop("groups", None)
+        return table
+
+    @property
+    def noun(self) -> str:
+        """What a plan takes of the table as a whole, for messages."""
+        return "groups" if self.is_grouped else "documents"
+
+    @property
+    def by_row(self) -> TokenTable:
+        """The same source with one document for each usable row: chats unsplit, and each group as one document."""
+        return (self.whole or self).by_group
 
     @property
     def longest(self) -> int:
@@ -107,7 +147,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @dataclass
 class EncodedShard:
-    """The documents of one shard. The arrays are as in TokenTable, with each document's length in place of offsets."""
+    """The documents of one shard. The arrays are as in TokenTable, with lengths in place of offsets."""
 
     ids: np.ndarray
     supervised: np.ndarray
@@ -118,6 +158,10 @@ class EncodedShard:
     remarks: Counter[str] = field(default_factory=Counter)
     rewritten: int = 0
     split: SplitCounts = field(default_factory=SplitCounts)
+    group_sizes: np.ndarray | None = None
+    """int64 [groups]: documents in each; None: one."""
+    labels: np.ndarray | None = None
+    """float32 [documents]; None: no labels."""
 
 
 class TableWriter:
@@ -126,24 +170,39 @@ class TableWriter:
     def __init__(self, folder: Path, files: list[str]) -> None:
         self.folder, self.files = folder, dict.fromkeys(files)
         self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = self.rewritten = 0
+        self.labelled = 0
+        """Documents with a label."""
         self.first_bad: Row | None = None
         self.remarks: Counter[str] = Counter()
-        self._hashes = {key: blake2b(digest_size=16) for key in ("ids", "supervised", "offsets")}
+        self._is_grouped = False
+        self._hashes = {key: blake2b(digest_size=16) for key in ("ids", "supervised", "offsets", *GROUP_ARRAYS)}
         self.split = SplitCounts()
         folder.mkdir(parents=True)
         self._bad = open(folder / BAD_ROWS, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._arrays = {key: _NpyFile(folder / f"{key}.npy", np.dtype(kind)) for key, kind in ARRAYS.items()}
-        self._arrays["offsets"].append(np.zeros(1))
+        self._arrays = {key: _NpyFile(folder / f"{key}.npy", np.dtype(kind)) for key, kind in _KINDS.items()}
+        for key in ("offsets", "groups"):
+            self._arrays[key].append(np.zeros(1))
 
     def append(self, part: EncodedShard) -> None:
-        offsets = self.tokens + np.cumsum(part.lengths, dtype=np.int64)
-        for key, values in (("ids", part.ids), ("supervised", part.supervised), ("digests", part.digests)):
+        count = len(part.lengths)
+        sizes = np.ones(count, np.int64) if part.group_sizes is None else part.group_sizes
+        labels = np.full(count, np.nan) if part.labels is None else part.labels
+        arrays = dict(
+            ids=part.ids,
+            supervised=part.supervised,
+            offsets=self.tokens + np.cumsum(part.lengths, dtype=np.int64),
+            digests=part.digests,
+            groups=self.documents + np.cumsum(sizes, dtype=np.int64),
+            labels=labels,
+        )
+        for key, values in arrays.items():
             self._arrays[key].append(values)
-        self._arrays["offsets"].append(offsets)
-        for key, values in (("ids", part.ids), ("supervised", part.supervised), ("offsets", offsets)):
-            # In the byte order of the files, so that the fingerprint is the same on every machine.
-            self._hashes[key].update(np.ascontiguousarray(values, np.dtype(ARRAYS[key]).newbyteorder("<")).data)
-        self.documents += len(part.lengths)
+            if key in self._hashes:
+                # In the byte order of the files, so that the fingerprint is the same on every machine.
+                self._hashes[key].update(np.ascontiguousarray(values, np.dtype(_KINDS[key]).newbyteorder("<")).data)
+        self.labelled += count - int(np.isnan(labels).sum())
+        self._is_grouped |= len(sizes) < count or self.labelled > 0
+        self.documents += count
         self.tokens += len(part.ids)
         self.supervised += int(part.supervised.sum())
         self.bad_rows += len(part.bad)
@@ -164,8 +223,14 @@ class TableWriter:
         for array in self._arrays.values():
             array.finish()
         _sync(self._bad)
+        files = list(DATA_FILES)
+        for key in () if self._is_grouped else GROUP_ARRAYS:  # they would say that each document is a group
+            files.remove(f"{key}.npy")
+            (self.folder / f"{key}.npy").unlink()
+            del self._hashes[key]
+        hashes = b"".join(hashed.digest() for hashed in self._hashes.values())
         meta |= dict(
-            fingerprint=blake2b(b"".join(one.digest() for one in self._hashes.values()), digest_size=16).hexdigest(),
+            fingerprint=blake2b(hashes, digest_size=16).hexdigest(),
             documents=self.documents,
             tokens=self.tokens,
             supervised=self.supervised,
@@ -175,7 +240,7 @@ class TableWriter:
             remarks=dict(self.remarks),
             split=vars(self.split),
             files=list(self.files),
-            sizes={name: (self.folder / name).stat().st_size for name in DATA_FILES},
+            sizes={name: (self.folder / name).stat().st_size for name in files},
         )
         with open(self.folder / META, "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)

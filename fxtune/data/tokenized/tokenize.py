@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from fxtune.data.chat.encode import Encoder
+from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, LearnConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.read.formats import SPLIT_AT_TURNS, RowFormat
@@ -196,7 +196,7 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
         )
     if not writer.documents:
         raise DataError(f"{source.name} has no rows.")
-    if not writer.supervised:
+    if not writer.supervised and not writer.labelled:
         reason = {
             RowFormat.tokens: "its labels are all -100, or its assistant_masks all 0",
             RowFormat.text: "no text has a token",
@@ -252,43 +252,60 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     supervised: list[np.ndarray] = []
     digests: list[int] = []
     bad: list[Row] = []
+    group_sizes: list[int] = []
+    labels: list[float] = []
     escaped, rewritten, split = 0, 0, SplitCounts()
     remarks: Counter[str] = Counter()
     # In batches, so that their Python lists of ids need little memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
-        documents = iter(encoder.encode([row.value for row in batch if row.value is not None]))
+        samples = iter(encoder.encode([row.value for row in batch if row.value is not None]))
         for row in batch:
             if row.value is None:
                 bad.append(row)
                 continue
-            document = next(documents)
-            if isinstance(document, str):
-                bad.append(Row(row.where, None, document, row.value))
+            sample = next(samples)
+            if isinstance(sample, str):
+                bad.append(Row(row.where, None, sample, row.value))
                 continue
-            assert len(document.ids) == len(document.supervised) > 0
-            pieces = [document]
-            is_long = encoder.longest is not None and len(document.ids) > encoder.longest
-            if is_long or (encoder.by_question and document.is_rewritten):
-                found = encoder.split(row.value, document)
-                pieces, split = found.pieces, split + found.counts
-            ids += [np.asarray(piece.ids, np.int32) for piece in pieces]
-            supervised += [np.asarray(piece.supervised, np.bool_) for piece in pieces]
-            # The pieces of a chat are on the same side of a hold-out.
-            digests += [_digest(np.asarray(document.ids, np.int32))] * len(pieces)
-            escaped += document.escaped
-            remarks.update(document.remarks)
-            rewritten += document.is_rewritten
+            documents = sample.documents if isinstance(sample, EncodedGroup) else [sample]
+            escaped += any(document.escaped for document in documents)
+            rewritten += any(document.is_rewritten for document in documents)
+            remarks.update(list(dict.fromkeys(remark for document in documents for remark in document.remarks)))
+            if isinstance(sample, EncodedGroup):
+                digest = _group_digest(documents)
+                group_sizes.append(len(documents))
+                labels += sample.labels
+            else:
+                digest = _digest(np.asarray(sample.ids, np.int32))
+                is_long = encoder.longest is not None and len(sample.ids) > encoder.longest
+                if is_long or (encoder.by_question and sample.is_rewritten):
+                    found = encoder.split(row.value, sample)
+                    documents, split = found.pieces, split + found.counts
+            assert all(len(document.ids) == len(document.supervised) > 0 for document in documents)
+            ids += [np.asarray(document.ids, np.int32) for document in documents]
+            supervised += [np.asarray(document.supervised, np.bool_) for document in documents]
+            # The documents of a group, and the pieces of a chat, are on the same side of a hold-out.
+            digests += [digest] * len(documents)
     return EncodedShard(
         ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
-        lengths=np.array([len(one) for one in ids], np.int64),
+        lengths=np.array([len(tokens) for tokens in ids], np.int64),
         digests=np.array(digests, np.uint64),
         bad=bad,
         escaped=escaped,
         remarks=remarks,
         rewritten=rewritten,
         split=split,
+        group_sizes=np.array(group_sizes, np.int64) if group_sizes else None,
+        labels=np.array(labels, np.float32) if group_sizes else None,
     )
+
+
+def _group_digest(documents: list[Document]) -> int:
+    if len(documents) == 1:
+        return _digest(np.asarray(documents[0].ids, np.int32))
+    parts = [part for document in documents for part in ([len(document.ids)], document.ids)]
+    return _digest(np.concatenate([np.asarray(part, np.int32) for part in parts]))
 
 
 def _digest(ids: np.ndarray) -> int:
@@ -331,14 +348,15 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     tokens = len(table.ids)
     rows = f"{table.bad_rows:,} bad row{'s' * (table.bad_rows != 1)}"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
+    groups = f" in {len(table.by_group):,} groups" if table.is_grouped else ""
     lines = [
-        f"{table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
+        f"{table.format.value}, {len(table):,} documents{groups}, {tokens:,} tokens, "
         f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"
     ]
     if table.escaped:
         documents = "1 document quotes" if table.escaped == 1 else f"{table.escaped:,} documents quote"
         lines.append(f"{documents} special tokens in a message; they are tokenized as plain text.")
-    chats = len(table.whole or table)
+    chats = len(table.by_row)
     lines += [f"{remark} ({count:,} of {chats:,} documents)." for remark, count in table.remarks.items()]
     if table.split.questions:
         lines.append(f"the questions of these chats are {table.split.questions:,} documents.")

@@ -26,6 +26,7 @@ from fxtune.data.batches.loader import Loader, LoaderConfig, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.read.formats import RowFormat
 from fxtune.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -37,6 +38,7 @@ class Table:
     name = "table"
     fingerprint = "0"
     split, whole = SplitCounts(), None
+    format, is_grouped, noun, labels = RowFormat.text, False, "documents", None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,6 +49,12 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def by_group(self):
+        return self
+
+    by_row = by_group
 
     def __reduce__(self):
         return Table, (self.folder,)

@@ -104,7 +104,7 @@ def test_the_held_out_share_keeps_its_documents_when_rows_are_added(prepare, tmp
         made = prepare(sources=[write(tmp_path / "one.jsonl", map(chat, rows))], eval_fraction=0.3, eval_limit=limit)
         table = made.training.tables[0]
         found = [
-            {int(table.digests[document]) for document in plan.stream.segments.document}
+            {int(table.digests[document]) for document in plan.stream.segments.group}
             for plan in (made.training, made.evaluation)
         ]
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 
-from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import DataError
 
@@ -439,3 +440,47 @@ def test_a_time_that_cannot_be_fixed_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_of_text_token_is_said(format: RowFormat, eos: str | None, said: bool) -> None:
     remarks = Encoder(families.build_tokenizer("bytelevel", "<s>", eos), format).remarks()
     assert any("does not learn where to stop" in remark and "model.tokenizer" in remark for remark in remarks) == said
+
+
+def test_group_has_the_documents_of_its_rows_in_order_with_their_labels() -> None:
+    tokenizer = families.tokenizer("chatml")
+    rows = [
+        CHAT,
+        {"question": "two", "answer": "four"},
+        {"text": "two and two"},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]},
+    ]
+    formats = [RowFormat.messages, RowFormat.prompt_completion, RowFormat.text, RowFormat.tokens]
+    encoder = Encoder(tokenizer, RowFormat.group)
+    (group,) = pickle.loads(pickle.dumps(encoder)).encode([{"documents": rows, "labels": [1, 0.5, None, 0]}])
+    assert isinstance(group, EncodedGroup)
+    for document, row, format in zip(group.documents, rows, formats, strict=True):
+        row = {"prompt": row["question"], "completion": row["answer"]} if "question" in row else row
+        assert document == encoded(Encoder(tokenizer, format), row)
+    assert group.labels[:2] == [1, 0.5]
+    assert math.isnan(group.labels[2])
+    (unlabelled,) = encoder.encode([{"documents": rows}])
+    assert isinstance(unlabelled, EncodedGroup)
+    assert all(map(math.isnan, unlabelled.labels))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"documents": []}, "documents is empty"),
+        ({"documents": {"text": "two"}}, "documents is an object, not a list of rows"),
+        ({"documents": [{"text": "two"}, "two"]}, r"documents[1] is a string, not an object"),
+        ({"documents": [{"text": "two"}, {"body": "two"}]}, "documents[1] has no format"),
+        ({"documents": [{"text": "two"}, {"text": " "}]}, "documents[1]: text is empty"),
+        ({"documents": [{"text": "two", "note": "lost"}]}, "documents[0]: column 'note' is not read"),
+        ({"documents": [{"documents": [{"text": "two"}]}]}, "documents[0] has no format"),
+        ({"documents": [{"text": "two"}], "title": "lost"}, "column 'title' is not read"),
+        ({"documents": [{"text": "two"}], "labels": [1, 0]}, "labels is 2 entries"),
+        ({"documents": [{"text": "two"}], "labels": 1}, "labels is a number"),
+        ({"documents": [{"text": "two"}], "labels": ["good"]}, "labels[0] is a string"),
+        ({"documents": [{"text": "two"}], "labels": [math.inf]}, "labels[0] is inf"),
+    ],
+)
+def test_group_that_cannot_be_used_has_a_reason(row: Any, said: str) -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
+    assert said in reason(Encoder(tokenizer, RowFormat.group), row)

@@ -62,7 +62,7 @@ def test_the_pieces_of_a_chat_are_on_one_side(table_of, tmp_path):
     table = table_of(write_jsonl(tmp_path / "a.jsonl", [long_chat(n, 12) for n in range(12)]), sequence_length=150)
     data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=150, eval_fraction=0.4)
     plan = plan_training([table], data, micro_batch_size=1, global_batch_size=2)
-    trained = set(table.digests[plan.stream.segments.document].tolist())
+    trained = set(table.digests[plan.stream.segments.group].tolist())
     assert 0 < len(trained) < 12
     assert len(plan.stream.segments) == sum(digest in trained for digest in table.digests.tolist())
 

@@ -50,3 +50,69 @@ def test_cached_table_quarantines_its_bad_rows_again(table_of, tmp_path):
     assert len(token_folders(tmp_path)) == 1
     with pytest.raises(DataError, match=r"b c\.jsonl:2: not JSON"):
         table_of(copy)
+
+
+def test_table_of_groups_holds_their_bounds_and_labels(table_of, tokenizer, tmp_path):
+    texts = [["a", "b", "c"], ["d"], ["e", "f"]]
+    labels = [[1, 0, None], [2], [0.5, -3]]
+    rows = [
+        {"documents": [{"text": text} for text in group], "labels": numbers}
+        for group, numbers in zip(texts, labels, strict=True)
+    ]
+    table = table_of(write_jsonl(tmp_path / "a.jsonl", rows))
+    reopened = pickle.loads(pickle.dumps(table))
+    for found in (table, reopened):
+        assert found.format is RowFormat.group
+        assert found.groups.tolist() == [0, 3, 4, 6]
+        assert [None if np.isnan(one) else one for one in found.labels.tolist()] == [
+            *labels[0],
+            *labels[1],
+            *labels[2],
+        ]
+        assert [found.ids[a] for a in found.offsets[:-1].tolist()] == [
+            tokenizer(text)["input_ids"][0] for group in texts for text in group
+        ]
+    assert len({*table.digests[:3].tolist()}) == 1, "a group has one digest"
+    by_group = table.by_group
+    assert len(by_group) == 3
+    assert by_group.offsets.tolist() == table.offsets[[0, 3, 4, 6]].tolist()
+    assert table.by_row.digests.tolist() == table.digests[[0, 3, 5]].tolist()
+    prints = {table.fingerprint}
+    for change in ([[1, 0, 0], [2], [0.5, -3]], None):
+        for row, numbers in zip(rows, change or labels, strict=True):
+            row["labels"] = numbers
+        if change is None:
+            rows = [{"documents": [document]} for row in rows for document in row["documents"]]
+        prints.add(table_of(write_jsonl(tmp_path / "b.jsonl", rows)).fingerprint)
+    assert len(prints) == 3
+
+
+def test_groups_of_one_document_without_labels_are_stored_as_text(table_of, tmp_path):
+    texts = [{"text": f"text {number}"} for number in range(9)]
+    plain = table_of(write_jsonl(tmp_path / "a.jsonl", texts))
+    groups = table_of(write_jsonl(tmp_path / "b.jsonl", [{"documents": [text]} for text in texts]))
+    assert sorted(path.name for path in groups.folder.iterdir()) == sorted(
+        path.name for path in plain.folder.iterdir()
+    )
+    assert not {"groups.npy", "labels.npy"} & {path.name for path in plain.folder.iterdir()}
+    assert groups.fingerprint == plain.fingerprint
+    assert groups.groups.tolist() == list(range(10))
+    assert groups.labels is None
+    assert groups.by_group is groups
+
+
+def test_workers_write_the_same_groups_as_one_process(table_of, tmp_path, many_shards):
+    rows = [
+        {
+            "documents": [{"text": f"text {number} {part}"} for part in range(number % 3 + 1)],
+            "labels": [number] * (number % 3 + 1),
+        }
+        for number in range(150)
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    first = table_of(path, workers=1)
+    content = {path.name: path.read_bytes() for path in first.folder.iterdir()}
+    first.folder.rename(tmp_path / "moved")
+    second = table_of(path, workers=2)
+    assert {path.name: path.read_bytes() for path in second.folder.iterdir()} == content
+    assert second.groups.tolist() == np.cumsum([0, *(number % 3 + 1 for number in range(150))]).tolist()

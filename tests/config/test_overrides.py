@@ -79,11 +79,7 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["optimizer=moun"], "the config group `optimizer` has no `moun`; did you mean `muon`?"),
         (["optimizr=muon"], "did you mean `optimizer=muon`?"),
         (["optimizer={name: sgd}"], "is a config group"),
-        (
-            ["optimizer.name=adam"],
-            "is not one of adamw, adamw_8bit, adamw_schedulefree, apex_adamw, sgd, adafactor, lion, muon; did you mean "
-            "`adamw`?",
-        ),
+        (["optimizer.name=adam"], "; did you mean `adamw`?"),
         (["run.resume=off"], "is not one of auto, never, must"),
         (["train.max_steps=many"], "is a whole number"),
         (["train.max_steps=1.5"], "is a whole number"),

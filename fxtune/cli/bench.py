@@ -17,17 +17,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from fxtune.cli.options import require_writable, write_json
+from fxtune.config.root import Config
 from fxtune.diagnostics.benchmark import STEPS, WARM_UP, measure, measure_in_process
 from fxtune.errors import CheckError, ConfigError
 from fxtune.system.console import say, table
 from fxtune.system.profiler import short_name
 from fxtune.system.startup import SHOWN
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 TOP_KERNELS = 25
 

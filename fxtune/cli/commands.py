@@ -330,3 +330,10 @@ exit codes: 0 done, 1 verify or doctor found a problem (with a traceback: a bug 
             2 config, 3 data, 4 hardware, 5 numbers, 6 storage, 7 another rank died,
             10 refresh found no drift, 11 rejected what it trained, 12 found another model promoted since,
             75 stopped by SIGTERM or SIGUSR1, 130 by Ctrl-C: progress is saved, and the same command continues"""
+
+
+def print_result(result: Any) -> None:
+    """Say where the model is that a command has written."""
+    if isinstance(result, Path):
+        kind = "adapter" if (result / "adapter_config.json").exists() else "merged model"
+        print(f"The {kind} is in {result}")

@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from rich.text import Text
 
 from fxtune.cli.options import write_json
+from fxtune.config.root import Config
 from fxtune.diagnostics import links, system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
@@ -35,9 +36,6 @@ from fxtune.system.tested_versions import outside_tested_range
 from fxtune.system.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 TIMEOUT = 45.0
 """Seconds for a package check on a machine without a GPU."""

@@ -14,17 +14,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from fxtune.cli.options import require_writable, write_json, write_text
+from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 from fxtune.reports.plots import Series
 from fxtune.reports.plots import plot as svg
 from fxtune.system.console import say, table, unicode
 from fxtune.tuning.lr_finder import STEPS, RangeTest, range_test
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 ROWS = 16
 """Rows of the table."""

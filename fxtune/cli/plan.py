@@ -14,12 +14,13 @@ start, the steps and the evaluations; the first start compiles for a minute more
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from rich.text import Text
 
 from fxtune.cli.options import write_json
 from fxtune.config import discovery
+from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HubError
 from fxtune.models.load import load_config
 from fxtune.system.console import plain, say, table, unicode
@@ -33,9 +34,6 @@ from fxtune.training.run_forecast import (
     fitting_count,
     forecast_run,
 )
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 HOST_GIB = 128.0
 """Host memory for each GPU, unless --host-gib says otherwise."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
@@ -36,9 +37,6 @@ from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.estimate.traffic import sent as sent_by_rank
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 DOCUMENTS = 6
 """Documents shown in all."""

@@ -20,13 +20,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 
 from fxtune import __version__
 from fxtune.cli.options import write_json
 from fxtune.config import discovery
+from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HardwareError, did_you_mean
 from fxtune.system.console import say, table
 from fxtune.system.host import cache_home
@@ -36,9 +37,6 @@ from fxtune.tuning import recipe_writer, trial
 from fxtune.tuning.search import TOLERANCE, Search
 from fxtune.tuning.search_space import AXES, Candidate, SearchContext, apply_deltas
 from fxtune.tuning.trial import TrialCache
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 MINUTES = 30.0
 STEPS = 8

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch import nn
 from fxtune.checkpoint import folder as stored
 from fxtune.cli.options import write_json
 from fxtune.cli.run_output import ADAPTER_FILE, find_folder, find_output, is_checkpoint, unknown
+from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
@@ -44,9 +45,6 @@ from fxtune.techniques.base import Evidence
 from fxtune.tracking.display import evidence_table
 from fxtune.training.builder import RunBuilder
 from fxtune.training.oom_advice import MemoryPhase
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""

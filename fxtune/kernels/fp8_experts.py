@@ -31,8 +31,9 @@ from torch import Tensor
 
 from fxtune.kernels import fp8, gated_experts
 from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
-from fxtune.kernels.gated_experts import SILU, Activation, Adapter, Layer
+from fxtune.kernels.gated_experts import Adapter, Layer
 from fxtune.kernels.grouped_matmul import outer, product, segments
+from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
 
 TORCH, TRITON = "torch", "triton"

@@ -37,7 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fxtune.kernels.grouped_matmul import outer, product, segments
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.quantized import unpack
-from fxtune.kernels.swiglu import act_and_slope
+from fxtune.kernels.swiglu import SILU, Activation, act_and_slope
 
 
 class Adapter(NamedTuple):
@@ -45,26 +45,6 @@ class Adapter(NamedTuple):
 
     a: Tensor
     b: Tensor
-
-
-class Activation(NamedTuple):
-    """h = f(gate) * (up + shift), where gate is cut at `limit` and up at both `limit` and -`limit` first.
-
-    transformers' default is silu or gelu without a limit; gpt-oss has alpha 1.702, limit 7, shift 1, interleaved.
-    """
-
-    name: str = "silu"
-    """One of swiglu.ACTS."""
-    alpha: float = 1.0
-    """f(gate) = act(alpha gate) / alpha, for silu gate * sigmoid(alpha gate)."""
-    limit: float = 0.0
-    """0: none."""
-    shift: float = 0.0
-    interleaved: bool = False
-    """Columns of gate and up take turns in g; otherwise all of gate come first."""
-
-
-SILU = Activation()
 
 
 def gated_experts(

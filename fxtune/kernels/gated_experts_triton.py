@@ -9,7 +9,7 @@ All arithmetic is float32. Offsets of rows are int64. Import this module only on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -18,10 +18,8 @@ from torch import Tensor
 
 from fxtune.kernels.activation import activation
 from fxtune.kernels.fp8_triton import _scale
+from fxtune.kernels.swiglu import Activation
 from fxtune.kernels.triton_matrix import matrix
-
-if TYPE_CHECKING:
-    from fxtune.kernels.gated_experts import Activation
 
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""

@@ -13,12 +13,33 @@ The backward pass can also reduce its results over the rows, for the gradients o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ACTS = ("silu", "gelu_pytorch_tanh")
 """Values of `act`, by transformers' names."""
+
+
+class Activation(NamedTuple):
+    """h = f(gate) * (up + shift), where gate is cut at `limit` and up at both `limit` and -`limit` first.
+
+    transformers' default is silu or gelu without a limit; gpt-oss has alpha 1.702, limit 7, shift 1, interleaved.
+    """
+
+    name: str = "silu"
+    """One of ACTS."""
+    alpha: float = 1.0
+    """f(gate) = act(alpha gate) / alpha, for silu gate * sigmoid(alpha gate)."""
+    limit: float = 0.0
+    """0: none."""
+    shift: float = 0.0
+    interleaved: bool = False
+    """Columns of gate and up take turns in g; otherwise all of gate come first."""
+
+
+SILU = Activation()
 Share = tuple[Tensor, Tensor]
 """An adapter's product that is not added yet, as its two factors."""
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715

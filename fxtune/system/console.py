@@ -19,6 +19,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fxtune.system.redact import redact_text
+
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
@@ -113,3 +115,9 @@ def say(what: RenderableType) -> None:
             console().print(what)
     except OSError:
         console().quiet = True  # a full disk, a closed terminal; training goes on
+
+
+def show_error(error: Exception) -> None:
+    """Print an error to stderr. It may quote a stranger's file: no markup is read, control characters are shown."""
+    text = Text.assemble(("fxtune: ", "bold red"), plain(redact_text(str(error))))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text)

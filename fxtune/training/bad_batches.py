@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,9 +24,7 @@ from safetensors.torch import save_file
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import DocumentSlice, Plan
-
-if TYPE_CHECKING:
-    from fxtune.training.step_monitor import StepRecord
+from fxtune.training.step_record import StepRecord
 
 MAX_STEPS = 8
 """Steps kept of each kind in a run."""

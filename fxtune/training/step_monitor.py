@@ -6,9 +6,7 @@ and reported with their samples, and too many steps in a row that were not finit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +17,7 @@ from fxtune.errors import NumbersError
 from fxtune.training.bad_batches import BadBatches
 from fxtune.training.noise_scale import NAMES, NoiseScale
 from fxtune.training.spikes import SpikeWindow
-
-MONITORED = ("loss", "grad_norm", "finite", "loss_scale", "spike_limit")
-"""Metrics of every step (TrainStep); the objective adds others."""
-
-
-@dataclass
-class StepRecord:
-    """The metrics of one step, on the host. `step` counts from 0."""
-
-    loss: float
-    grad_norm: float
-    finite: float
-    loss_scale: float
-    spike_limit: float
-    step: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the objective."""
-
-    @property
-    def scale_too_large(self) -> bool:
-        """Whether the loss scale was too large: the loss itself is finite. The scale is then halved, from 65536 at
-        most 16 times, so a run with other problems still ends.
-        """
-        return not self.finite and self.loss_scale > 1 and math.isfinite(self.loss)
-
-    @property
-    def spike(self) -> bool:
-        return bool(self.finite) and self.loss > self.spike_limit
-
-    @property
-    def bad(self) -> bool:
-        """Whether the step is a spike, or is not finite for another reason than the loss scale."""
-        return self.spike or not (self.finite or self.scale_too_large)
-
-    def to_json(self) -> list[Any]:
-        """`[loss, grad_norm, finite, loss_scale, spike_limit, step]`, then `metrics` if any; null means not finite."""
-        row: list[Any] = [_finite_or_none(getattr(self, name)) for name in MONITORED] + [self.step]
-        return [*row, {name: _finite_or_none(value) for name, value in self.metrics.items()}] if self.metrics else row
-
-    @staticmethod
-    def from_json(row: list[Any]) -> StepRecord:
-        values, (step, *rest) = row[: len(MONITORED)], row[len(MONITORED) :]
-        metrics = {name: _number_or_nan(value) for name, value in rest[0].items()} if rest else {}
-        return StepRecord(**dict(zip(MONITORED, map(_number_or_nan, values), strict=True)), step=step, metrics=metrics)
+from fxtune.training.step_record import MONITORED, StepRecord
 
 
 class StepStatistics:
@@ -270,11 +225,3 @@ class StepMonitor:
             f"{message} Lower optimizer.lr{half}, or look at the data of these steps: "
             f"{self.bad_batches.folder / 'skipped'}."
         )
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number_or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

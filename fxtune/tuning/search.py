@@ -16,18 +16,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxtune import __version__
+from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 from fxtune.system import code_digest
 from fxtune.system.units import GIB
 from fxtune.tuning import search_space, trial
 from fxtune.tuning.search_space import AXES, MICRO_BATCH, Candidate, Deltas, SearchContext, hydra_value
 from fxtune.tuning.trial import Outcome, TrialCache, TrialResult
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 NOISE = 0.01
 """Relative difference of two speeds that may be noise."""

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CheckpointingOptions, Policy, Switch
 from fxtune.facts.run import Facts
@@ -32,9 +33,6 @@ from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, gemm_backend
 from fxtune.tuning.trial import Outcome, TrialResult
-
-if TYPE_CHECKING:
-    from fxtune.config.root import Config
 
 Deltas = dict[str, Any]
 """The keys that a candidate changes, with plain values: {"techniques.attention.backend": "sdpa"}."""

@@ -8,9 +8,10 @@ import torch
 from support import reference
 
 from fxtune.kernels import grouped_matmul, matmul
-from fxtune.kernels.gated_experts import SILU, Activation, Adapter, gated_experts
+from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.matmul import CUBLAS, CUTE
+from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.system.host import cache_home
 
 GPU = torch.device("cuda", 0)

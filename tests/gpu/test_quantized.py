@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxtune.kernels.gated_experts import Activation, Adapter, gated_experts
+from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, unpack_mxfp4
+from fxtune.kernels.swiglu import Activation
 from fxtune.techniques.quantized_experts import dequantize, packed_matrices
 
 GPU = torch.device("cuda", 0)

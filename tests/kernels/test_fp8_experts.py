@@ -10,8 +10,9 @@ from support.runs import SUPPORT, interpreted
 
 from fxtune.kernels import fp8_experts as operators
 from fxtune.kernels.fp8_experts import dequantize_experts, fp8_experts, quantize_experts
-from fxtune.kernels.gated_experts import SILU, Activation, Adapter, gated_experts
+from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.swiglu import SILU, Activation
 
 TOKENS, K, EXPERTS, SIZE, WIDTH, RANKS = 60, 2, 4, 64, 48, (4, 2)
 NAMES = ("out", "hidden", "weights", "a1", "b1", "a2", "b2")

@@ -8,8 +8,8 @@ import itertools
 import torch
 
 from fxtune.kernels import gated_experts, gated_experts_triton
-from fxtune.kernels.gated_experts import Activation
 from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.swiglu import Activation
 
 gated_experts_triton.COLUMNS = 32
 gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)

@@ -9,8 +9,8 @@ import torch
 
 from fxtune.kernels import fp8, fp8_experts, fp8_experts_triton, fp8_triton, gated_experts, gated_experts_triton
 from fxtune.kernels.fp8 import E4M3, SMALLEST
-from fxtune.kernels.gated_experts import SILU, Activation
 from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.swiglu import SILU, Activation
 
 gated_experts_triton.COLUMNS = 32
 gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from fxtune.data.tokenized.table import TokenTable
+from fxtune.data.tokenized.table import TokenTable
 
 IGNORE_INDEX = -100
 """The target of positions without one: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import numpy as np
 
@@ -36,10 +36,8 @@ from fxtune.data.batches.segments import (
     spans,
 )
 from fxtune.data.config import OnLong
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import DataError
-
-if TYPE_CHECKING:
-    from fxtune.data.tokenized.table import TokenTable
 
 _VERSION = 1
 """Part of the fingerprint. Raise it when the same settings give other rows."""

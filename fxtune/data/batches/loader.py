@@ -26,21 +26,19 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
+from fxtune.data.batches.plan import Plan
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.system.host import cores
 from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.signals import leave_signals_to_main_process
 from fxtune.upstream.torch import end_workers, workers
-
-if TYPE_CHECKING:
-    from fxtune.data.batches.plan import Plan
-    from fxtune.data.tokenized.table import TokenTable
 
 MAX_WORKER_DEATHS = 3
 """Deaths of workers in a run after which none is started."""

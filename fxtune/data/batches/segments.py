@@ -15,16 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import numpy as np
 
 from fxtune.data.config import OnLong
 from fxtune.data.read.formats import GROUP_FORMATS
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import DataError
-
-if TYPE_CHECKING:
-    from fxtune.data.tokenized.table import TokenTable
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HOLD_OUT = np.uint64(0x66787475_6E652031)

@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.kernels.fp8_experts import Weights, fp8_experts
-from fxtune.kernels.gated_experts import Activation, Adapter, act_of, gated_experts
+from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
-from fxtune.kernels.swiglu import ACTS
+from fxtune.kernels.swiglu import ACTS, Activation
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.structure import observed
 from fxtune.techniques.lora.frozen_weights import ADAPTER

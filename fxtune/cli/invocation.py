@@ -1,0 +1,154 @@
+"""What a command line runs: its config composed and validated, and the command called with it, once or for each job
+of a multirun.
+
+main.py imports this when the command line has been read, because the config's libraries take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fxtune.checkpoint.run_folder import RESULT, sweep_folder
+from fxtune.cli.commands import COMMANDS, Command, print_result
+from fxtune.cli.sweep_results import SweepRun, show_results
+from fxtune.config import compose
+from fxtune.config.overrides import Choice
+from fxtune.config.root import Config, completed
+from fxtune.distributed import choice, failure
+from fxtune.distributed.failure import conclude, keeps_connections
+from fxtune.distributed.ranks import place
+from fxtune.errors import ConfigError, Ended, RankError, UserError
+from fxtune.system import progress
+from fxtune.system.atomic_files import read_json
+from fxtune.system.console import show_error
+from fxtune.system.redact import redact, redact_text
+from fxtune.system.startup import STARTUP
+
+
+def invoke(command: Command, options: argparse.Namespace, own: dict[str, Any]) -> None:
+    """Call the command with its config, print the config (--cfg, --info), or call it for each job of a multirun."""
+    if options.cfg or options.info:
+        choices = compose.prepare(options.overrides, register_all=bool(options.info))
+        text = compose.inspect(choices, options.cfg, options.info, options.package, options.resolve)
+        print(redact_text(text), end="")
+    elif options.multirun:
+        if own.get("json"):
+            raise ConfigError("--json names one file, and -m makes several runs: leave one of them out")
+        _sweep(command, own, compose.prepare(options.overrides, multirun=True))
+    else:
+        with STARTUP.part("recipe"):
+            config = compose.load(options.overrides)
+        _call(command, config, own, options.overrides)
+
+
+def _call(command: Command, config: Config, own: dict[str, Any], overrides: list[str]) -> Any:
+    if command.reads_data and not config.data.sources:
+        raise ConfigError(
+            "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
+            "or give data: 'data.sources=[{path: my.jsonl}]'"
+        )
+    progress.show("none" if place()[0] else config.tracking.display.value)
+    with progress.phase("Loading the libraries", announce=False, part="imports"):
+        from fxtune.settle.ranks import ranks_of
+
+    if command.ranks and own.keys().isdisjoint(command.alone_with) and (ranks := ranks_of(config)) > 1:
+        from fxtune.distributed.launch import launch
+
+        name = next(name for name, each in COMMANDS.items() if each is command)
+        if code := launch(ranks, [name, *overrides, *_words(own)]):
+            raise Ended(code)
+        return None
+    with progress.phase("Loading the libraries", announce=command.module not in sys.modules, part="imports"):
+        module = importlib.import_module(command.module)
+    with progress.phase("Working", announce=False):  # the parts that have no phase of their own
+        result = module.run(config, **own)
+    print_result(result)
+    return result
+
+
+def _words(own: dict[str, Any]) -> Iterator[str]:
+    """A command's own options as they are typed."""
+    for name, value in own.items():
+        if name != "overrides":
+            yield f"--{name.replace('_', '-')}"
+            yield from [] if value is True else [str(value)]
+
+
+class _JobError(BaseException):
+    """Carries an error that ends a sweep out of Hydra, which would run the other jobs first and cut the traceback."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
+def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None:
+    """Call the command for each job of a multirun, each with its own run.dir. One that fails stops no other."""
+    swept = {choice.key for choice in choices if choice.sweeps}
+    # Not the errors themselves: their tracebacks would keep each failed job's model in memory.
+    failures: list[type[UserError]] = []
+    runs: list[SweepRun] = []
+    parent = Path()
+
+    def job(cfg: DictConfig, overrides: list[str]) -> None:
+        nonlocal parent
+        title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in swept], len(runs) + 1)
+        run = SweepRun(title, "")
+        runs.append(run)
+        failure.leave_run()
+        try:
+            config = compose.typed(cfg)
+            parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
+            as_written = redact(json.loads(json.dumps(asdict(config))))  # as config.yaml of the run's folder has it
+            root, resume = parent / title, config.run.resume.value
+            folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))
+            run.folder = config.run.dir = folder
+            if place()[0] == 0:
+                print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
+            result = _call(command, config, own, [*overrides, compose.path_override("run.dir", config.run.dir)])
+            if result is None and (Path(run.folder) / RESULT).exists():  # several ranks trained it
+                result = read_json(Path(run.folder) / RESULT)
+            run.figures = result if isinstance(result, dict) else {}
+        except UserError as error:
+            if keeps_connections():  # this rank can join no other run
+                raise _JobError(error) from error
+            if conclude(error)[0]:
+                show_error(error)
+            failures.append(type(error))
+            run.error = redact_text(str(error))
+        except Ended:
+            failures.append(RankError)
+            run.error = "a rank failed, for the reason above"
+        except Exception as error:
+            raise _JobError(error) from error
+
+    try:
+        compose.sweep(choices, job)
+    except _JobError as carrier:
+        raise carrier.error from carrier.error.__cause__
+    if command is COMMANDS["train"] and any(run.figures for run in runs) and place()[0] == 0:
+        show_results(runs, parent)
+    failure.leave_run()
+    if failures:
+        raise failures[0](f"{len(failures)} of {len(runs)} runs failed, for the reasons above")
+
+
+def title_of(overrides: list[str], number: int) -> str:
+    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), as every file system allows it."""
+    changes = ",".join(text.lstrip("+") for text in overrides) or f"job-{number}"
+    title = re.sub(r"[^\w.=,+-]+", "_", changes)
+    if title == changes and len(title) <= 120:
+        return title
+    # The hash keeps apart two titles that are cut to the same text.
+    return f"{title[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"

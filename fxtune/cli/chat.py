@@ -88,10 +88,11 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = str(output.folder)
     if output.kind is Kind.checkpoint:
-        tuned, tokenizer, _ = exported_model(output.folder, trust_remote_code)
+        prepared, tokenizer, _ = exported_model(output.folder, trust_remote_code)
+        tuned = prepared.module
     elif output.kind is Kind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
-        tuned, tokenizer = adapter.adapt(adapter.build_base(device)), adapter.tokenizer
+        tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
         tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
@@ -113,7 +114,7 @@ def _whole(source: ModelConfig, device: torch.device) -> Any:
     hf_config = models.load_config(source)
     source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
     set_attention(hf_config, "eager")  # the kernels that it names may not be installed
-    return models.build(source, hf_config, World(device), seed=0).eval()
+    return models.build(source, hf_config, World(device), seed=0).module.eval()
 
 
 def _base_of(output: RunOutput) -> str:

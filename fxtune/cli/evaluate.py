@@ -91,7 +91,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
             means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure)
         figures.update({f"eval/{name}": value for name, value in means.items()})
     answers = answer(
-        language_model.model, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes
+        language_model.prepared, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes
     )
     if questions:
         found = scores(answers, questions, data.questions.metrics)

@@ -21,7 +21,7 @@ import stat
 import tempfile
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType, ModelConfig
 from fxtune.models.merged_weights import recompute
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
 from fxtune.models.save import save_model, staging_folders
 from fxtune.models.untrusted import inspect_folder
@@ -113,7 +114,7 @@ def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, 
     out = run_folder(checkpoint) / name if out is None else Path(out)
     _require_writable(out)
     model, tokenizer, card = exported_model(checkpoint, trust_remote_code)
-    if unmerged or not hasattr(model, "peft_config"):
+    if unmerged or not hasattr(model.module, "peft_config"):
         return save_model(model, tokenizer, out, card)
     with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch:
         save_model(model, tokenizer, Path(scratch) / "adapter", card)
@@ -125,9 +126,9 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
     place = _require_writable(out)
     opened = open_adapter(name, "merged", trust_remote_code)
     base = opened.build_base(torch.device("cpu"))
-    _require_space(base, out, place)
-    base_name, base_revision = base.name_or_path, base.base_revision
-    adapted = opened.adapt(base)
+    _require_space(base.module, out, place)
+    base_name = base.module.name_or_path
+    adapted = opened.adapt(base.module)
     answer = Answer.of(adapted)
     merged = _merge_into_base(adapted, opened.name).to(getattr(torch, opened.model.dtype.value))
     if not weights.all_finite(merged):
@@ -136,10 +137,10 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
             f"adapter {name}: added to its base it makes NaN or infinite {opened.model.dtype.value} numbers, first in "
             f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
         )
-    merged.name_or_path, merged.base_revision = base_name, base_revision
+    merged.name_or_path = base_name
     _require_writable(out)  # again, because save_model() replaces what is there and another merge may have been faster
     return save_model(
-        merged,
+        replace(base, module=merged),
         opened.tokenizer,
         out,
         card={"adapter": opened.origin.name, **card},
@@ -167,7 +168,7 @@ class OpenedAdapter:
         """Where the base's files are."""
         return locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
 
-    def build_base(self, device: torch.device) -> Any:
+    def build_base(self, device: torch.device) -> PreparedModel:
         base = models.build(self.model, self.hf_config, World(device), seed=0)
         add_end_tokens(base, read_end_tokens(self.origin.folder))
         return base

@@ -305,7 +305,7 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _vocabulary(language_model: LanguageModel) -> int:
-    return int(language_model.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    return int(language_model.model.config.get_text_config().vocab_size)
 
 
 def comparison_table(compared: list[parity.Compared]) -> Any:

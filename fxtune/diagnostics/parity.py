@@ -40,6 +40,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
@@ -243,7 +244,8 @@ class _Comparison:
     def _documents(self, pipeline: Pipeline, float32: bool, checkpointed: bool) -> _Result:
         device = self.builder.world.device
         loss = torch.zeros((), device=device, dtype=torch.float64)
-        with self._built(pipeline, World(device)) as model:
+        with self._built(pipeline, World(device)) as prepared:
+            model = prepared.module
             as_peft(model)
             if float32:
                 _to_float32(model)
@@ -279,12 +281,13 @@ class _Comparison:
         builder.settled = replace(settled, config=replace(settled.config, parallel=parallel))
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
-        with self._built(pipeline, self.world) as model:
+        with self._built(pipeline, self.world) as prepared:
+            model = prepared.module
             for size in splits:
                 title = f"{name}{ranks}, {total // size} x {size}{' as configured' if size == configured else ''}"
                 self.tell(f"{title} ...")
                 try:
-                    step = builder.train_step(builder.language_model(model), CausalLM(), self.scale, recorded=False)
+                    step = builder.train_step(builder.language_model(prepared), CausalLM(), self.scale, recorded=False)
                     own, batches = self._own_batches(size)
                     metrics = together(self.world, partial(step.backward, batches, self.supervised, own=own))
                     result = _collect(model, step.sum_over_ranks(metrics)["loss"])
@@ -298,15 +301,15 @@ class _Comparison:
                     yield self._compare(title, result, self.bounds)
 
     @contextlib.contextmanager
-    def _built(self, pipeline: Pipeline, world: World) -> Iterator[Any]:
+    def _built(self, pipeline: Pipeline, world: World) -> Iterator[PreparedModel]:
         builder = self.builder
         _free_memory()  # again, because an error on its way holds the model that raised it
-        model: Any = pipeline.build(builder.config.model, self.hf_config, world, builder.config.run.seed)
-        _fill_adapters(model)
+        built = pipeline.build(builder.config.model, self.hf_config, world, builder.config.run.seed)
+        _fill_adapters(built.module.train())
         try:
-            yield model.train()
+            yield built
         finally:
-            del model
+            del built
             _free_memory()
 
     def _batches(self, size: int) -> Iterator[Batch]:

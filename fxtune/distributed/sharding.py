@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class Sharding:
-    """What a training step controls of the sharded weights of `model`. sharding_of(model) returns it."""
+    """What a pass and a training step control of the sharded weights of `model`; shard() returns it."""
 
     def __init__(self, model: Any, world: World) -> None:
         self.model, self.world = model, world
@@ -57,32 +57,21 @@ class Sharding:
         """`value` summed over the ranks that hold parts of the same weights, in place."""
         return self.world.sum(value, "adding up a norm", self.world.weights_group)
 
+    def free_gathered(self) -> None:
+        """Free the whole weights that a forward pass without a backward pass has left gathered."""
+        from torch.distributed.fsdp import FSDPModule
 
-def sharding_of(model: nn.Module) -> Sharding | None:
-    """The Sharding of a model that shard() has divided; None for others."""
-    return getattr(model, "sharding", None)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
-
-def free_gathered(model: Any) -> None:
-    """Free the whole weights that a forward pass without a backward pass has left gathered."""
-    if sharding_of(model) is None:
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def with_head(model: Any, work: Callable[[], Result]) -> Result:
-    """work(), which calls parts of `model` and not the model itself. The parameters outside of its layers, such as
-    those of the head, are gathered for it and for its backward pass."""
-    if sharding_of(model) is None:
-        return work()
-    result: Result = model.run_with_head(work)
-    if not torch.is_grad_enabled():
-        model.reshard()
-    return result
+    def with_head(self, work: Callable[[], Result]) -> Result:
+        """work(), which calls parts of the model and not the model itself. The parameters outside of its layers, such
+        as the head's, are gathered for it and for its backward pass."""
+        result: Result = self.model.run_with_head(work)
+        if not torch.is_grad_enabled():
+            self.model.reshard()
+        return result
 
 
 def shard(
@@ -92,7 +81,7 @@ def shard(
     whole: Collection[nn.Parameter],
     world: World,
     cast: torch.dtype | None = None,
-) -> None:
+) -> Sharding:
     """Divide the weights of `model` over the ranks of `world.weights_mesh`, in place. Weights on the meta device
     become uninitialized memory on world.device.
 
@@ -128,11 +117,12 @@ def shard(
         if isinstance(module, FSDPModule):
             upstream.sum_gradients(module)
     materialize(model, world.device)
+    # torch gathers for methods of the module, which it finds by their names.
     model.run_with_head = MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "run_with_head")
     # torch keeps the root's weights gathered after a forward pass: for a backward pass, if there is one.
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
-    model.sharding = Sharding(model, world)
+    return Sharding(model, world)
 
 
 class _CodesWithoutGradients(TorchFunctionMode):

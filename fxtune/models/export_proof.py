@@ -35,8 +35,9 @@ from fxtune.distributed.world import World
 from fxtune.errors import first_line, shortened
 from fxtune.models import shards
 from fxtune.models.exported_weights import LoadMismatch, Mismatch, bits
-from fxtune.models.generation import GENERATION_CONFIG, added_ends, end_tokens
+from fxtune.models.generation import GENERATION_CONFIG, end_tokens
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
 from fxtune.system.oom import out_of_memory_reason
@@ -55,7 +56,7 @@ CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErr
 
 
 def prove(
-    model: Any,
+    prepared: PreparedModel,
     tokenizer: Any,
     folder: Path,
     tensors: int,
@@ -70,8 +71,9 @@ def prove(
     plain model may write as its answer. Raises Mismatch: which file, what in it, and how it differs.
     """
     begin = time.perf_counter()
+    model = prepared.module
     adapted = hasattr(model, "peft_config")
-    _require_same_configs(model, folder, adapted)
+    _require_same_configs(prepared, folder, adapted)
     _require_same_tokenizer(tokenizer, folder)
     proof = Proof(tensors)
     if any(map(is_divided, model.parameters())):
@@ -79,7 +81,7 @@ def prove(
         return replace(proof, left_out=reason, seconds=time.perf_counter() - begin)
     try:
         wanted = answer() if answer else Answer.of(model)
-        plain = _Plain(model, folder).build()
+        plain = _Plain(prepared, folder).build()
         if adapted:
             _require_same_modules(model, plain)
         with torch.autocast(wanted.logits.device.type, enabled=False):
@@ -127,7 +129,8 @@ def _ended_after(plain: Any, model: Any, folder: Path, prompt: list[int], room: 
     return len(written) if written and written[-1] in end_tokens(generation) else None
 
 
-def _require_same_configs(model: Any, folder: Path, adapted: bool) -> None:
+def _require_same_configs(prepared: PreparedModel, folder: Path, adapted: bool) -> None:
+    model = prepared.module
     if adapted:
         live = next(iter(model.peft_config.values())).to_dict()
         saved = _read(folder / CONFIG)
@@ -138,12 +141,12 @@ def _require_same_configs(model: Any, folder: Path, adapted: bool) -> None:
                 f"trained on {model.name_or_path}"
             )
     file = folder / "config.json"
-    if not file.exists() and (not adapted or model.config_edited):
+    if not file.exists() and (not adapted or prepared.config_edited):
         raise Mismatch("config.json is missing")
     if file.exists():
         _require_same(file.name, model.config.to_dict(), _loaded(type(model.config), file))
     generation, file = getattr(model, "generation_config", None), folder / GENERATION_CONFIG
-    written = bool(added_ends(model)) if adapted else model.can_generate()
+    written = bool(prepared.added_ends) if adapted else model.can_generate()
     if generation is not None and written:
         _require_same(file.name, generation.to_dict(), _loaded(type(generation), file))
 
@@ -201,7 +204,8 @@ def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
 class _Plain:
     """Builds the model that plain transformers and plain peft make of the files, over the base in memory."""
 
-    def __init__(self, model: Any, folder: Path) -> None:
+    def __init__(self, prepared: PreparedModel, folder: Path) -> None:
+        model, self.code = prepared.module, prepared.trust_remote_code
         self.adapted, self.folder = hasattr(model, "peft_config"), folder
         self.base = model.get_base_model() if self.adapted else model
         self.live = dict(_base_modules(self.base))
@@ -215,8 +219,7 @@ class _Plain:
         dtype = next((one.dtype for one in held.parameters() if one.is_floating_point() and one.itemsize > 1), None)
         # Code of a trusted model: the file that was read for training, not the copy that saving made of it.
         config.name_or_path = held.config.name_or_path
-        code = getattr(held, "trust_remote_code", False)
-        plain = shards.empty(config, dtype or torch.float32, World(weight.device), code)
+        plain = shards.empty(config, dtype or torch.float32, World(weight.device), self.code)
         for path, module in list(plain.named_modules()):
             self._fill(plain, path, module)
         plain.eval()

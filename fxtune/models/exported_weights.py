@@ -22,7 +22,8 @@ import torch
 
 from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
-from fxtune.models.generation import GENERATION_CONFIG, added_ends
+from fxtune.models.generation import GENERATION_CONFIG
+from fxtune.models.prepared import PreparedModel
 from fxtune.system.atomic_files import DTYPES, write_tensors
 from fxtune.upstream.transformers import as_stored, saved_names
 
@@ -58,13 +59,13 @@ class ExportedWeights:
     _handles: dict[Path, Any] = field(default_factory=dict)
 
     @staticmethod
-    def write(model: Any, folder: Path, world: World) -> ExportedWeights:
+    def write(model: PreparedModel, folder: Path, world: World) -> ExportedWeights:
         """Write the adapter of a PEFT model with its options, or a whole model with its config. All ranks of `world`
         call it. Raises OSError on all of them.
         """
-        if hasattr(model, "get_base_model"):
+        if hasattr(model.module, "get_base_model"):
             return _write_adapter(model, folder, world)
-        return _write_model(model, folder, world)
+        return _write_model(model.module, folder, world)
 
     def compare(self, world: World) -> None:
         """Raise Mismatch, on all ranks, unless the files hold the weights of the model and no others."""
@@ -153,10 +154,11 @@ def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
     return [one for one, *_ in found]
 
 
-def _write_adapter(model: Any, folder: Path, world: World) -> ExportedWeights:
+def _write_adapter(prepared: PreparedModel, folder: Path, world: World) -> ExportedWeights:
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
 
+    model = prepared.module
     state = model.state_dict()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     divided = {name: tensor for name, tensor in state.items() if name in trained and is_divided(tensor)}
@@ -171,9 +173,9 @@ def _write_adapter(model: Any, folder: Path, world: World) -> ExportedWeights:
             model.save_pretrained(folder, save_embedding_layers=False, state_dict={**state, **gathered})
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        if model.config_edited:
+        if prepared.config_edited:
             model.config.save_pretrained(folder)
-        if added_ends(model):
+        if prepared.added_ends:
             # Not save_pretrained(), which refuses a base whose sampling options contradict each other.
             model.generation_config.to_json_file(folder / GENERATION_CONFIG)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import StorageError, first_line
+from fxtune.models.prepared import PreparedModel
 from fxtune.system.atomic_files import read_json
 
 GENERATION_CONFIG = "generation_config.json"
@@ -22,23 +23,17 @@ def end_tokens(generation: Any) -> list[int]:
     return list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)]
 
 
-def add_end_tokens(model: Any, ends: Iterable[int]) -> list[int]:
-    """Let generation by `model` stop at `ends`, too. Returns the ids that are new; added_ends() has all such ids."""
-    generation = getattr(model, "generation_config", None)
+def add_end_tokens(model: PreparedModel, ends: Iterable[int]) -> list[int]:
+    """Let generation by `model` stop at `ends`, too. Returns the ids that are new; `model.added_ends` has all."""
+    generation = getattr(model.module, "generation_config", None)
     if generation is None:
         return []
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
     known = end_tokens(generation)
     new = [end for end in dict.fromkeys(ends) if end not in known]
     if new:
         generation.eos_token_id = [*known, *new]
-        base.added_ends = [*added_ends(model), *new]
+        model.added_ends += new
     return new
-
-
-def added_ends(model: Any) -> list[int]:
-    """The end tokens that add_end_tokens() has added to the generation config of `model`."""
-    return list(getattr(model, "added_ends", ()))
 
 
 def read_end_tokens(folder: Path) -> list[int]:

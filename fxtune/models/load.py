@@ -25,6 +25,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
@@ -229,7 +230,7 @@ def _read_tokenizer(model: ModelConfig, rows: int) -> Any:
 
 def build(
     model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: bool = False, by_rows: bool = False
-) -> Any:
+) -> PreparedModel:
     """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
 
     Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB
@@ -237,9 +238,7 @@ def build(
     `shrinks`: the caller quantizes the weights and moves them one by one, so they may start in host memory, which has
     room for a model larger than the GPU.
 
-    The result's `name_or_path` and `base_revision` say where it came from, `trust_remote_code` whether its author's
-    code may run, `config_edited` whether its config differs from the one found there, `ships_mxfp4` whether its
-    experts are stored in MXFP4, `grown_from` how many tokens the base embeds if `hf_config` has more.
+    The module's `name_or_path`, and the fields of the result, say where it came from.
     """
     silence_libraries()
     dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
@@ -268,20 +267,23 @@ def build(
         built = weights.draw(hf_config, dtype, world, seed, code)
     else:
         built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
-    built.name_or_path, built.base_revision = (origin.name, origin.revision) if origin else ("", None)
-    built.trust_remote_code = code
-    built.ships_mxfp4 = origin is not None and weights.unpacks(origin, hf_config)
-    built.grown_from = before or None
+    built.name_or_path = origin.name if origin else ""  # where peft looks for the base's name
     if before:
         grow(built, rows)
-    built.config_edited = found is None or before > 0 or hf_config.to_dict() != found.to_dict()
-    return built
+    return PreparedModel(
+        built,
+        base_revision=origin.revision if origin else None,
+        trust_remote_code=code,
+        config_edited=found is None or before > 0 or hf_config.to_dict() != found.to_dict(),
+        grown_from=before or None,
+        ships_mxfp4=origin is not None and weights.unpacks(origin, hf_config),
+    )
 
 
 def each_weight(
     model: ModelConfig,
     hf_config: Any,
-    built: Any,
+    built: PreparedModel,
     world: World,
     seed: int,
     wanted: Mapping[str, tuple[int, ...]],
@@ -293,13 +295,13 @@ def each_weight(
     if model.init is Init.random:
         drawn_shards.each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
     else:
-        shards.each(_found(model, built), built, wanted, world, dtype, str(model.path), take)
+        shards.each(_found(model, built), built.module, wanted, world, dtype, str(model.path), take)
 
 
 def fill(
     model: ModelConfig,
     hf_config: Any,
-    built: Any,
+    built: PreparedModel,
     pieces: Mapping[str, list[shards.Piece]],
     world: World,
     seed: int,
@@ -312,13 +314,13 @@ def fill(
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
-        drawn_shards.draw(built, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
+        drawn_shards.draw(built.module, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
     else:
-        shards.read(_found(model, built), built, pieces, world, str(model.path), elsewhere)
-    shards.complete(built, world)
+        shards.read(_found(model, built), built.module, pieces, world, str(model.path), elsewhere)
+    shards.complete(built.module, world)
 
 
-def _found(model: ModelConfig, built: Any) -> Origin:
+def _found(model: ModelConfig, built: PreparedModel) -> Origin:
     """The files that build() found, also if the hub has newer ones since."""
     return _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
 

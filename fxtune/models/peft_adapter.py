@@ -43,7 +43,7 @@ _PEFT_ONLY = (
 
 
 def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
-    """Load the weights of `adapter` (a folder or a hub id) into `model`, and record it in `model.adapter_start`.
+    """Load the weights of `adapter` (a folder or a hub id) into `model`.
 
     `options`: those of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises
     ConfigError if the adapter was made with other options, StorageError if it is damaged or does not fit.
@@ -58,7 +58,6 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
         options = {name: value for name, value in options.items() if name not in TARGETS}
     _require_same_options(saved, options, lora_config, adapter)
     load_weights(model, origin, adapter, key)
-    model.adapter_start = adapter
     trained_on, base = saved.get("base_model_name_or_path") or "", getattr(model, "name_or_path", "")
     # A folder that moved keeps its name.
     if trained_on and base and Path(trained_on).name.lower() != Path(base).name.lower():

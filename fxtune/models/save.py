@@ -18,6 +18,7 @@ from fxtune.models.exported_config import copy_processors, write_rope_for_4
 from fxtune.models.exported_tokenizer import write_tokenizer
 from fxtune.models.exported_weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.model_card import write_card
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof, write_proof
 from fxtune.system.atomic_files import replace_folder, sync
@@ -29,7 +30,7 @@ def staging_folders(folder: Path) -> tuple[Path, Path]:
 
 
 def save_model(
-    model: Any,
+    model: PreparedModel,
     tokenizer: Any,
     folder: Path,
     card: dict[str, Any] | None = None,
@@ -73,9 +74,9 @@ def save_model(
         staging.mkdir(parents=True)
 
     def complete() -> None:
-        write_rope_for_4(staging, model.config)
-        if not hasattr(model, "peft_config"):
-            copy_processors(model.config, staging)
+        write_rope_for_4(staging, model.module.config)
+        if not hasattr(model.module, "peft_config"):
+            copy_processors(model.module.config, staging)
         write_tokenizer(tokenizer, staging)
 
     def prove_files() -> Proof:
@@ -84,9 +85,9 @@ def save_model(
 
     def end() -> None:
         origin = {
-            "base": model.name_or_path,
+            "base": model.module.name_or_path,
             "revision": model.base_revision,
-            "grown_from": getattr(model, "grown_from", None),
+            "grown_from": model.grown_from,
         }
         write_card(staging, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
         write_proof(staging, proof)

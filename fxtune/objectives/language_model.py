@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.distributed.sharding import with_head
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Switch
 from fxtune.kernels.linear_cross_entropy import (
@@ -31,6 +30,7 @@ from fxtune.kernels.linear_cross_entropy import (
     scale_and_cap,
 )
 from fxtune.kernels.matmul import CUBLAS
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, observed, running_on_text
 from fxtune.system.oom import out_of_memory_reason
@@ -38,7 +38,6 @@ from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.quantized_modules import Fp8Head
-from fxtune.techniques.router import Routers
 
 LOGIT_FACTORS = {
     "logits_scaling": lambda value: 1.0 / value,  # Granite
@@ -52,24 +51,25 @@ TF32_TOLERANCE = 2e-3
 
 
 class LanguageModel:
-    """`model` with its head and loss. Call its methods under the autocast context of training.
+    """A model with its head and loss. Call its methods under the autocast context of training.
 
     `evidence` holds the comparison with the model's own forward. Its `acted` is False if the fused loss was requested
     and is not possible; the constructor does not raise for that. `context_group`: the process group of the ranks that
     have the other pieces of rows (Batch.pieces).
     """
 
-    def __init__(self, model: nn.Module, liger: Liger | None = None, context_group: str = "") -> None:
-        self.model, self.context_group = model, context_group
-        self.routers: Routers | None = getattr(model, "routers", None)
+    def __init__(self, prepared: PreparedModel, liger: Liger | None = None, context_group: str = "") -> None:
+        self.prepared, self.context_group = prepared, context_group
+        self.model: Any = prepared.module
+        self.routers = prepared.routers
         enabled = liger is not None and liger.enabled
         self.fused = enabled and liger.fused_linear_cross_entropy is Switch.on  # type: ignore[union-attr]
         self.chunk_rows = liger.chunk_rows if enabled else None  # type: ignore[union-attr]
-        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config: Any = self.model.config.get_text_config()
         factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
         self.scale = next(factors, 1.0)
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self.by: str = getattr(model, "products_by", CUBLAS)  # techniques.lora.matmul
+        self.by = prepared.products_by or CUBLAS
         self.asked_routers = False
         """Whether an objective has asked for router_terms()."""
         self.own_forward = False
@@ -112,12 +112,12 @@ class LanguageModel:
 
     @property
     def head(self) -> Any:
-        return self.model.get_output_embeddings()  # type: ignore[operator]
+        return self.model.get_output_embeddings()
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> torch.Tensor:
         if self.own_forward:
             return F.cross_entropy(self._own_logits(batch), batch.labels, reduction=reduction)
-        return with_head(self.model, lambda: self._head_losses(self._hidden(batch), batch.labels, reduction))
+        return self.prepared.with_head(lambda: self._head_losses(self._hidden(batch), batch.labels, reduction))
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """[supervised, d]: the last hidden states at the positions that have a target."""
@@ -165,7 +165,7 @@ class LanguageModel:
         return model_inputs(self.model, *tensors, batch.pieces, self.context_group)
 
     def _chunk_size(self) -> int:
-        vocabulary = self.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        vocabulary = self.model.config.get_text_config().vocab_size
         return self.chunk_rows or default_chunk_rows(vocabulary, torch.float32)
 
     def _head_logits_and_losses(self, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -176,7 +176,7 @@ class LanguageModel:
     def _compare(self) -> Evidence:
         """Compare the logits and losses of a small row with those of the model's own forward; sets `own_forward`."""
         device = next(self.model.parameters()).device
-        ids = (torch.arange(24, device=device) * 7919 + 3) % self.model.config.get_text_config().vocab_size  # type: ignore
+        ids = (torch.arange(24, device=device) * 7919 + 3) % self.model.config.get_text_config().vocab_size
         starts = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
         inputs = model_inputs(self.model, ids[None], torch.arange(len(ids), device=device)[None], starts)
         labels = ids.roll(-1)
@@ -186,7 +186,7 @@ class LanguageModel:
             expected = F.cross_entropy(own.float(), labels, reduction="none")
             limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
             try:
-                logits, losses = with_head(self.model, lambda: self._head_logits_and_losses(inputs, labels))
+                logits, losses = self.prepared.with_head(lambda: self._head_logits_and_losses(inputs, labels))
                 differences = [
                     relative_distance(logits, own.float()),
                     relative_distance(losses, expected),

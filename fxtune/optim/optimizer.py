@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.chunks import is_divided, local
-from fxtune.distributed.sharding import sharding_of
+from fxtune.distributed.sharding import Sharding
 from fxtune.distributed.world import World
 from fxtune.facts.options import Library
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
@@ -45,13 +45,19 @@ class Optimizer:
     caller updates weights one by one, or if updates draw random bits, each weight has its own."""
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False, one_by_one: bool = False
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        keep_gradients: bool = False,
+        one_by_one: bool = False,
+        sharding: Sharding | None = None,
     ):
         """`keep_gradients`: zero gradients in place and never drop them, because the next replay of a CUDA graph
         overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
         still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
 
-        `one_by_one`: update() is called for each weight in place of step().
+        `one_by_one`: update() is called for each weight in place of step(). `sharding`: of a model whose weights are
+        divided over ranks.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
@@ -69,11 +75,11 @@ class Optimizer:
             if own is not weight:
                 self.divided[own] = weight
             self.names[own] = name
-        self.sharding = sharding_of(model)
+        self.sharding = sharding
         self.rounds, self.one_by_one = config.stochastic_rounding, one_by_one
         names = list(self.names)
         together = [[name] for name in names] if self.rounds or one_by_one else [names]
-        self.parts = [part for few in together for part in _library_optimizers(model, config, few, rows)]
+        self.parts = [part for few in together for part in _library_optimizers(model, config, few, rows, sharding)]
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))}
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
         """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with others."""
@@ -331,8 +337,9 @@ def _library_optimizers(
     config: OptimizerConfig,
     parameters: list[torch.Tensor],
     rows: dict[torch.Tensor, nn.Parameter],
+    sharding: Sharding | None,
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of `parameters`, the tensors to update. `rows`: those of divided weights."""
+    """The optimizers of `parameters`, the tensors to update. `rows`: this rank's rows of divided weights."""
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
     adam: dict[str, Any] = dict(betas=(config.betas[0], config.betas[1]), eps=config.eps, **shared)
     groups = _groups(parameters, config.weight_decay)
@@ -381,7 +388,7 @@ def _library_optimizers(
     rest = [p for p in parameters if p.ndim != 2 or p in tables]
     options: dict[str, Any] = dict(momentum=config.momentum, adjust_lr_fn="match_rms_adamw", **shared)
     divided = [Matrix(own, weight.shape) for weight, own in rows.items() if own.ndim == 2 and own not in tables]
-    if divided and (sharding := sharding_of(model)) is not None:
+    if divided and sharding is not None:
         parts: list[torch.optim.Optimizer] = [DividedMuon(divided, sharding, **options)]
     else:
         parts = [torch.optim.Muon(matrices, **options)] if matrices else []

@@ -20,6 +20,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.facts.options import ApexOptions
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
 from fxtune.system.facts import APEX
 from fxtune.techniques.base import Evidence, Technique
@@ -54,11 +55,11 @@ class Apex(ApexOptions, Technique):
     def packages(self, facts: Facts) -> Iterator[str]:
         yield APEX
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
         self._errors.clear()  # of an earlier model
-        for parent in list(model.modules()):
+        for parent in list(model.module.modules()):
             for name, norm in list(parent.named_children()):
                 is_layer_norm = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
                 if self.layer_norm and is_layer_norm:
@@ -72,16 +73,15 @@ class Apex(ApexOptions, Technique):
                 fused.weight = norm.weight
                 self._errors.append(_difference(fused, norm))
                 setattr(parent, name, fused.train(norm.training))
-        return model
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        fused = [module for module in model.modules() if type(module).__module__.startswith("apex.")]
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        fused = [module for module in model.module.modules() if type(module).__module__.startswith("apex.")]
         largest = max(self._errors, default=0.0)
         yield Evidence(
             "apex",
             "norms by Apex's kernels, with the original outputs",
             f"{len(fused)} norms are Apex's, with outputs at most {largest:.1e} from the original",
-            bool(fused) and len(fused) == len(self._errors) and largest <= CLOSE.get(base_dtype(model), 1e-5),
+            bool(fused) and len(fused) == len(self._errors) and largest <= CLOSE.get(base_dtype(model.module), 1e-5),
         )
 
 

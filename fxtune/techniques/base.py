@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from fxtune.distributed.world import World
 from fxtune.facts.options import Options
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,12 @@ class Technique(Options):
     def configure(self, hf_config: Any) -> None:
         """Edit the Hugging Face config in place, before the model exists."""
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Change the built model and return it."""
-        return model
+    def apply(self, model: PreparedModel, world: World) -> None:
+        """Change the module of the built model, or replace it, and fill in the fields of what this learns."""
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Yield observations on the built model. `probe`: keyword arguments of `model` for one small packed row."""
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        """Yield observations on the built model. `probe`: keyword arguments of its module for one small packed row.
+
+        The technique of a plugin takes the module alone, in apply() and verify() (from_plugins.py).
+        """
         yield from ()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.chunks import is_divided, local
-from fxtune.distributed.sharding import shard
+from fxtune.distributed.sharding import Sharding, shard
 from fxtune.distributed.world import World
 from fxtune.facts.options import Scope, Type
 from fxtune.facts.run import Facts
@@ -53,13 +53,13 @@ def refuses(facts: Facts) -> Iterator[str]:
         )
 
 
-def divide(model: Any, world: World, precision: Precision) -> None:
+def divide(model: Any, world: World, precision: Precision) -> Sharding:
     """Divide the weights of a built model over the ranks, in place. Vectors and adapters stay whole on each."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is None or any(one is other for one in head.parameters() for other in embedding.parameters())
     whole = [one for one in model.parameters() if one.dim() < 2 or not one.is_meta]
     autocast = getattr(torch, precision.autocast.value) if precision.casts else None
-    shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast)
+    return shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast)
 
 
 def observe(model: nn.Module, world: World) -> Evidence:

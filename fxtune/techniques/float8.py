@@ -26,6 +26,7 @@ from fxtune.facts.options import Float8Options, WeightGradient
 from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
 from fxtune.kernels.fp8_training import MULTIPLE
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
@@ -88,18 +89,17 @@ class Float8(Float8Options, Technique):
             if fits and linear.weight.requires_grad and not any(is_named(name, skip) for skip in self.skip):
                 yield name, linear
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
-        for name, linear in list(self._targets(model)):
+    def apply(self, model: PreparedModel, world: World) -> None:
+        for name, linear in list(self._targets(model.module)):
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, Float8Linear.of(linear, self.weight_gradient))
-        return model
+            setattr(model.module.get_submodule(parent), own, Float8Linear.of(linear, self.weight_gradient))
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         evidence = partial(Evidence, "float8")
-        linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
-        layers = {id(one): one.numel() for layer in decoder_layers(model) for one in layer.parameters()}
+        linears = [module for module in model.module.modules() if isinstance(module, Float8Linear)]
+        layers = {id(one): one.numel() for layer in decoder_layers(model.module) for one in layer.parameters()}
         inside = sum(linear.weight.numel() for linear in linears)
-        others = [name for name, linear in _linears(model) if not isinstance(linear, Float8Linear)]
+        others = [name for name, linear in _linears(model.module) if not isinstance(linear, Float8Linear)]
         rest = f"; not {', '.join(sorted({name.rpartition('.')[2] for name in others}))}" if others else ""
         yield evidence(
             "products of trained linears in fp8",
@@ -108,16 +108,16 @@ class Float8(Float8Options, Technique):
         )
         if not linears:
             return
-        errors = _errors(linears[0], next(model.parameters()).device)
+        errors = _errors(linears[0], next(model.module.parameters()).device)
         yield evidence(
             f"products close to float32's (relative error below {WORST_ERROR})",
             ", ".join(f"{name} {error:.4f}" for name, error in errors.items()),
             all(0 < error < WORST_ERROR for error in errors.values()),
         )
-        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observed(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for linear in linears:
                 linear.training = True  # observed() restores it
-            seen = observe_operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
+            seen = observe_operators(lambda: model.module(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
         kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
         yield evidence(
             f"{len(linears)} products in fp8 in a forward pass",

@@ -3,7 +3,8 @@ before recomputation and compilation, which must see the final layers.
 
     techniques.plugins.use.noisy_embeddings={alpha: 5}
 
-Each answers the same questions as ours (base.py) and must give evidence: one that shows nothing did not act.
+Each answers the same questions as ours (base.py) and must give evidence: one that shows nothing did not act. It takes
+the Hugging Face model itself, and no PreparedModel: apply(model, world) changes that module, or returns another one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import PluginOptions
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.plugins import TECHNIQUES
 from fxtune.techniques.base import Evidence, Technique
 
@@ -27,7 +29,7 @@ from fxtune.techniques.base import Evidence, Technique
 @dataclass
 class PluginTechniques(PluginOptions, Technique):
     def __post_init__(self) -> None:
-        self._made: dict[str, Technique] = {}
+        self._made: dict[str, Any] = {}
 
     def schema(self, name: str) -> type[Technique]:
         """The dataclass of a technique. Raises ConfigError if no plugin has it."""
@@ -39,13 +41,14 @@ class PluginTechniques(PluginOptions, Technique):
             )
         return kind
 
-    def techniques(self) -> Iterator[tuple[str, Technique]]:
+    def techniques(self) -> Iterator[tuple[str, Any]]:
         """Each technique that is used, made from its options, which have been checked."""
         for name, options in self.use.items():
             if name not in self._made:
                 values = {**(options or {}), "enabled": True}
-                made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.schema(name)), values))
-                self._made[name] = made
+                self._made[name] = OmegaConf.to_object(
+                    OmegaConf.merge(OmegaConf.structured(self.schema(name)), values)
+                )
             yield name, self._made[name]
 
     def check(self, facts: Facts) -> Iterator[str]:
@@ -69,14 +72,14 @@ class PluginTechniques(PluginOptions, Technique):
         for _, technique in self.techniques():
             technique.configure(hf_config)
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         for name, technique in self.techniques():
-            model = technique.apply(model, world)
-            if not isinstance(model, nn.Module):
+            changed = technique.apply(model.module, world)
+            model.module = model.module if changed is None else changed
+            if not isinstance(model.module, nn.Module):
                 raise ConfigError(f"{TECHNIQUES.added()[name].file}: apply() of `{name}` returns no model.")
-        return model
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         for name, technique in self.techniques():
-            seen = list(technique.verify(model, probe))
+            seen = list(technique.verify(model.module, probe))
             yield from seen or [Evidence(name, "evidence that it acts", "verify() yields none", False)]

@@ -24,6 +24,8 @@ from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
 from fxtune.models.load import ModelConfig
+from fxtune.models.prepared import PreparedModel
+from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
 from fxtune.models.structure import beside_text, skeleton
 from fxtune.models.weights import bytes_of
@@ -46,7 +48,7 @@ from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
-from fxtune.techniques.router import Router, observe_routers
+from fxtune.techniques.router import Router
 from fxtune.upstream.torch import Unobservable
 
 FAR = 2
@@ -244,7 +246,7 @@ class Pipeline(Techniques):
 
     def build(
         self, model: ModelConfig, hf_config: Any, world: World, seed: int, special_tokens: Sequence[int] = ()
-    ) -> nn.Module:
+    ) -> PreparedModel:
         """Configure and build the model and apply the techniques of a resolved pipeline, in order.
 
         `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the
@@ -272,12 +274,12 @@ class Pipeline(Techniques):
                 "techniques.lora.train_tokens: auto looks at the rows of the base, which is quantized here while it "
                 "is read. Name the tokens."
             )
-        built: nn.Module = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
+        built = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
         if self.lora.enabled:
-            self.lora.choose_tokens(built, tokenizer, special_tokens)
-        observe_routers(built, world.device)
+            self.lora.choose_tokens(built.module, tokenizer, special_tokens)
+        built.routers = observe_routers(built.module, world.device)
         if not self.lora.enabled:  # adapters freeze the whole base
-            for parameter in beside_text(built):
+            for parameter in beside_text(built.module):
                 parameter.requires_grad_(False)
         elsewhere: dict[str, tuple[int, ...]] = {}
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
@@ -289,18 +291,18 @@ class Pipeline(Techniques):
                         each = partial(models.each_weight, model, hf_config, built, world, seed)
                         elsewhere = self.quantize.apply_as_read(built, world, each)
                         continue
-                    built = technique.apply(built, world)
+                    technique.apply(built, world)
                 if technique is self.lora and model.adapter:
                     self.lora.start_from(built, model.adapter)
         if by_rows or world.degrees.shard > 1:
-            pieces = pieces_of(built)
+            pieces = pieces_of(built.module)
             if by_rows:
-                materialize(built, world.device)
+                materialize(built.module, world.device)
             else:
-                divided_weights.divide(built, world, self.precision)
+                built.sharding = divided_weights.divide(built.module, world, self.precision)
             models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
             if self.lora.enabled and not model.adapter:
-                trained_tokens.read_rows(built)
+                trained_tokens.read_rows(built.module)
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
@@ -319,9 +321,9 @@ class Pipeline(Techniques):
         """Whether a resolved pipeline reads experts that a checkpoint stores in MXFP4 as they are."""
         return self.lora.enabled and self.quantize.keeps_shipped(self.lora, skeleton(hf_config))
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
         """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""
-        device = next(model.parameters()).device
+        device = next(model.module.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         with self.precision.context(device):
             seen: list[Evidence] = []
@@ -333,7 +335,7 @@ class Pipeline(Techniques):
                     seen.append(Evidence(name, "an observation that it acts", f"none: {why}", True))
             return seen
 
-    def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
+    def prove(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
         """verify(), and a ConfigError that lists every technique that did not act."""
         return require_acted(self.verify(model, probe))
 

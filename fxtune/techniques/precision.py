@@ -26,6 +26,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.facts.options import Autocast, PrecisionOptions
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype, decoder_layers, observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
@@ -91,20 +92,25 @@ class Precision(PrecisionOptions, Technique):
         active = dtype == "float16" or (self.enabled and self.autocast is Autocast.float16)
         return LossScale(device, self.initial_scale if active else 1.0, self.scale_growth_interval, active)
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         # Not on a CPU, where the same switch lets oneDNN round inputs as well.
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        return model
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the matmuls of a forward pass by dtype, and look for TF32's rounding in a product."""
-        device = next(model.parameters()).device
-        weights = base_dtype(model)
+        device = next(model.module.parameters()).device
+        weights = base_dtype(model.module)
         counter = OperatorCounter(_matmul_dtype)
-        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), self.context(device), counter:
-            model(**probe)
+        with (
+            observed(model.module),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            self.context(device),
+            counter,
+        ):
+            model.module(**probe)
         wanted = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())
         # Requires one matmul a layer, not all of them: float32 adapters and routers may have another dtype.
@@ -112,7 +118,7 @@ class Precision(PrecisionOptions, Technique):
             "precision",
             f"autocast {self.autocast.value} over {_name(weights)} weights",
             f"matmuls of a forward pass: {counted or 'none'}",
-            counter.counts[wanted] >= len(decoder_layers(model)),
+            counter.counts[wanted] >= len(decoder_layers(model.module)),
         )
         if device.type != "cuda":
             return
@@ -124,7 +130,7 @@ class Precision(PrecisionOptions, Technique):
             seen = f"a float32 matmul {'rounds' if rounded else 'keeps'} the 12th bit of its inputs"
             yield Evidence("precision", f"TF32 {'on' if self.tf32 else 'off'}", seen, rounded == bool(self.tf32))
         if self.cudnn_benchmark:
-            convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+            convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.module.modules())
             active = torch.backends.cudnn.benchmark
             seen = f"cudnn.benchmark is {active}, for {convolutions} convolutions"
             yield Evidence("precision", "the cuDNN autotuner on", seen, active and convolutions > 0)

@@ -36,6 +36,7 @@ from fxtune.facts.options import ComputeDtype, Library, LoraOptions, QuantizeOpt
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
+from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
@@ -398,25 +399,26 @@ class Quantize(QuantizeOptions, Technique):
         if not leaves_linears(self, experts, max((linear.weight.numel() for *_, linear in found), default=0)):
             yield from found
 
-    def apply(self, model: Any, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""
-        return self._replace_linears(model, world)
+        self._replace_linears(model, world)
 
-    def apply_as_read(self, model: Any, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
+    def apply_as_read(self, model: PreparedModel, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
         """apply() to a model without memory, whose linears cannot be quantized row by row, and whose experts, if it
         has any, the checkpoint stores in MXFP4. Returns the names and shapes of the weights that it has read by
         `each_weight`."""
-        wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in self._targets(model, False)}
+        linears = {f"{name}.weight": linear for name, _, _, linear in self._targets(model.module, False)}
+        wanted = {name: tuple(linear.weight.shape) for name, linear in linears.items()}
         self._replace_linears(model, world, partial(each_weight, wanted))
         return wanted
 
     def _replace_linears(
         self,
-        model: Any,
+        prepared: PreparedModel,
         world: World,
         each_weight: Callable[[Callable[[str, torch.Tensor], None]], None] | None = None,
-    ) -> nn.Module:
-        compute = getattr(torch, self.compute_dtype.value)
+    ) -> None:
+        model, compute = prepared.module, getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model, self.experts is Switch.on))
         if not targets and self.experts is not Switch.on:  # check() cannot know models with code of their own
             raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
@@ -425,7 +427,7 @@ class Quantize(QuantizeOptions, Technique):
         of_experts = [getattr(one, name) for one in experts for name in TENSORS]
         share = (sum(linear.weight.numel() for *_, linear in targets) + sum(one.numel() for one in of_experts)) / every
         before, after, worst = sum(one.nbytes for one in of_experts), 0, 0.0
-        ships = getattr(model, "ships_mxfp4", False)
+        ships = prepared.ships_mxfp4
         kind = self._experts_type(ships)
         shipped = "" if not experts or not ships or kind is not Type.mxfp4 else "unpacked and packed again"
         del of_experts
@@ -467,10 +469,9 @@ class Quantize(QuantizeOptions, Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = _Done(
+        prepared.quantization = Quantization(
             count, before, after, error, share, ends, len(experts), self._name(kind), worst, shipped
         )
-        return model
 
     def _quantize_ends(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
         """Replace the head and the embeddings if their options are on. Returns a line about each."""
@@ -487,10 +488,11 @@ class Quantize(QuantizeOptions, Technique):
             notes.append("head with the embeddings' codes" if shared else f"head {stored_bytes(last) / GIB:.3g} GiB")
         return notes
 
-    def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
-        linears = [module for module in model.modules() if is_quantized(module)]
+    def verify(self, prepared: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        model, done = prepared.module, prepared.quantization
+        assert done is not None, "apply() has filled it in"
+        linears: list[Any] = [module for module in model.modules() if is_quantized(module)]
         kinds = {module.fxtune_quantized for module in linears}
-        done: _Done = model.quantization
         evidence = partial(Evidence, "quantize")
         wanted = self._name(self.type)
         experts = list(filter(stored_as, model.modules()))
@@ -569,26 +571,6 @@ class Quantize(QuantizeOptions, Technique):
         """How quantized modules name this type."""
         packs = kind in (Type.nf4, Type.int8)
         return f"{kind.value}/{self.library.value}" if packs else kind.value
-
-
-@dataclass
-class _Done:
-    """What apply() did, for verify()."""
-
-    linears: int
-    before: int
-    """Bytes of the linears and experts before quantization; `after`: once they are quantized."""
-    after: int
-    error: float
-    share: float
-    """The share of the model's weights that were quantized."""
-    ends: list[str]
-    experts: int
-    """Layers whose experts were quantized; `experts_as`: how; `experts_error`: the largest of their errors."""
-    experts_as: str
-    experts_error: float
-    shipped: str
-    """How experts were taken that the checkpoint has in MXFP4; empty: they were quantized."""
 
 
 def _inside(linears: str, layers: int, kind: str, kind_of_experts: str) -> str:

@@ -28,6 +28,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.facts.options import RopeOptions, RopeType
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.base import Evidence, Technique
 
 FULL = "full_attention"
@@ -116,15 +117,14 @@ class Rope(RopeOptions, Technique):
             kept["original_max_position_embeddings"] = original
         return kept | {name: value for name in owned if (value := getattr(self, name)) is not None}
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         """Dynamic only: reset the longest row so far before each forward, so that no step depends on earlier ones."""
         if self.type is RopeType.dynamic:
-            for _, rotary in _rotaries(model):
+            for _, rotary in _rotaries(model.module):
                 rotary.register_forward_pre_hook(_reset)
-        return model
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        config = model.module.config.get_text_config()
         parameters = _flat(config.rope_parameters) or {}
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dim = int(head * parameters.get("partial_rotary_factor", 1.0))
@@ -137,12 +137,12 @@ class Rope(RopeOptions, Technique):
             f"{self.type.value}: {original} -> {length} positions, attention factor {attention:.4f}, "
             f"inv_freq {digest(inv_freq, inv_freq)}"
         )
-        rotaries = _rotaries(model)
+        rotaries = _rotaries(model.module)
         if not rotaries:
             yield Evidence("rope", asked, "no rotary embedding in the built model", False)
         for prefix, rotary in rotaries:
             if self.type is RopeType.dynamic:
-                device = next(model.parameters()).device
+                device = next(model.module.parameters()).device
                 rotary(torch.zeros(1, device=device), torch.tensor([[0, length - 1]], device=device))
             seen = getattr(rotary, f"{prefix}inv_freq").double().cpu()
             scale = float(getattr(rotary, f"{prefix}attention_scaling"))

@@ -24,9 +24,9 @@ from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
 from fxtune.data.read.formats import GROUP_FORMATS, RowFormat
 from fxtune.data.read.sources import open_source
-from fxtune.distributed.sharding import with_head
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import cache_keyword, observed
 from fxtune.plugins import METRICS
 from fxtune.system.oom import BatchSizes
@@ -92,7 +92,7 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
 
 
 def answer(
-    model: nn.Module,
+    model: PreparedModel,
     tokenizer: Any,
     questions: Sequence[Question],
     batch_size: int = 32,
@@ -106,18 +106,19 @@ def answer(
     ranks of `world` each answer a batch at a time, the same batches that one process would answer, and all get all
     answers.
     """
-    world = world or World(next(model.parameters()).device)
-    batch_sizes = batch_sizes or BatchSizes(next(model.parameters()).device)
+    device = next(model.module.parameters()).device
+    world, batch_sizes = world or World(device), batch_sizes or BatchSizes(device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     answers = [""] * len(questions)
     # Compiled layers would be recompiled for each length of the cache.
     asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
-    with asking as work, observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with asking as work, observed(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index].prompt for index in order]
-            ask = partial(_greedy, model, ends, tokenizer.pad_token_id or 0, max_new_tokens, agree=_agreeing(world))
+            pad = tokenizer.pad_token_id or 0
+            ask = partial(_greedy, model.module, ends, pad, max_new_tokens, agree=_agreeing(world))
             ask = partial(_with_head, model, ask)
             written = batch_sizes.run("questions", batch_size, partial(_dealt_out, world, prompts, ask))
             for index, ids in zip(order, written, strict=False):
@@ -127,8 +128,8 @@ def answer(
     return answers
 
 
-def _with_head(model: nn.Module, ask: Callable[[Tokens], Tokens], prompts: Tokens) -> Tokens:
-    return with_head(model, partial(ask, prompts))
+def _with_head(model: PreparedModel, ask: Callable[[Tokens], Tokens], prompts: Tokens) -> Tokens:
+    return model.with_head(partial(ask, prompts))
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
@@ -176,7 +177,7 @@ class AnswerEvaluation:
         return evaluation
 
     def ask(
-        self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None, world: World | None = None
+        self, model: PreparedModel, when: str, batch_sizes: BatchSizes | None = None, world: World | None = None
     ) -> float:
         """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`,
         `world`: see answer(). Rank 0 writes the file."""

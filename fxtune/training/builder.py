@@ -26,12 +26,12 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, time_of_templates
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.launch import require_equal_parts
-from fxtune.distributed.sharding import free_gathered, sharding_of
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as update_rule
@@ -163,7 +163,7 @@ class RunBuilder:
         self.settled = replace(self.settled, config=replace(self.config, **groups))
 
     @phase("Building the model", part="model")
-    def build(self) -> nn.Module:
+    def build(self) -> PreparedModel:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
@@ -171,7 +171,7 @@ class RunBuilder:
             return self.techniques.build(model, self.settled.hf_config, self.world, seed, self.special_tokens)
 
     @phase("Trying the loss on a small row", part="proofs")
-    def language_model(self, model: nn.Module) -> LanguageModel:
+    def language_model(self, model: PreparedModel) -> LanguageModel:
         """`model` with its loss head, as the techniques configure it."""
         # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
@@ -252,7 +252,7 @@ class RunBuilder:
         """Evidence of every technique and of the loss on the model that build() made."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
-            observed = [*self.techniques.verify(model.model, probe), *model.evidence]
+            observed = [*self.techniques.verify(model.prepared, probe), *model.evidence]
             if self.facts.in_backward:
                 with self.techniques.precision.context(self.world.device):
                     observed.append(in_backward.observe(model.model, probe))
@@ -260,8 +260,8 @@ class RunBuilder:
                 with self.techniques.precision.context(self.world.device):
                     layers = attention_layers(self.facts.text)
                     observed.append(context.observe(model.model, self.world, layers, self.facts.packing))
-            if self.world.degrees.shard > 1:
-                free_gathered(model.model)
+            if model.prepared.sharding is not None:
+                model.prepared.sharding.free_gathered()
                 observed.append(divided_weights.observe(model.model, self.world))
             return observed
 
@@ -280,11 +280,11 @@ class RunBuilder:
         """
         config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
         with self.oom_context("Making the optimizer"):
-            if (sharding := sharding_of(model.model)) is not None and self.facts.device == "cuda":
+            if (sharding := model.prepared.sharding) is not None and self.facts.device == "cuda":
                 spare = self.facts.free_memory - self.techniques.memory_need(self.facts).device
                 sharding.accumulates = 4 * trained_parameters(self.facts) < spare
             one_by_one = self.facts.in_backward
-            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients, one_by_one)
+            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients, one_by_one, sharding)
             loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
             return TrainStep(
                 model,

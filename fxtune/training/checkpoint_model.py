@@ -19,6 +19,7 @@ from fxtune.facts.options import Switch
 from fxtune.models import load as models
 from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType
+from fxtune.models.prepared import PreparedModel
 from fxtune.system.atomic_files import read_json
 from fxtune.system.hub import locate_adapter
 from fxtune.techniques.pipeline import Pipeline
@@ -45,7 +46,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module) -> TrainState:
     return found.state
 
 
-def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[PreparedModel, Any, dict[str, Any]]:
     """(model, tokenizer, facts for its model card) of a checkpoint, on the CPU, for save_model().
 
     Only what decides the exported files is built: adapters and RoPE scaling, in the dtype of the run. Kernels,
@@ -62,7 +63,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[A
     set_attention(hf_config, "eager")  # the kernels that it names may not be installed here
     tokenizer = models.load_tokenizer(source)
     model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
-    state = load_checkpoint(checkpoint, model)
+    state = load_checkpoint(checkpoint, model.module)
     add_end_tokens(model, _ends(run, config))
     card = {
         "data": state.data_fingerprint,

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW, SETTING, differences, write_json
 from fxtune.config.validate import Validator
@@ -33,6 +32,7 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import AUTO
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig
+from fxtune.models.prepared import PreparedModel
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json
 
@@ -178,10 +178,10 @@ class ResumeCheck:
                 + "; ".join(line.strip() for line in changed)
             )
 
-    def check_model(self, model: nn.Module, techniques: Mapping[str, Any]) -> None:
+    def check_model(self, model: PreparedModel, techniques: Mapping[str, Any]) -> None:
         """compare() the built model. At the start of a run it writes `setting.json`. Raises StorageError."""
         self.compare("techniques", techniques)  # again: an automatic choice that failed to compile has changed
-        built = {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")}
+        built = {"revision": model.base_revision, "products": model.products_by or "torch"}
         self.compare("built", built)
         if not self.before and self.writes:
             write_json(self.folder / SETTING, self.now)

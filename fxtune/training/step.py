@@ -23,7 +23,6 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
 from fxtune.distributed.parallel import ParallelConfig
-from fxtune.distributed.sharding import sharding_of
 from fxtune.distributed.world import World
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -75,7 +74,7 @@ class TrainStep:
         self.world = world or World(device)
         parallel = parallel or ParallelConfig()
         self.rank_report = RankReport(self.world)
-        self.sharding = sharding_of(model.model)
+        self.sharding = model.prepared.sharding
         self.in_backward = InBackward(optimizer) if optimizer.one_by_one else None
         self.gradient_sum: GradientSum | None = None
         self.weight_average: WeightAverage | None = None

@@ -36,6 +36,7 @@ from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, Use
 from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof
+from fxtune.models.routers import broken_router
 from fxtune.models.save import save_model
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
@@ -51,7 +52,6 @@ from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
 from fxtune.system.startup import FIRST_STEPS, STARTUP
 from fxtune.system.tested_versions import outside_tested_range
-from fxtune.techniques.router import broken_router
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.wandb_worker import GOES_ON
@@ -195,7 +195,7 @@ class Trainer:
         self._add_end_tokens()
         self._name_untrained_tokens()
         evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
-        resume_check.check_model(self.model, builder.techniques.options())
+        resume_check.check_model(self.language_model.prepared, builder.techniques.options())
         folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
@@ -285,7 +285,7 @@ class Trainer:
         """Let the trained model stop where the answers of the data end, and say so where its base does not."""
         adapter = self.config.model.adapter
         earlier = read_end_tokens(locate_adapter(adapter).folder) if adapter else []
-        if new := add_end_tokens(self.model, [*earlier, *self.ends]):
+        if new := add_end_tokens(self.language_model.prepared, [*earlier, *self.ends]):
             tokens = ", ".join(self.tokenizer.convert_ids_to_tokens(new))
             place = "model's generation_config.json names them too"
             if self.techniques.lora.enabled:
@@ -683,7 +683,7 @@ class Trainer:
         """The share of the questions that are answered exactly right. `when`: the name that the answers get."""
         assert self.questions is not None
         self.world.heartbeat.doing("answering questions")
-        return self.questions.ask(self.model, when, self.batch_sizes, self.world)
+        return self.questions.ask(self.language_model.prepared, when, self.batch_sizes, self.world)
 
     def _finish(self) -> dict[str, Any]:
         """Export the best or the last weights, ask the questions again, and tell the user where everything is."""
@@ -724,7 +724,7 @@ class Trainer:
             if self.world.main:
                 self.run_state.make_room(whole_model)
             save_model(
-                self.model,
+                self.language_model.prepared,
                 self.tokenizer,
                 output,
                 card=card,
@@ -774,14 +774,14 @@ class Trainer:
 
     def _broken_router(self) -> str | None:
         """The router that gives NaN or infinite logits for the last step, on any rank."""
-        step = self.monitor.statistics.step - 1
+        step, routers = self.monitor.statistics.step - 1, self.language_model.routers
 
         def run() -> None:
             for micro_batch in range(self.builder.own(self.plan).micro_batches(step)):
                 self._try(step, micro_batch)
 
         try:
-            name = broken_router(self.language_model.model, run)
+            name = broken_router(self.model, routers, run) if routers is not None else None
         except Exception:  # noqa: BLE001  the error that ends the run is the loss, whatever fails in this search
             name = None
         return next((one for one in self.world.gather(name, "looking for a broken router") if one), None)

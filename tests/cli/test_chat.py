@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from support.architectures import built, lora, trained
+from support.architectures import lora, prepared_model, trained
 
 from fxtune.cli import chat
 from fxtune.cli.main import main
 from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.training.answers import answer, load_questions
 
@@ -27,11 +28,12 @@ PROMPTS = ["What colour is the lamp?", "Order seven chairs."]
 def folder(tmp_path_factory) -> Path:
     """runs/mine with an adapter and runs/full with a whole model, whose answers differ from the base's."""
     root = tmp_path_factory.mktemp("chat")
-    model = trained(built(lora(), TINY, dtype="float32"))
-    save_model(model, load_tokenizer(TINY), root / "runs" / "mine" / "adapter")
+    prepared = prepared_model(lora(), TINY, dtype="float32")
+    model = trained(prepared.module)
+    save_model(prepared, load_tokenizer(TINY), root / "runs" / "mine" / "adapter")
     merged = model.merge_and_unload()
-    merged.name_or_path, merged.base_revision, merged.config_edited = "", None, False
-    save_model(merged, load_tokenizer(TINY), root / "runs" / "full" / "model")
+    merged.name_or_path = ""
+    save_model(PreparedModel(merged), load_tokenizer(TINY), root / "runs" / "full" / "model")
     for name in ("mine", "full"):
         (root / "runs" / name / "config.yaml").write_text("model: {path: 'builtin:tiny', init: pretrained}\n")
     return root
@@ -53,10 +55,13 @@ def expected(folder) -> dict[str, list[str]]:
     tokenizer = load_tokenizer(TINY)
     questions = load_questions(DataConfig(questions=QuestionsConfig(path=str(folder / "q.jsonl"))), tokenizer)
     adapter = str(folder / "runs" / "mine" / "adapter")
-    tuned = built(lora(), ModelConfig(path="builtin:tiny", dtype=DType.bfloat16, adapter=adapter), dtype="bfloat16")
-    found = {"tuned": answer(tuned, tokenizer, questions, 1, 8)}
+    prepared = prepared_model(
+        lora(), ModelConfig(path="builtin:tiny", dtype=DType.bfloat16, adapter=adapter), dtype="bfloat16"
+    )
+    tuned = prepared.module
+    found = {"tuned": answer(prepared, tokenizer, questions, 1, 8)}
     with tuned.disable_adapter():
-        found["base"] = answer(tuned, tokenizer, questions, 1, 8)
+        found["base"] = answer(prepared, tokenizer, questions, 1, 8)
     assert found["tuned"] != found["base"]
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import built, trained
+from support.architectures import prepared_model, trained
 from support.runs import history
 
 from fxtune.cli import evaluate
@@ -45,7 +45,7 @@ def with_adapter(small, cwd, **changes):
     small.data.eval_fraction = 0.2
     small.techniques.lora.r, small.techniques.lora.target_modules = 4, ["q_proj", "v_proj"]
     adapter = save_model(
-        trained(built(small.techniques, small.model)), models.load_tokenizer(small.model), cwd / "adapter"
+        trained(prepared_model(small.techniques, small.model)), models.load_tokenizer(small.model), cwd / "adapter"
     )
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

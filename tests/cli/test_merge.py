@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from support.architectures import ADAPTERS, built, logits, lora, on_disk, random_model, trained
+from support.architectures import ADAPTERS, logits, lora, on_disk, prepared_model, random_model, trained
 
 from fxtune.cli.merge import merge, run
 from fxtune.config.root import Config
@@ -27,8 +27,9 @@ def base(tmp_path_factory):
 def adapted(base, folder, dtype=DType.float32, scaled=False, **options):
     model, pipeline = ModelConfig(path=str(base), dtype=dtype), lora(**options)
     pipeline.rope = Rope(enabled=scaled, factor=4.0)
-    mine = trained(built(pipeline, model, dtype=dtype.value))
-    return mine, save_model(mine, load_tokenizer(model), folder)
+    prepared = prepared_model(pipeline, model, dtype=dtype.value)
+    mine = trained(prepared.module)
+    return mine, save_model(prepared, load_tokenizer(model), folder)
 
 
 def plain(folder):
@@ -309,7 +310,7 @@ def test_attention_kernels_of_the_base_are_not_needed(tmp_path):
 
 def test_an_adapter_trained_on_random_weights_has_no_base(tmp_path):
     adapter = save_model(
-        built(lora(), random_model("llama")),
+        prepared_model(lora(), random_model("llama")),
         load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),
         tmp_path / "adapter",
     )

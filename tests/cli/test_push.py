@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from support.architectures import built, lora, trained
+from support.architectures import lora, prepared_model, trained
 from support.servers import send_uploads_to, upload_hub
 
 from fxtune.cli.main import main
@@ -19,7 +19,7 @@ SECRET = "hf_" + "abcdefghij0123456789"
 
 @pytest.fixture(scope="module")
 def model():
-    return trained(built(lora(), ModelConfig(path="builtin:tiny", dtype=DType.float32), dtype="float32"))
+    return trained(prepared_model(lora(), ModelConfig(path="builtin:tiny", dtype=DType.float32), dtype="float32"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import built, lora, on_disk, trained
+from support.architectures import lora, on_disk, prepared_model, trained
 from support.harness import command, small_disk
 
 from fxtune.cli import merge as merging
@@ -37,7 +37,7 @@ def trained_adapter(base) -> Path:
     """A trained adapter of `base` that also trained a norm."""
     model = ModelConfig(path=str(base))
     return save_model(
-        trained(built(lora(modules_to_save=["norm"]), model)), load_tokenizer(model), base.parent / "adapter"
+        trained(prepared_model(lora(modules_to_save=["norm"]), model)), load_tokenizer(model), base.parent / "adapter"
     )
 
 
@@ -128,7 +128,7 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     """In float16 the sum of the second case overflows, and the base would have infinite weights."""
     base = on_disk(tmp_path / "base", dtype=dtype)
     model = ModelConfig(path=str(base))
-    adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(prepared_model(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     (adapter / "proof.json").unlink()
     change(
         adapter,

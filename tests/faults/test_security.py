@@ -225,12 +225,13 @@ def adapter(cwd, stranger) -> Path:
     from peft import LoraConfig, get_peft_model
 
     config = ModelConfig(path=str(stranger))
-    model = models.build(config, models.load_config(config), World(torch.device("cpu")), 0)
-    name, edited = model.name_or_path, model.config_edited
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    model.name_or_path, model.base_revision, model.config_edited = name, None, edited
+    prepared = models.build(config, models.load_config(config), World(torch.device("cpu")), 0)
+    name = prepared.module.name_or_path
+    options = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = prepared.module = get_peft_model(prepared.module, options)
+    model.name_or_path = name
     model.peft_config["default"].base_model_name_or_path = str(stranger)
-    save_model(model, load_tokenizer(config), cwd / "adapter")
+    save_model(prepared, load_tokenizer(config), cwd / "adapter")
     (cwd / "adapter" / "proof.json").unlink()
     return cwd / "adapter"
 

@@ -39,7 +39,7 @@ def put_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 def load(folder: Path, **options) -> torch.nn.Module:
     model = ModelConfig(path=str(folder), **options)
-    return build(model, load_config(model), World(torch.device("cpu")), seed=0)
+    return build(model, load_config(model), World(torch.device("cpu")), seed=0).module
 
 
 @pytest.mark.parametrize("lora", ["true", "false"], ids=["lora", "full"])

@@ -9,11 +9,10 @@ from itertools import accumulate
 
 import pytest
 import torch
-from support.reference import LIMITS, SHAPES, batch, build, ours, plain, relative, relative_errors
+from support.reference import LIMITS, SHAPES, batch, build, ours, plain, relative, relative_errors, with_head
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
-from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.pipeline import Pipeline
 
@@ -218,7 +217,7 @@ def test_attention_never_waits_for_the_device(packed):
     """After the first step, forward and backward of a complete model never wait for the device."""
     given = batch("llama", (700, 600, 500) if packed else (900,), rows=1 if packed else 2, packed=packed)
     model, pipeline, _, _ = build(using("flash4"), "llama", given)
-    loss = LanguageModel(model, pipeline.liger)
+    loss = with_head(pipeline, model)
     loss.summed_loss(given).backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -78,13 +78,13 @@ class Measured:
         Measured.before = torch.cuda.memory_allocated()
         self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4), supervised=1.0)
         torch.manual_seed(0)
-        self.model, self.pipeline, self.evidence, self.notes = reference.build(made, shape, self.given, lora=lora)
+        prepared, self.pipeline, self.evidence, self.notes = reference.prepare(made, shape, self.given, lora=lora)
+        self.model, self.offload = prepared.module, prepared.offload
         from fxtune.objectives.language_model import LanguageModel
 
-        self.loss = LanguageModel(self.model, self.pipeline.liger)
-        offload = getattr(self.model, "offload", None)
+        self.loss = LanguageModel(prepared, self.pipeline.liger)
         # Proofs run forward passes without a backward pass, so their inputs are never fetched.
-        self.proving = (offload.inputs_sent - offload.inputs_fetched) if offload else 0
+        self.proving = (self.offload.inputs_sent - self.offload.inputs_fetched) if self.offload else 0
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def step(self) -> torch.Tensor:
@@ -280,7 +280,7 @@ def test_offload_of_kept_tensors_costs_no_time_at_long_rows():
         measured = Measured(pipeline(**options), BIG, 32768)
         found[name] = measured.seconds(), measured.peak()
         if name == "sent":
-            offload = measured.model.offload
+            offload = measured.offload
             print(f"\n{offload.sent / GIB:.1f} GiB sent so far, {offload.pinned / GIB:.2f} GiB pinned")
             assert offload.inputs_sent - offload.inputs_fetched == measured.proving
         del measured
@@ -308,8 +308,8 @@ def test_pinned_memory_is_at_most_the_forecast():
         techniques=measured.pipeline,
     )
     said = forecast(facts, RecomputePlan.of(measured.pipeline.checkpointing)).host
-    print(f"\npinned {measured.model.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
-    assert 0.7 * said < measured.model.offload.pinned <= 1.1 * said
+    print(f"\npinned {measured.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
+    assert 0.7 * said < measured.offload.pinned <= 1.1 * said
 
 
 @pytest.mark.parametrize("options", [{"policy": Policy.none}, NARROW, {}], ids=["none", "narrow", "full"])
@@ -332,7 +332,7 @@ def test_offload_costs_no_time_and_keeps_results(compiled):
         losses = [measured.step().item() for _ in range(3)]
         found[name] = losses, measured.gradients(), measured.seconds(), measured.peak()
         if name == "offload":
-            offload = measured.model.offload
+            offload = measured.offload
             assert offload.pinned == 7 * 2 * 2048 * 32768
             assert offload.inputs_sent - offload.inputs_fetched == measured.proving
         del measured

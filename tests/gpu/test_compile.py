@@ -11,7 +11,6 @@ import torch
 from support import reference
 
 from fxtune.facts.options import CompileMode, Dynamic, Scope
-from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -134,7 +133,7 @@ def trained(
 
 def _milliseconds(techniques, model, optimizer) -> float:
     """Milliseconds of a forward and backward pass after warm-up."""
-    loss, given = LanguageModel(model, techniques.liger), reference.batch("llama", seed=5)
+    loss, given = reference.with_head(techniques, model), reference.batch("llama", seed=5)
     for _timed in (False, True):
         torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -232,7 +231,7 @@ def test_cuda_graphs_are_fastest_for_small_models():
         given = reference.batch(small, (100, 90, 66))
         model, techniques, _, _ = reference.build(pipeline(copy.deepcopy(compiled), "sdpa"), small, given, lora=True)
         optimizer = Optimizer(model, OptimizerConfig(), techniques.compile.keep_gradients)
-        loss = LanguageModel(model, techniques.liger)
+        loss = reference.with_head(techniques, model)
         for _ in range(2):
             torch.cuda.synchronize()
             begun = time.perf_counter()

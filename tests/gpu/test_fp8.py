@@ -265,7 +265,8 @@ def test_wide_layers_are_built_with_little_extra_memory():
             rows=(2048,),
         )
         chosen, _ = pipeline(quantized=quantized).resolved(facts)
-        built = chosen.build(model, hf_config, world, 0)
+        prepared = chosen.build(model, hf_config, world, 0)
+        built = prepared.module
         weights = sum(parameter.numel() * parameter.element_size() for parameter in built.parameters())
         if quantized:
             linears = [module for module in built.modules() if is_quantized(module)]
@@ -273,7 +274,7 @@ def test_wide_layers_are_built_with_little_extra_memory():
             one = 14336 * 4096 * 2
             assert torch.cuda.memory_allocated() - before < 1.02 * weights + 80 * 2**20
             assert torch.cuda.max_memory_allocated() - before < weights + 8 * one
-        chosen.prove(built, make_probe(built))
+        chosen.prove(prepared, make_probe(built))
         built.train()
         optimizer = torch.optim.AdamW(
             [parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3

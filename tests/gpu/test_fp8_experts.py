@@ -99,8 +99,9 @@ def test_a_mixture_trains_and_its_evidence_is_there():
     pipeline.quantize = Quantize(
         True, Type.fp8, compute_dtype=ComputeDtype.bfloat16, transpose=Switch.on, experts=Switch.on
     )
-    built = pipeline.build(model, load_config(model), World(GPU), 0)
-    assert all(one.acted for one in pipeline.verify(built, make_probe(built)))
+    prepared = pipeline.build(model, load_config(model), World(GPU), 0)
+    built = prepared.module
+    assert all(one.acted for one in pipeline.verify(prepared, make_probe(built)))
     ids = torch.randint(3, 60, (4, 48), device=GPU)
     optimizer = torch.optim.AdamW([one for one in built.parameters() if one.requires_grad], lr=5e-3)
     losses = []

@@ -130,11 +130,9 @@ def test_frozen_weights_are_stored_once():
 
 def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]:
     """Seconds and peak GiB of a compiled forward and backward."""
-    from fxtune.objectives.language_model import LanguageModel
-
     model, made, *_ = reference.build(pipeline(fused, True, policy), LAYERS_OF_8B, given)
     with made.precision.context(given.input_ids.device):
-        loss = LanguageModel(model, made.liger)
+        loss = reference.with_head(made, model)
     times = []
     for index in range(11):
         if index == 3:  # compiled already

@@ -200,8 +200,12 @@ def test_model_uses_the_kernel_and_reports_it():
             micro_batch_size=2,
         )
         chosen, notes = pipeline.resolved(facts)
-        built = chosen.build(model, config, world, 0)
-        told[choice] = [one.observed for one in chosen.prove(built, make_probe(built)) if "matmul" in one.asked], notes
+        prepared = chosen.build(model, config, world, 0)
+        built = prepared.module
+        told[choice] = (
+            [one.observed for one in chosen.prove(prepared, make_probe(built)) if "matmul" in one.asked],
+            notes,
+        )
     print(told)
     assert any("matmul cute" in note for note in told[Matmul.auto][1])
     assert told[Matmul.cublas][0] == []

@@ -13,6 +13,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast
 from fxtune.models.load import DType
+from fxtune.models.prepared import PreparedModel
 from fxtune.system.units import GIB
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import LossScale, Precision
@@ -68,7 +69,7 @@ def test_tf32_is_detected_by_its_rounding():
     assert "keeps" in observed[False]
     torch.set_float32_matmul_precision("high")  # behind the technique's back
     with pytest.raises(ConfigError, match="TF32 off; seen: a float32 matmul rounds"):
-        made.prove(model, make_probe(model))
+        made.prove(PreparedModel(model), make_probe(model))
 
 
 def test_unused_cudnn_autotuner_is_refused():

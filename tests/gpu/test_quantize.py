@@ -165,7 +165,8 @@ def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit
         whole = 2 * sum(parameter.numel() for parameter in _meta(hf_config).parameters())
         assert (whole > facts.free_memory) == (home == "host")
         chosen, _ = asked.resolved(facts)
-        built = chosen.build(model, hf_config, world, 0)
+        prepared = chosen.build(model, hf_config, world, 0)
+        built = prepared.module
         linears = [module for module in built.modules() if is_quantized(module)]
         weights = sum(module.in_features * module.out_features for module in linears)
         small = whole - weights * (2 - bytes_per_weight("nf4"))
@@ -175,7 +176,7 @@ def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit
         # With expandable segments some freed blocks stay reserved (559 to 660 MiB were seen for a model of 0.9 GiB).
         reserved = torch.cuda.memory_reserved() - before[1]
         assert reserved < max(1.2 * (small + adapters) + 160 * 2**20, 0.8 * whole), "16-bit weights hold memory"
-        chosen.prove(built, make_probe(built))
+        chosen.prove(prepared, make_probe(built))
         built.train()
         optimizer = torch.optim.AdamW(
             [parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3

@@ -42,13 +42,14 @@ def test_scaled_and_saved_model_equals_plain_transformers(tmp_path):
             rows=(LENGTH,),
         )
         ready, _ = pipeline.resolved(facts)
-        built = ready.build(model, config, world, 0)
-        [seen] = [one for one in ready.prove(built, make_probe(built)) if one.technique == "rope"]
+        prepared = ready.build(model, config, world, 0)
+        built = prepared.module
+        [seen] = [one for one in ready.prove(prepared, make_probe(built)) if one.technique == "rope"]
         names = [re.search(r"inv_freq ([0-9a-f]{12})", text)[1] for text in (seen.asked, seen.observed)]
         assert names[0] == names[1], seen
         with torch.no_grad():
             wanted[shape] = built.eval()(input_ids=ids.cuda()).logits.float().cpu()
-        folder = save_model(built, word_tokenizer(4096, eos_token="t2", unk_token="t0"), tmp_path / shape)
+        folder = save_model(prepared, word_tokenizer(4096, eos_token="t2", unk_token="t0"), tmp_path / shape)
         script += (
             f"ids = ((torch.arange({LENGTH}) * 7919 + 3) % 4096).unsqueeze(0).cuda()\n"
             f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.float32).cuda().eval()\n"

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.architectures import FAMILIES, built, enable, facts_of, lora, random_model
+from support.architectures import FAMILIES, enable, facts_of, lora, prepared_model, random_model
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -366,7 +366,7 @@ def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
     monkeypatch.setattr(gemm_backend, "obstacle", lambda facts: None)
     pipeline = lora(fused=Switch.on, matmul=matmul_, **options)
     pipeline.lora._cute_by_auto = optional
-    return pipeline, built(pipeline, random_model("llama"), dtype="bfloat16")
+    return pipeline, prepared_model(pipeline, random_model("llama"), dtype="bfloat16")
 
 
 def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_op, quack):
@@ -377,7 +377,7 @@ def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_
     for model, calls in ((plain, False), (cute, True), (plain, False)):
         by_op.clear()
         with torch.autocast("cpu", torch.bfloat16):
-            outs.append(model(**make_probe(model)).logits)
+            outs.append(model.module(**make_probe(model.module)).logits)
         assert bool(by_op) == calls
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
@@ -386,11 +386,11 @@ def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_
 def test_verify_reports_which_kernel_ran(monkeypatch, small, quack):
     _, model = model_with(monkeypatch, Matmul.cute)
     with torch.autocast("cpu", torch.bfloat16):
-        told, was = gemm_backend.observe(model)
+        told, was = gemm_backend.observe(model.module)
         assert was, told
         assert "2 products" in told
         monkeypatch.setattr(matmul, "MIN_SIZE", 4096)
-        told, was = gemm_backend.observe(model)
+        told, was = gemm_backend.observe(model.module)
         assert was is None
         assert "large enough" in told
 
@@ -406,7 +406,7 @@ def test_kernel_that_does_not_compile_is_an_error_by_name_and_one_note_with_auto
     assert LanguageModel(model).by == CUBLAS
     assert pipeline.options()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
     with torch.autocast("cpu", torch.bfloat16):
-        found = [one for one in pipeline.lora.verify(model, make_probe(model)) if "matmul" in one.asked]
+        found = [one for one in pipeline.lora.verify(model, make_probe(model.module)) if "matmul" in one.asked]
     assert [one.acted for one in found] == [True]
     assert found[0].observed == "cuBLAS, since that did not compile here (TypeError: no such architecture)"
 

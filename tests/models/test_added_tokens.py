@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures import built, logits, lora, on_disk
+from support.architectures import built, logits, lora, on_disk, prepared_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fxtune.cli import verify
@@ -120,10 +120,11 @@ def test_spare_rows_of_the_base_are_used(tmp_path):
     assert load_config(model).vocab_size == 160
     assert [load_tokenizer(model).get_vocab()[token] for token in NEW] == [128, 129]
     pipeline = lora()
-    mine = built(pipeline, model)
-    pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
+    pipeline.prove(prepared, make_probe(mine))
     assert pipeline.lora.token_ids == [128, 129]
-    assert not mine.config_edited
+    assert not prepared.config_edited
 
 
 def test_tokens_that_cannot_be_added_are_refused(tmp_path):

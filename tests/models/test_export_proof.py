@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import architecture, built, lora, on_disk, random_model, trained, word_tokenizer
+from support.architectures import (
+    architecture,
+    lora,
+    on_disk,
+    prepared_model,
+    random_model,
+    trained,
+    word_tokenizer,
+)
 
 from fxtune.cli.main import main
 from fxtune.errors import StorageError
@@ -172,7 +180,7 @@ def adapted(tmp_path_factory):
     patterns = {"rank_pattern": {"k_proj": 8}, "alpha_pattern": {"k_proj": 12.0}}
     pipeline = lora(r=4, rslora=True, modules_to_save=["lm_head"], **patterns)
     pipeline.rope = Rope(enabled=True, factor=4.0)
-    return trained(built(pipeline, ModelConfig(path=str(base))))
+    return trained(prepared_model(pipeline, ModelConfig(path=str(base))))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +188,7 @@ def full():
     """A trained model with biases."""
     sizes = {"vocab_size": 160, "intermediate_size": 96}
     model = ModelConfig(path=None, init=Init.random, architecture=architecture("qwen2", **sizes))
-    return trained(built(Pipeline(), model))
+    return trained(prepared_model(Pipeline(), model))
 
 
 @pytest.fixture
@@ -220,7 +228,7 @@ def test_mutated_model_is_no_export(full, save_mutated, monkeypatch, name):
 
 
 def test_permuted_experts_are_no_export(save_mutated):
-    model = trained(built(lora(), random_experts()))
+    model = trained(prepared_model(lora(), random_experts()))
     name = "base_model.model.model.layers.0.mlp.experts.lora_B.weight"
 
     def permute(held: dict[str, torch.Tensor]) -> None:
@@ -262,9 +270,10 @@ def test_unmutated_exports_are_proven(adapted, full, tokenizer, tmp_path, monkey
 
 def test_fused_adapters_are_proven_over_the_frozen_weights_that_they_share(tmp_path, tokenizer):
     figures: dict[str, float] = {}
-    model = trained(built(lora(fused=Switch.on), random_model("llama")))
+    prepared = prepared_model(lora(fused=Switch.on), random_model("llama"))
+    model = trained(prepared.module)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    save_model(model, tokenizer, tmp_path / "out", record=lambda proof: figures.update(proof.figures()))
+    save_model(prepared, tokenizer, tmp_path / "out", record=lambda proof: figures.update(proof.figures()))
     assert figures["export/kl"] < 1e-9
     after = model.state_dict()
     assert all(torch.equal(one, after[name]) for name, one in before.items()), "the trained model is untouched"
@@ -272,7 +281,7 @@ def test_fused_adapters_are_proven_over_the_frozen_weights_that_they_share(tmp_p
 
 def test_options_that_do_not_act_are_no_export(save_mutated, adapted):
     """The options in memory can be as wrong as those in the file: what acts is what counts."""
-    layer = adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    layer = adapted.module.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     was = layer.scaling["default"]
     layer.scaling["default"] = 3.0
     try:
@@ -283,7 +292,7 @@ def test_options_that_do_not_act_are_no_export(save_mutated, adapted):
 
 def test_code_that_computes_something_else_is_no_export(save_mutated, adapted):
     """Every file and option is right, and only the logits show it: here one MLP gives twice its result."""
-    mlp = adapted.get_submodule("base_model.model.model.layers.0.mlp")
+    mlp = adapted.module.get_submodule("base_model.model.model.layers.0.mlp")
     hook = mlp.register_forward_hook(lambda _, __, output: 2 * output)
     try:
         said = save_mutated(adapted, lambda _: None)

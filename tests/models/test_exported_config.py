@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support.architectures import CPU, built, lora, trained
+from support.architectures import CPU, lora, prepared_model, trained
 
 from fxtune.models.exported_config import versions_of_readers, write_rope_for_4
 from fxtune.models.load import DType, Init, ModelConfig, build, load_config, load_tokenizer
@@ -68,7 +68,7 @@ def test_files_that_prepare_images_are_in_the_export(base, tmp_path):
     model = ModelConfig(path=str(base))
     try:
         folder = save_model(build(model, load_config(model), CPU, seed=0), load_tokenizer(model), tmp_path / "whole")
-        adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+        adapter = save_model(prepared_model(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     finally:
         (base / "preprocessor_config.json").unlink()
     assert (folder / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
@@ -115,11 +115,12 @@ def test_transformers_4_computes_what_was_trained(transformers_4, tmp_path, case
         init=Init.random, dtype=DType.float32, architecture={"rope_parameters": theta, "num_hidden_layers": 2}
     )
     pipeline = Pipeline(rope=Rope(enabled=case == "scaled", factor=4.0), lora=Lora(enabled=False))
-    tuned = trained(built(pipeline, model, dtype="float32"))
+    prepared = prepared_model(pipeline, model, dtype="float32")
+    tuned = trained(prepared.module)
     tokenizer = load_tokenizer(model)
     if case == "added token":
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<tool>"]})
-    folder = save_model(tuned, tokenizer, tmp_path / "export")
+    folder = save_model(prepared, tokenizer, tmp_path / "export")
     assert "4.57" in (folder / "README.md").read_text()
     text = "Two <|im_start|>large pizzas, " * 40
     environment = {**os.environ, "PYTHONPATH": str(transformers_4), "HF_HUB_OFFLINE": "1"}

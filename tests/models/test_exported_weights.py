@@ -12,6 +12,7 @@ from support import sharded
 
 from fxtune.errors import StorageError
 from fxtune.models import exported_weights
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 
 
@@ -30,7 +31,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_files_are_those_of_transformers(tmp_path, kind):
     model = sharded.MODELS[kind]()
     model.save_pretrained(tmp_path / "theirs")
-    save_model(model, sharded.NoTokenizer(), tmp_path / "ours")
+    save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "ours")
     for name in ("model.safetensors", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
     ours, theirs = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("ours", "theirs"))
@@ -42,7 +43,7 @@ def test_large_model_is_written_in_several_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(exported_weights, "FILE_BYTES", 20_000)
     model = sharded.llama()
-    save_model(model, sharded.NoTokenizer(), tmp_path / "out")
+    save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -55,7 +56,7 @@ def test_large_model_is_written_in_several_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, kind):
     model = sharded.MODELS[kind]()
-    save_model(model, sharded.NoTokenizer(), tmp_path / "out")
+    save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "out")
     before, real = (tmp_path / "out" / "model.safetensors").read_bytes(), exported_weights.write_tensors
 
     def broken(path: Path, given: dict[str, torch.Tensor]) -> None:
@@ -66,7 +67,7 @@ def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, ki
 
     monkeypatch.setattr(exported_weights, "write_tensors", broken)
     with pytest.raises(StorageError, match=r"read back from model\.safetensors, is not what the model holds"):
-        save_model(model, sharded.NoTokenizer(), tmp_path / "out")
+        save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -75,7 +76,7 @@ def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, ki
 @pytest.mark.parametrize("kind", sharded.MODELS)
 def test_ranks_export_what_one_process_exports(tmp_path, kind):
     assert sharded.run_ranks(2, sharded.export, tmp_path / "out", kind, 10**9, -1) == ["", ""]
-    save_model(sharded.MODELS[kind](), sharded.NoTokenizer(), tmp_path / "one" / "out")
+    save_model(PreparedModel(sharded.MODELS[kind]()), sharded.NoTokenizer(), tmp_path / "one" / "out")
     files = sorted(path.name for path in (tmp_path / "one" / "out").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "out").iterdir())
     for name in {*files} - {"README.md", "proof.json"}:  # they say how long the proof took

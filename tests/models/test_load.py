@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from support.architectures import (
     CPU,
-    built,
     lora,
+    prepared_model,
     tiny_model,
     word_tokenizer,
 )
@@ -184,7 +184,9 @@ def test_auto_dtype_is_float32_on_a_cpu():
 def test_folder_without_adapter_is_refused(base, tmp_path):
     run = tmp_path / "run"
     adapter = save_model(
-        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), run / "adapter"
+        prepared_model(lora(), ModelConfig(path=str(base))),
+        load_tokenizer(ModelConfig(path=str(base))),
+        run / "adapter",
     )
     with pytest.raises(ConfigError, match=f"no PEFT adapter.*such as {adapter}"):
         load_config(ModelConfig(path=str(base), adapter=str(run)))

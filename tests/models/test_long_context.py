@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures import CPU, SIZES, built, facts_of, lora, on_disk, trained
+from support.architectures import CPU, SIZES, facts_of, lora, on_disk, prepared_model, trained
 from support.runs import history
 
 from fxtune.cli import evaluate
@@ -43,8 +43,9 @@ def tuned(base: Path, folder: Path, kind: str, rope: Rope | None = None):
     """A trained model with scaled RoPE, and its folder."""
     model, pipeline = ModelConfig(path=str(base)), Pipeline() if kind == "model" else lora()
     pipeline.rope = rope or yarned()
-    mine = trained(built(pipeline, model, sequence_length=LONG))
-    saved = save_model(mine, load_tokenizer(model), folder / ("adapter" if kind == "merged" else kind))
+    prepared = prepared_model(pipeline, model, sequence_length=LONG)
+    mine = trained(prepared.module)
+    saved = save_model(prepared, load_tokenizer(model), folder / ("adapter" if kind == "merged" else kind))
     return mine, merge(saved, folder / "merged") if kind == "merged" else saved
 
 
@@ -123,11 +124,15 @@ def test_vllm_command_has_scaling_length_and_rank(base, tmp_path):
     pipeline = lora(dora=True)
     pipeline.rope = yarned()
     dora = save_model(
-        built(pipeline, ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "dora"
+        prepared_model(pipeline, ModelConfig(path=str(base))),
+        load_tokenizer(ModelConfig(path=str(base))),
+        tmp_path / "dora",
     )
     assert "fxtune merge . ../merged" in (dora / "README.md").read_text()
     plain = save_model(
-        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "plain"
+        prepared_model(lora(), ModelConfig(path=str(base))),
+        load_tokenizer(ModelConfig(path=str(base))),
+        tmp_path / "plain",
     )
     assert "vllm" not in (plain / "README.md").read_text()
 
@@ -140,8 +145,9 @@ def test_model_built_on_adapter_gets_its_rope_scaling(base, tmp_path):
     again.rope, other.rope = yarned(), yarned(factor=8.0)
     for pipeline in (silent, again):
         ready, notes = pipeline.resolved(facts_of(model, sequence_length=LONG))
-        one = ready.build(model, load_config(model), CPU, 0)
-        ready.prove(one, make_probe(one))
+        prepared = ready.build(model, load_config(model), CPU, 0)
+        one = prepared.module
+        ready.prove(prepared, make_probe(one))
         torch.testing.assert_close(at_length(one), at_length(mine), rtol=0, atol=1e-5)
         assert one.config.max_position_embeddings == 256
         assert bool([note for note in notes if "own scaling, yarn (factor=4.0" in note]) == (pipeline is silent)
@@ -153,7 +159,7 @@ def test_model_built_on_adapter_gets_its_rope_scaling(base, tmp_path):
         silent.resolved(facts_of(model, sequence_length=257))
     other.rope.original_max_position_embeddings = 64  # named, it is replaced knowingly: an extension by steps
     further, _ = other.resolved(facts_of(model, sequence_length=512))
-    assert further.build(model, load_config(model), CPU, 0).config.max_position_embeddings == 512
+    assert further.build(model, load_config(model), CPU, 0).module.config.max_position_embeddings == 512
 
 
 def test_scaling_a_scaled_model_alike_changes_nothing(base, tmp_path):
@@ -167,8 +173,9 @@ def test_scaling_a_scaled_model_alike_changes_nothing(base, tmp_path):
         pipeline.check(facts_of(model, sequence_length=200))
         pipeline.rope.configure(config)
         assert config.to_dict() == before, kind
-        one = built(pipeline, model)
-        assert all(evidence.acted for evidence in pipeline.rope.verify(one, make_probe(one)))
+        prepared = prepared_model(pipeline, model)
+        one = prepared.module
+        assert all(evidence.acted for evidence in pipeline.rope.verify(prepared, make_probe(one)))
 
 
 def test_adapter_of_other_model_or_with_broken_config_is_refused(base, tmp_path):

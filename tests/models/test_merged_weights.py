@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.architectures import built, lora, on_disk, tiny_model, trained, word_tokenizer
+from support.architectures import lora, on_disk, prepared_model, tiny_model, trained, word_tokenizer
 
 from fxtune.cli import merge as merging
 from fxtune.errors import StorageError
@@ -21,7 +21,7 @@ def adapter(folder, model=None, **options):
     base = on_disk(folder / "base", model=model)
     word_tokenizer(128, unk_token="t0").save_pretrained(base)
     source = ModelConfig(path=str(base))
-    return save_model(trained(built(lora(**options), source)), load_tokenizer(source), folder / "adapter")
+    return save_model(trained(prepared_model(lora(**options), source)), load_tokenizer(source), folder / "adapter")
 
 
 WRONG_MERGES: dict[str, Callable[[Any], None]] = {

@@ -9,6 +9,7 @@ from support.architectures import (
     facts_of,
     logits,
     lora,
+    prepared_model,
     trained,
 )
 
@@ -21,7 +22,7 @@ def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):
     pipeline = lora()
     pipeline.rope.enabled, pipeline.rope.factor = True, 2.0
     adapter = save_model(
-        trained(built(pipeline, model)),
+        trained(prepared_model(pipeline, model)),
         load_tokenizer(model),
         tmp_path / "adapter",
         card={

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import built, logits, lora, trained
+from support.architectures import built, logits, lora, prepared_model, trained
 
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
@@ -18,15 +18,17 @@ from fxtune.techniques.pipeline import make_probe
 @pytest.fixture
 def adapter(base, tmp_path):
     model = ModelConfig(path=str(base))
-    return save_model(trained(built(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
+    return save_model(trained(prepared_model(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
 
 
 def test_training_starts_from_an_adapter(base, adapter):
     pipeline = lora()
-    first, second = (built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)), seed=seed) for seed in (0, 1))
+    source = ModelConfig(path=str(base), adapter=str(adapter))
+    prepared, again = (prepared_model(pipeline, source, seed=seed) for seed in (0, 1))
+    first, second = prepared.module, again.module
     assert torch.equal(logits(first), logits(second)), "nothing is left of what was drawn"
     assert not torch.equal(logits(first), logits(built(lora(), ModelConfig(path=str(base)))))
-    assert all(evidence.acted for evidence in pipeline.verify(first, make_probe(first)))
+    assert all(evidence.acted for evidence in pipeline.verify(prepared, make_probe(first)))
     trained(first)
     assert not torch.equal(logits(first), logits(second))
 

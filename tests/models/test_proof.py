@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.architectures import CPU, built, lora, trained
+from support.architectures import CPU, built, lora, prepared_model, trained
 
 from fxtune.errors import StorageError
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
@@ -17,7 +17,7 @@ from fxtune.system.hub import Origin
 @pytest.fixture
 def adapter(base, tmp_path):
     model = ModelConfig(path=str(base))
-    return save_model(trained(built(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
+    return save_model(trained(prepared_model(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
 
 
 def change(file) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.architectures import (
     CPU,
-    built,
     logits,
     lora,
+    prepared_model,
     trained,
 )
 
@@ -33,7 +33,7 @@ def test_saved_model_loads_in_plain_transformers(base, tmp_path):
 
     model = trained(load(base))
     folder = save_model(model, load_tokenizer(ModelConfig(path=str(base))), tmp_path / "out")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model.module))
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
     assert not list(tmp_path.glob(".*")), "nothing staged is left"
 
@@ -100,7 +100,7 @@ def test_named_chat_templates_are_saved_readable_and_proven(base, tmp_path):
 
 def test_adapter_has_config_only_if_base_config_was_edited(base, tmp_path):
     model = ModelConfig(path=str(base))
-    adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(prepared_model(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     assert sorted(path.name for path in adapter.iterdir()) == [
         "README.md",
         "adapter_config.json",
@@ -115,7 +115,9 @@ def test_adapter_has_config_only_if_base_config_was_edited(base, tmp_path):
 
 def test_target_modules_are_sorted(base, tmp_path):
     adapter = save_model(
-        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "adapter"
+        prepared_model(lora(), ModelConfig(path=str(base))),
+        load_tokenizer(ModelConfig(path=str(base))),
+        tmp_path / "adapter",
     )
     modules = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     assert len(modules) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.architectures import built, lora, random_model, trained
+from support.architectures import lora, prepared_model, random_model, trained
 from support.sharded import NoTokenizer
 
 from fxtune.models.save import save_model
@@ -39,8 +39,10 @@ def test_plain_adapters_have_none():
 
 
 def test_model_card_says_whether_vllm_loads_the_adapter(tmp_path):
-    plain = save_model(trained(built(lora(r=4), random_model("llama"))), NoTokenizer(), tmp_path / "plain")
+    plain = save_model(trained(prepared_model(lora(r=4), random_model("llama"))), NoTokenizer(), tmp_path / "plain")
     assert "Loads in vLLM: yes, with `--enable-lora --max-lora-rank 8`." in (plain / "README.md").read_text()
-    dora = save_model(trained(built(lora(dora=True), random_model("llama"))), NoTokenizer(), tmp_path / "dora")
+    dora = save_model(
+        trained(prepared_model(lora(dora=True), random_model("llama"))), NoTokenizer(), tmp_path / "dora"
+    )
     said = (dora / "README.md").read_text()
     assert "Loads in vLLM: no. It takes no DoRA. Serve the merged model: `fxtune merge . ../merged`." in said

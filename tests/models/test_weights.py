@@ -24,7 +24,7 @@ from fxtune.training.builder import RunBuilder
 
 def load(path, **options):
     model = ModelConfig(path=str(path), **options)
-    return build(model, load_config(model), CPU, seed=0)
+    return build(model, load_config(model), CPU, seed=0).module
 
 
 def edit(file, change):
@@ -106,11 +106,11 @@ def test_pickled_weights_are_refused_unread(copy):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_depend_on_seed_and_have_configured_dtype(family):
     model = random_model(family)
-    first, again, other = (build(model, load_config(model), CPU, seed).state_dict() for seed in (0, 0, 1))
+    first, again, other = (build(model, load_config(model), CPU, seed).module.state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
     model.dtype = DType.bfloat16
-    half = build(model, load_config(model), CPU, 0)
+    half = build(model, load_config(model), CPU, 0).module
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     frequencies = {name: buffer for name, buffer in half.named_buffers() if "inv_freq" in name}
     assert frequencies
@@ -131,13 +131,15 @@ def test_building_keeps_global_random_state():
 def test_experts_in_mxfp4_are_unpacked_to_the_same_numbers(dtype, tmp_path):
     folder = on_disk(tmp_path / "base", model=tiny_model("gpt_oss"))
     meant = in_mxfp4(folder)
-    model = load(folder, dtype=dtype)
+    source = ModelConfig(path=str(folder), dtype=dtype)
+    prepared = build(source, load_config(source), CPU, seed=0)
+    model = prepared.module
     assert len(meant) == 4
     for name, wanted in meant.items():
         found = model.get_parameter(name)
         assert found.dtype is getattr(torch, dtype.value)
         assert torch.equal(found.float(), wanted), name
-    assert not model.config_edited
+    assert not prepared.config_edited
     assert not hasattr(model.config, "quantization_config")
     model(input_ids=torch.arange(2, 20).unsqueeze(0)).logits.sum().backward()
     assert model.get_parameter(next(iter(meant))).grad.abs().sum() > 0

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.architectures import ADAPTERS, FAMILIES, SIZES, built, lora, random_model, trained
+from support.architectures import ADAPTERS, FAMILIES, SIZES, built, lora, prepared_model, random_model, trained
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast, Switch
 from fxtune.kernels import linear_cross_entropy as kernel
+from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.liger.technique import Liger
@@ -122,7 +123,7 @@ def close(model, mine: torch.Tensor, expected: torch.Tensor, rtol: float) -> Non
 @pytest.mark.parametrize("family", EVERY)
 def test_losses_and_log_probs_equal_each_familys_own_forward(family, liger):
     model = model_of(family)
-    loss = LanguageModel(model, liger)
+    loss = LanguageModel(PreparedModel(model), liger)
     (evidence,) = loss.evidence
     assert evidence.acted, evidence
     assert not loss.own_forward
@@ -134,7 +135,7 @@ def test_logit_scales_and_caps_are_read_from_the_config():
     found = {
         family: (loss.scale, loss.cap)
         for family in OTHERS
-        if (loss := LanguageModel(model_of(family))).scale != 1.0 or loss.cap
+        if (loss := LanguageModel(PreparedModel(model_of(family)))).scale != 1.0 or loss.cap
     }
     assert found == {"granite": (0.125, 0.0), "cohere": (0.25, 0.0), "gemma2_capped": (1.0, 0.5)}
 
@@ -144,8 +145,9 @@ def test_logit_scales_and_caps_are_read_from_the_config():
 def test_losses_and_log_probs_with_adapters(adapter, liger):
     """lm_head: an adapter on the head itself, which is no plain linear then."""
     options = {"target_modules": ["q_proj", "lm_head"]} if adapter == "lm_head" else ADAPTERS[adapter]
-    model = trained(built(lora(**options), random_model("llama"))).eval()
-    loss = LanguageModel(model, liger)
+    prepared = prepared_model(lora(**options), random_model("llama"))
+    model = trained(prepared.module).eval()
+    loss = LanguageModel(prepared, liger)
     assert loss.evidence[0].acted, loss.evidence
     same(model, loss, batch())
     if liger is FUSED:
@@ -155,9 +157,10 @@ def test_losses_and_log_probs_with_adapters(adapter, liger):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_recomputed_head_repeats_dropout_and_saves_random_state_only_for_it(dropout, monkeypatch):
-    model = trained(built(lora(target_modules=["lm_head"], dropout=dropout), random_model("llama"))).train()
-    loss, given, asked = LanguageModel(model, FUSED), batch(), []
-    plain = LanguageModel(model)
+    prepared = prepared_model(lora(target_modules=["lm_head"], dropout=dropout), random_model("llama"))
+    model = trained(prepared.module).train()
+    loss, given, asked = LanguageModel(prepared, FUSED), batch(), []
+    plain = LanguageModel(prepared)
     own = torch.get_rng_state
     monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or own())
     torch.manual_seed(3)
@@ -177,8 +180,9 @@ def test_bfloat16_base_with_float32_head_under_autocast(head, liger):
     model, pipeline = random_model("llama"), lora(modules_to_save=["lm_head"] if head == "trained" else [])
     model.dtype = model.dtype.bfloat16
     pipeline.precision.autocast = Autocast.bfloat16
-    mine = trained(built(pipeline, model, dtype="bfloat16")).eval()
-    loss, given = LanguageModel(mine, liger), batch()
+    prepared = prepared_model(pipeline, model, dtype="bfloat16")
+    mine = trained(prepared.module).eval()
+    loss, given = LanguageModel(prepared, liger), batch()
     assert loss.evidence[0].acted, loss.evidence
     with pipeline.precision.context(torch.device("cpu")):
         wanted, total = plain_loss(mine, given), loss.summed_loss(given)
@@ -195,7 +199,7 @@ def test_batch_without_supervised_tokens_has_zero_loss(liger):
     model = model_of("llama")
     empty = batch(share=0.0)
     assert empty.supervised == 0
-    loss = LanguageModel(model, liger).summed_loss(empty)
+    loss = LanguageModel(PreparedModel(model), liger).summed_loss(empty)
     assert loss == 0
     loss.backward()
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
@@ -203,7 +207,7 @@ def test_batch_without_supervised_tokens_has_zero_loss(liger):
 
 def test_head_runs_on_supervised_rows_only():
     model, seen = model_of("llama"), []
-    loss, given = LanguageModel(model), batch()
+    loss, given = LanguageModel(PreparedModel(model)), batch()
     model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
     loss.summed_loss(given)
     assert seen == [given.supervised]
@@ -212,10 +216,13 @@ def test_head_runs_on_supervised_rows_only():
 
 def test_chunk_size_does_not_change_the_loss():
     model, given = model_of("qwen3"), batch(lengths=(20, 30, 14), padding=0, share=0.8)
-    wanted = LanguageModel(model).summed_loss(given)
+    wanted = LanguageModel(PreparedModel(model)).summed_loss(given)
     for rows in (1, 3, 7, 1000):
         torch.testing.assert_close(
-            LanguageModel(model, replace(FUSED, chunk_rows=rows)).summed_loss(given), wanted, rtol=1e-6, atol=1e-6
+            LanguageModel(PreparedModel(model), replace(FUSED, chunk_rows=rows)).summed_loss(given),
+            wanted,
+            rtol=1e-6,
+            atol=1e-6,
         )
 
 
@@ -236,19 +243,19 @@ class Shifted(torch.nn.Module):
 
 def test_model_with_unknown_logits_keeps_its_own_forward():
     model = Shifted(model_of("llama"))
-    loss = LanguageModel(model)
+    loss = LanguageModel(PreparedModel(model))
     assert loss.own_forward
     assert loss.evidence[0].acted
     assert "Shifted: its logits are not those of its head" in loss.evidence[0].observed
     same(model, loss, batch())
     with pytest.raises(ConfigError, match=r"loss: asked for .*fused with the head; seen: Shifted"):
-        require_acted(LanguageModel(model, FUSED).evidence)
+        require_acted(LanguageModel(PreparedModel(model), FUSED).evidence)
 
 
 def test_model_without_known_parts_keeps_its_own_forward():
     model = model_of("llama")
     model.get_decoder = None
-    loss = LanguageModel(model)
+    loss = LanguageModel(PreparedModel(model))
     assert loss.own_forward
     assert "do not run one after the other" in loss.evidence[0].observed
     same(model, loss, batch())
@@ -261,7 +268,10 @@ def test_wrong_fused_loss_is_detected(monkeypatch):
         "_softmax_gradient",
         lambda logits, labels, losses, scale, cap, gradient: right(logits, labels, losses, scale * 1.1, cap, gradient),
     )
-    assert [LanguageModel(model_of("llama"), liger).evidence[0].acted for liger in (PLAIN, FUSED)] == [True, False]
+    assert [LanguageModel(PreparedModel(model_of("llama")), liger).evidence[0].acted for liger in (PLAIN, FUSED)] == [
+        True,
+        False,
+    ]
 
 
 def test_comparison_leaves_the_model_unchanged():
@@ -270,7 +280,7 @@ def test_comparison_leaves_the_model_unchanged():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    LanguageModel(model, FUSED)
+    LanguageModel(PreparedModel(model), FUSED)
     assert torch.equal(torch.rand(2), expected)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -281,8 +291,9 @@ def test_gradients_with_activation_checkpointing():
     """The loss runs the decoder whose layers the techniques wrapped."""
     pipeline = lora()
     pipeline.checkpointing.enabled = True
-    model = trained(built(pipeline, random_model("gemma2"))).train()
-    one, two = (gradients(model, LanguageModel(model, liger).summed_loss(batch())) for liger in (PLAIN, FUSED))
+    prepared = prepared_model(pipeline, random_model("gemma2"))
+    model = trained(prepared.module).train()
+    one, two = (gradients(model, LanguageModel(prepared, liger).summed_loss(batch())) for liger in (PLAIN, FUSED))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxtune.models.prepared import PreparedModel
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "make"
 TINY, DATA = ROOT / "fxtune" / "assets" / "tiny", ROOT / "fxtune" / "assets" / "data"
@@ -156,7 +158,8 @@ def test_base_answers_fluently_and_without_json():
     questions = load_questions(
         DataConfig(questions=QuestionsConfig(path="builtin:quickstart_test", limit=20)), tokenizer
     )
-    answers = answer(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), tokenizer, questions)
+    base = PreparedModel(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32))
+    answers = answer(base, tokenizer, questions)
     assert exact_match(answers, questions) == 0
     named = [json.loads(question.answer)["name"] in text for question, text in zip(questions, answers, strict=True)]
     assert sum(named) >= 16, "the base answers fluently about the right customer; fine-tuning teaches only the format"

@@ -27,7 +27,7 @@ ALLOWED = {
     "settle": "errors system plugins distributed data models facts techniques objectives optim config",
     "training": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking reports config settle",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim config settle training",
-    "diagnostics": "errors upstream system plugins distributed kernels data checkpoint facts techniques objectives tracking config training tuning",
+    "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts techniques objectives tracking config training tuning",
     "cli": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking reports config settle training "
     "tuning diagnostics",
     "api": "errors system distributed data models checkpoint facts techniques reports config settle training tuning diagnostics cli",

@@ -15,6 +15,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import AdapterInit
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_config
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 SIZES = {
@@ -184,9 +185,14 @@ def facts_of(model: ModelConfig, **known: Any) -> Facts:
     )
 
 
-def built(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> Any:
+def prepared_model(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> PreparedModel:
     pipeline.check(facts_of(model, **known))
     return pipeline.build(model, load_config(model), CPU, seed)
+
+
+def built(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> Any:
+    """The module of prepared_model()."""
+    return prepared_model(pipeline, model, seed, **known).module
 
 
 def lora(r: int = 4, **options: Any) -> Pipeline:
@@ -216,10 +222,11 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def trained(model: Any) -> Any:
-    """The model after two large steps, so that every adapter has moved."""
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    """The model, a module or a PreparedModel, after two large steps, so that every adapter has moved."""
+    module = model.module if isinstance(model, PreparedModel) else model
+    optimizer = torch.optim.AdamW([parameter for parameter in module.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(2):
-        model(**make_probe(model)).logits.float().logsumexp(-1).sum().backward()
+        module(**make_probe(module)).logits.float().logsumexp(-1).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model

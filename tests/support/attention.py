@@ -17,4 +17,4 @@ def using(backend: str) -> Pipeline:
 def unchecked(backend: str, family: str, **changes):
     """A model with a backend that check() refuses on a CPU. Its operator has a reference implementation there."""
     model = random_model(family, **changes) if family in FAMILIES else tiny_model(family)
-    return using(backend).build(model, load_config(model), CPU, 0)
+    return using(backend).build(model, load_config(model), CPU, 0).module

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from fxtune.facts.options import Policy
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -35,9 +37,10 @@ def with_random_lora_b(model):
     return model
 
 
-def seen(pipeline: Pipeline, model) -> str:
+def seen(pipeline: Pipeline, model: PreparedModel | nn.Module) -> str:
     """What checkpointing's evidence says, all of which must hold."""
-    evidence = list(pipeline.checkpointing.verify(model, make_probe(model)))
+    prepared = model if isinstance(model, PreparedModel) else PreparedModel(model)
+    evidence = list(pipeline.checkpointing.verify(prepared, make_probe(prepared.module)))
     assert all(one.acted for one in evidence), evidence
     return "\n".join(f"{one.asked} | {one.observed}" for one in evidence)
 

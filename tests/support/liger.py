@@ -109,7 +109,7 @@ def all_on(model: ModelConfig, **changes) -> Liger:
 
 
 def with_liger(model: ModelConfig, pipeline: Pipeline | None = None, **changes):
-    """The built model and its pipeline, without check(), which would require a GPU."""
+    """The module of the built model and its pipeline, without check(), which would require a GPU."""
     pipeline = pipeline or Pipeline()
     pipeline.liger = all_on(model, **changes)
-    return pipeline.build(model, load_config(model), CPU, 0), pipeline
+    return pipeline.build(model, load_config(model), CPU, 0).module, pipeline

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.architectures import built, facts_of, lora, random_model
+from support.architectures import facts_of, lora, prepared_model, random_model
 
 from fxtune.facts.options import Library, Switch, Type
 from fxtune.models.load import ModelConfig
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 EVERY = {"attention": 2, "mlp": 2, "linear": 2}
@@ -22,19 +23,24 @@ OPERATORS = {
 LossAndGradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def lora_pair(
+def lora_pair(model: ModelConfig, *given: Any, **options: Any) -> list[Any]:
+    """The modules of prepared_pair()."""
+    return [prepared.module for prepared in prepared_pair(model, *given, **options)]
+
+
+def prepared_pair(
     model: ModelConfig,
     dtype: str = "float32",
     prepare: Callable[[Pipeline], None] = lambda pipeline: None,
     **options: Any,
-) -> list[Any]:
+) -> list[PreparedModel]:
     """The same model and adapters, with B not zero, in peft and fused. `options` are keys of techniques.lora."""
     found = []
     for fused in (Switch.off, Switch.on):
         pipeline = lora(fused=fused, **options)
         prepare(pipeline)
-        made = built(pipeline, model, dtype=dtype)
-        for name, parameter in made.named_parameters():
+        made = prepared_model(pipeline, model, dtype=dtype)
+        for name, parameter in made.module.named_parameters():
             if "bias" in name:  # biases of the base, which are zero in a random model
                 parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
             if "lora_B" in name:

@@ -1,10 +1,14 @@
-"""Tiny mixtures of experts with random weights."""
+"""Tiny mixtures of experts with random weights, and rows for them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 from support.architectures import ARCHITECTURES, SIZES
 
+from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.models.load import Init, ModelConfig
 
 WIDTHS = {**SIZES, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 1}
@@ -43,3 +47,20 @@ def uneven(model):
         elif "lora_" not in name and (parameter.dim() > 1 or "bias" in name):
             parameter.data.normal_(std=0.1, generator=draw)
     return model
+
+
+def batch(lengths=(9, 14), packed=False, seed=0):
+    """One row a document with padding, or all in one row."""
+    draw = np.random.default_rng(seed)
+    table = SimpleNamespace(
+        ids=draw.integers(3, 128, sum(lengths)).astype(np.int32), supervised=draw.random(sum(lengths)) < 0.6
+    )
+    rows = np.array([0, len(lengths)]) if packed else np.arange(len(lengths) + 1)
+    width = sum(lengths) if packed else max(lengths) + 2
+    return build_batch(
+        [table],
+        BatchSpec(
+            np.zeros(len(lengths), np.int64), np.cumsum([0, *lengths[:-1]]), np.array(lengths), rows, width,
+            packed=packed, pad_id=0, slots=len(lengths) + 1,
+        ),
+    )  # fmt: skip

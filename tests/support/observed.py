@@ -93,7 +93,7 @@ def _weights(model: nn.Module) -> list[Any]:
 
 def built(config: Config) -> Any:
     """The weights and the buffers of the model with its techniques."""
-    return _weights(RunBuilder(config).build())
+    return _weights(RunBuilder(config).build().module)
 
 
 def step(config: Config) -> Any:

@@ -233,7 +233,15 @@ def ours(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora:
 def build(
     pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False
 ) -> tuple[Any, Any, list[Any], list[str]]:
-    """(model, resolved pipeline, evidence, notes), as training builds them. The model is in training mode."""
+    """prepare() with the module of the model."""
+    prepared, *others = prepare(pipeline, shape, given, dtype, lora)
+    return prepared.module, *others
+
+
+def prepare(
+    pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False
+) -> tuple[Any, Any, list[Any], list[str]]:
+    """(PreparedModel, resolved pipeline, evidence, notes), as training builds them. The model is in training mode."""
     from fxtune.distributed.world import World
     from fxtune.facts.run import Facts
     from fxtune.models.load import DType, ModelConfig, load_config
@@ -259,18 +267,27 @@ def build(
         optimizer="adamw",
     )
     pipeline, notes = pipeline.resolved(facts)
-    model = pipeline.build(config, hf_config, world, 0)
-    evidence = pipeline.prove(model, make_probe(model, packing))
+    prepared = pipeline.build(config, hf_config, world, 0)
+    model = prepared.module
+    evidence = pipeline.prove(prepared, make_probe(model, packing))
     if pipeline.lora.enabled and pipeline.lora.init.value == "default":
         _fill_adapters(model)
-    return model.train(), pipeline, evidence, notes
+    model.train()
+    return prepared, pipeline, evidence, notes
+
+
+def with_head(pipeline: Any, model: Any) -> Any:
+    """The LanguageModel of a module that build() returned with `pipeline`."""
+    from fxtune.models.prepared import PreparedModel
+    from fxtune.objectives.language_model import LanguageModel
+
+    by = pipeline.lora.matmul.value if pipeline.lora.enabled else ""
+    return LanguageModel(PreparedModel(model, products_by=by), pipeline.liger)
 
 
 def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     """fxtune's loss of one batch, summed over its supervised tokens."""
-    from fxtune.objectives.language_model import LanguageModel
-
-    made = LanguageModel(model, pipeline.liger)
+    made = with_head(pipeline, model)
     assert all(one.acted for one in made.evidence), made.evidence
     return made.summed_loss(given)
 

@@ -31,6 +31,7 @@ from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import Chunk, chunk_of, divided_like, is_divided, local, whole
 from fxtune.distributed.world import World
 from fxtune.errors import RankError, StorageError
+from fxtune.models.prepared import PreparedModel
 from fxtune.training.run_state import copy_weights
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -282,9 +283,7 @@ def llama(tied: bool = False) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
-    model: Any = LlamaForCausalLM(config)
-    model.base_revision = None
-    return model
+    return LlamaForCausalLM(config)
 
 
 def mixtral() -> Any:
@@ -293,9 +292,7 @@ def mixtral() -> Any:
 
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, num_local_experts=4)
-    model: Any = MixtralForCausalLM(config)
-    model.base_revision = None
-    return model
+    return MixtralForCausalLM(config)
 
 
 MODELS = {"llama": llama, "tied llama": partial(llama, tied=True), "mixtral": mixtral}
@@ -324,7 +321,7 @@ def export(folder: Path, kind: str, file_bytes: int, broken: int, world: World) 
 
     with mock.patch.object(exported_weights.ExportedWeights, "compare", changed):
         try:
-            save_model(model, NoTokenizer(), folder, world=world)
+            save_model(PreparedModel(model), NoTokenizer(), folder, world=world)
         except StorageError as error:
             return str(error)
     return ""

@@ -73,5 +73,5 @@ def test_hub_model_is_pinned_to_resolved_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "resolve_commit", lambda name, revision: (commit, None))
     model = ModelConfig(path="some/model", revision="main")
     loaded = build(model, load_config(model), CPU, seed=0)
-    assert (loaded.name_or_path, loaded.base_revision) == ("some/model", commit)
+    assert (loaded.module.name_or_path, loaded.base_revision) == ("some/model", commit)
     assert downloads[-1] == (commit, ["model.safetensors"])

@@ -67,7 +67,7 @@ def test_functions_of_fxtune_do_not_run_it_with_a_wrong_argument(stranger, canar
 def test_generation_code_of_a_folder_does_not_run(stranger, canary):
     (stranger / "custom_generate").mkdir()
     (stranger / "custom_generate" / "generate.py").write_text(CODE + "def generate(*_, **__): pass\n")
-    model = build(ModelConfig(), load_config(ModelConfig()), World(torch.device("cpu")), 0)
+    model = build(ModelConfig(), load_config(ModelConfig()), World(torch.device("cpu")), 0).module
     with pytest.raises(ConfigError, match=r"custom_generate/generate\.py is Python code"):
         of_fxtune(model.load_custom_generate, str(stranger), trust_remote_code=True)
     assert not canary.exists()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from support import apex_standin
-from support.architectures import built, enable, logits, lora, random_model
+from support.architectures import built, enable, logits, lora, prepared_model, random_model
 from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.system.facts import APEX
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.pipeline import make_probe
@@ -33,7 +34,7 @@ def apex_pipeline(**options):
 def test_norms_are_replaced_and_outputs_stay(family, norms):
     pipeline, model = apex_pipeline(), random_model(family)
     with_apex, plain = built(pipeline, model), built(lora(), model)
-    (seen,) = pipeline.apex.verify(with_apex, make_probe(with_apex))
+    (seen,) = pipeline.apex.verify(PreparedModel(with_apex), make_probe(with_apex))
     assert seen.acted, seen
     assert seen.observed.startswith(f"{norms} norms are Apex's")
     assert list(with_apex.state_dict()) == list(plain.state_dict())
@@ -43,10 +44,11 @@ def test_norms_are_replaced_and_outputs_stay(family, norms):
 
 def test_other_norms_stay_and_verify_finds_a_model_without_apex_norms():
     pipeline = apex_pipeline()
-    model = built(pipeline, random_model("gemma"))
+    prepared = prepared_model(pipeline, random_model("gemma"))
+    model = prepared.module
     assert not any(type(module).__module__.startswith("apex.") for module in model.modules())
     with pytest.raises(ConfigError, match="seen: 0 norms are Apex's"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_finds_a_kernel_with_other_results(monkeypatch):
@@ -54,9 +56,10 @@ def test_verify_finds_a_kernel_with_other_results(monkeypatch):
         apex_standin.FusedRMSNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], eps=0.1)
     )
     pipeline = apex_pipeline()
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     with pytest.raises(ConfigError, match="from the original"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 REFUSED = [

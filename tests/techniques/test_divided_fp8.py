@@ -71,8 +71,9 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     builder.techniques.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32, **options)
     plan = builder.read()[1].training
     with old_torch() if old else contextlib.nullcontext():
-        model = builder.build().train()
-    language_model = builder.language_model(model)
+        prepared = builder.build()
+        model = prepared.module.train()
+    language_model = builder.language_model(prepared)
     evidence = [one for one in builder.observe(language_model) if one.asked != "products in fp8"]
     train_step = builder.train_step(language_model, CausalLM())
     own, losses = builder.own(plan), []

@@ -23,6 +23,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import WeightGradient
 from fxtune.models.load import DType, ModelConfig, load_config
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.step_time import layer_time
@@ -35,7 +36,7 @@ FULL = {"float8": {}, "compile": {}, "attention": {"backend": "flash4"}, "liger"
 
 def made(model: ModelConfig, pipeline: Pipeline | None = None, **options: Any) -> Any:
     model.dtype = DType.bfloat16
-    return (pipeline or enable(float8=options)).build(model, load_config(model), CPU, 0)
+    return (pipeline or enable(float8=options)).build(model, load_config(model), CPU, 0).module
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_skipped_linears_routers_and_odd_sizes_stay():
 def test_the_evidence_has_the_share_of_weights_and_the_errors_of_products(dtype):
     pipeline = enable(float8={"weight_gradient": dtype})
     mine = made(random_model("llama"), pipeline)
-    inside, errors, products = pipeline.float8.verify(mine, make_probe(mine))
+    inside, errors, products = pipeline.float8.verify(PreparedModel(mine), make_probe(mine))
     assert inside.acted
     assert inside.observed == "14 linears with 99.6% of the layers' weights"
     assert errors.acted, errors.observed
@@ -180,8 +181,9 @@ def learn(world: World) -> dict[str, Any]:
         builder.settled = replace(builder.settled, facts=facts)
     builder.techniques.float8 = Float8(True)
     plan = builder.read()[1].training
-    model = builder.build().train()
-    step, own, seen = builder.train_step(builder.language_model(model), CausalLM()), builder.own(plan), []
+    prepared = builder.build()
+    model = prepared.module.train()
+    step, own, seen = builder.train_step(builder.language_model(prepared), CausalLM()), builder.own(plan), []
     for index in range(8):
         batches = [own.batch(index, micro) for micro in range(own.micro_batches(index))]
         metrics = step.sum_over_ranks(step.backward(batches, step.objective.normalizer(plan, index)))

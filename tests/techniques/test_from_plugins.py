@@ -69,10 +69,11 @@ def test_technique_is_asked_all_questions_after_the_adapters(plugin):
     chosen, notes = using(scaled={"by": 3.0}).resolved(facts)
     assert "plugins: scaled: size large" in notes
     assert chosen.options()["plugins"]["use"] == {"scaled": {"enabled": True, "by": 3.0, "size": "large"}}
-    built = chosen.build(model, load_config(model), CPU, 0)
+    prepared = chosen.build(model, load_config(model), CPU, 0)
+    built = prepared.module
     assert built.config.bos_token_id == 7
     assert built.seen, "the model has its adapters"
-    evidence = [one for one in chosen.prove(built, make_probe(built)) if one.technique == "scaled"]
+    evidence = [one for one in chosen.prove(prepared, make_probe(built)) if one.technique == "scaled"]
     assert [one.observed for one in evidence] == ["by 3"]
     names = [name for name, _ in chosen.enabled()]
     assert names.index("lora") + 1 == names.index("plugins")

@@ -15,6 +15,7 @@ from support.architectures import (
     logits,
     lora,
     on_disk,
+    prepared_model,
     random_model,
     tiny_model,
     trained,
@@ -59,11 +60,12 @@ def test_all_techniques_together_act_train_and_reload(family, tmp_path):
 
     base = on_disk(tmp_path / "base", family)
     model, pipeline = ModelConfig(path=str(base)), everything()
-    mine = built(pipeline, model, sequence_length=256)
-    evidence = pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, model, sequence_length=256)
+    mine = prepared.module
+    evidence = pipeline.prove(prepared, make_probe(mine))
     assert {one.technique for one in evidence} == {"rope", "attention", "precision", "lora", "checkpointing"}
     expected = logits(trained(mine))
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(adapter), dtype=torch.float32)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-6, atol=1e-6)
 
@@ -119,18 +121,20 @@ def test_build_changes_neither_the_config_nor_the_random_state():
 def test_a_bfloat16_base_trains_with_all_techniques():
     model, pipeline = random_model("llama"), everything()
     model.dtype = DType.bfloat16
-    mine = built(pipeline, model, dtype="bfloat16")
-    pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, model, dtype="bfloat16")
+    mine = prepared.module
+    pipeline.prove(prepared, make_probe(mine))
     with pipeline.precision.context(CPU.device):
         mine.train()(**make_probe(mine)).logits.float().logsumexp(-1).sum().backward()
     assert all(parameter.grad.dtype is torch.float32 for parameter in mine.parameters() if parameter.requires_grad)
 
 
 def test_a_probe_of_one_document_does_not_verify_packing():
-    model = built(Pipeline(), random_model("llama"))
-    questions = [evidence.asked for evidence in Pipeline().verify(model, make_probe(model, packing=False))]
+    prepared = prepared_model(Pipeline(), random_model("llama"))
+    model = prepared.module
+    questions = [evidence.asked for evidence in Pipeline().verify(prepared, make_probe(model, packing=False))]
     assert not any("packed" in line for line in questions)
-    assert any("packed" in evidence.asked for evidence in Pipeline().verify(model, make_probe(model)))
+    assert any("packed" in evidence.asked for evidence in Pipeline().verify(prepared, make_probe(model)))
 
 
 def test_options_of_a_disabled_technique_are_reported():

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.architectures import CPU, built, facts_of, lora, random_model
+from support.architectures import CPU, built, facts_of, lora, prepared_model, random_model
 from support.runs import history, losses
 
 from fxtune.distributed.world import World
@@ -36,14 +36,15 @@ AMPERE = dataclasses.replace(PASCAL, device_name="A100", capability=(8, 0))
 )
 def test_a_forward_pass_computes_in_the_autocast_dtype(autocast, expected):
     precision = Precision(enabled=True, autocast=autocast)
-    model = built(lora(), random_model("llama"))
+    prepared = prepared_model(lora(), random_model("llama"))
+    model = prepared.module
     seen = []
     linear = model.get_base_model().model.layers[0].mlp.down_proj
     linear.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     with precision.context(CPU.device):
         model(**make_probe(model))
     assert seen == [expected]
-    (evidence,) = precision.verify(model, make_probe(model))
+    (evidence,) = precision.verify(prepared, make_probe(model))
     assert evidence.acted
     # seven linears in two layers with two adapter matrices each, and the head
     assert evidence.observed == f"matmuls of a forward pass: 43 in {str(expected).removeprefix('torch.')}"
@@ -53,8 +54,9 @@ def test_a_forward_pass_computes_in_the_autocast_dtype(autocast, expected):
 def test_16_bit_weights_compute_in_16_bits_and_their_adapters_in_float32(dtype):
     pipeline, model = lora(), random_model("llama")
     model.dtype = dtype
-    adapted = built(pipeline, model, dtype=dtype.value)
-    (evidence,) = pipeline.precision.verify(adapted, make_probe(adapted))
+    prepared = prepared_model(pipeline, model, dtype=dtype.value)
+    adapted = prepared.module
+    (evidence,) = pipeline.precision.verify(prepared, make_probe(adapted))
     assert evidence.observed == f"matmuls of a forward pass: 28 in float32, 15 in {dtype.value}"
     assert evidence.acted
 
@@ -68,10 +70,11 @@ def test_disabled_precision_has_a_null_context():
 def test_verify_finds_an_autocast_that_does_not_act(monkeypatch, autocast):
     pipeline = lora()
     pipeline.precision.autocast = autocast
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     monkeypatch.setattr(Precision, "context", lambda self, device: torch.autocast(device.type, enabled=False))
     with pytest.raises(ConfigError, match="seen: matmuls of a forward pass: 43 in float32"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 @pytest.mark.parametrize(

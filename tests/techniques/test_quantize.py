@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.architectures import built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
 from support.quantized import KINDS, kinds
 from support.runs import losses
 
@@ -45,8 +45,9 @@ def test_a_quantized_model_is_close_to_its_base_and_trains_only_adapters(kind):
     model = random_model("llama", **WIDE)
     pipeline, notes = qlora(kind).resolved(facts_of(model))
     assert not [note for note in notes if note.startswith("quantize")], "no option was auto"
-    mine = built(pipeline, model)
-    evidence = pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
+    evidence = pipeline.prove(prepared, make_probe(mine))
     assert [one.acted for one in evidence if one.technique == "quantize"] == [True] * 3
     assert "14 in " in next(one.observed for one in evidence if one.technique == "quantize")
     assert any("of 378,496 parameters trained" in one.observed for one in evidence), (
@@ -110,8 +111,9 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
     from transformers import AutoModelForCausalLM
 
     model = ModelConfig(path=str(base))
-    mine = trained(built(qlora(kind, **options), model))
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    prepared = prepared_model(qlora(kind, **options), model)
+    mine = trained(prepared.module)
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     weights = {name: parameter for name, parameter in theirs.named_parameters() if "lora_" in name}
     ours = dict(mine.named_parameters())
@@ -277,22 +279,22 @@ def test_check_accepts_what_can_run(options):
 def test_experts_of_a_mixture_are_refused_by_name():
     model = random_model("llama", model_type="mixtral", num_local_experts=4)
     pipeline = qlora()
-    mine = built(pipeline, model)
-    seen = next(iter(pipeline.quantize.verify(mine, {})))
+    seen = next(iter(pipeline.quantize.verify(prepared_model(pipeline, model), {})))
     assert seen.observed.startswith("8 in nf4/bitsandbytes, 13.0% of the model")
 
 
 def test_verify_finds_an_unquantized_or_trained_linear():
     pipeline = qlora()
-    mine = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    mine = prepared.module
     layer = mine.get_base_model().model.layers[1].mlp.up_proj
     layer.base_layer, kept = torch.nn.Linear(64, 96, bias=False).requires_grad_(False), layer.base_layer
     with pytest.raises(ConfigError, match="asked for 14 linears in nf4/bitsandbytes; seen: 13 in nf4/bitsandbytes"):
-        pipeline.prove(mine, make_probe(mine))
+        pipeline.prove(prepared, make_probe(mine))
     layer.base_layer = kept
-    mine.quantization.error = 0.5
+    prepared.quantization.error = 0.5
     with pytest.raises(ConfigError, match=r"relative error below 0\.15\); seen: 0\.5000 in the first linear"):
-        pipeline.prove(mine, make_probe(mine))
+        pipeline.prove(prepared, make_probe(mine))
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
@@ -302,7 +304,7 @@ def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, 
     model.dtype = DType.bfloat16
     monkeypatch.setattr(World, "facts", lambda self: Facts(device="cuda", free_memory=1000, host_memory=2**40))
     monkeypatch.setattr(World, "capability", (9, 0))
-    made = models.build(model, load_config(model), World(torch.device("cuda", 0)), seed=0, shrinks=True)
+    made = models.build(model, load_config(model), World(torch.device("cuda", 0)), seed=0, shrinks=True).module
     assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}
 
@@ -329,9 +331,10 @@ def test_a_model_that_fits_nowhere_is_quantized_as_it_is_read(kind, pretrained, 
         return real(linear, *options)
 
     monkeypatch.setattr(quantize, "quantized", watched)
-    mine = built(pipeline, model)
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
     assert most == [1]
-    assert all(one.acted for one in pipeline.prove(mine, make_probe(mine)))
+    assert all(one.acted for one in pipeline.prove(prepared, make_probe(mine)))
     assert torch.equal(logits(mine), logits(whole))
     assert mine.state_dict().keys() == whole.state_dict().keys()
 

@@ -19,6 +19,7 @@ from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, S
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast, linear_bytes
@@ -48,8 +49,13 @@ def fp8(
     return pipeline
 
 
-def made(pipeline: Pipeline, model: ModelConfig) -> Any:
+def prepared_model(pipeline: Pipeline, model: ModelConfig) -> PreparedModel:
+    """support's prepared_model() without check()."""
     return pipeline.build(model, load_config(model), CPU, 0)
+
+
+def made(pipeline: Pipeline, model: ModelConfig) -> Any:
+    return prepared_model(pipeline, model).module
 
 
 def test_an_fp8_linear_computes_with_its_dequantized_weight_up_to_input_rounding():
@@ -75,8 +81,9 @@ def test_an_fp8_linear_computes_with_its_dequantized_weight_up_to_input_rounding
 def test_an_fp8_model_is_close_to_its_base_and_trains_only_adapters(fused):
     model = random_model("llama", **WIDE)
     pipeline = fp8(fused)
-    mine = made(pipeline, model)
-    evidence = [one for one in pipeline.verify(mine, make_probe(mine)) if one.technique == "quantize"]
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
+    evidence = [one for one in pipeline.verify(prepared, make_probe(mine)) if one.technique == "quantize"]
     assert [one.acted for one in evidence] == [True, True, True, False], "on a CPU no product is in fp8"
     assert evidence[0].observed.startswith("14 in fp8, ")
     assert evidence[3].observed.startswith("0 of torch's scaled products")
@@ -158,8 +165,9 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_pa
 
     base = on_disk(tmp_path / "base", **WIDE)
     model = ModelConfig(path=str(base))
-    mine = trained(made(fp8(fused, **options), model))
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    prepared = trained(prepared_model(fp8(fused, **options), model))
+    mine = prepared.module
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     assert "fp8" not in (adapter / "adapter_config.json").read_text()
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     ours = dict(mine.named_parameters())
@@ -204,8 +212,9 @@ def ended(head: bool = True, embeddings: bool = True, **options: Any) -> Pipelin
 @pytest.mark.parametrize("tied", [False, True])
 def test_fp8_head_and_embeddings_are_close_to_16_bits_and_share_codes_if_tied(tied):
     model = random_model("llama", **WIDE, tie_word_embeddings=tied)
-    mine, plain = made(ended(), model), made(fp8("on"), model)
-    evidence = {one.asked: one for one in ended().verify(mine, make_probe(mine)) if one.technique == "quantize"}
+    prepared, plain = prepared_model(ended(), model), made(fp8("on"), model)
+    mine = prepared.module
+    evidence = {one.asked: one for one in ended().verify(prepared, make_probe(mine)) if one.technique == "quantize"}
     ends = evidence["head and embeddings in fp8"]
     assert ends.acted
     assert ("head with the embeddings' codes" in ends.observed) is tied
@@ -214,7 +223,7 @@ def test_fp8_head_and_embeddings_are_close_to_16_bits_and_share_codes_if_tied(ti
     assert {head.weight.dtype, embedding.weight.dtype} == {torch.uint8}
     lost = (logits(mine) - logits(plain)).norm() / logits(plain).norm()
     assert 0.01 < lost < 0.1
-    assert next(one for one in ended().verify(mine, make_probe(mine)) if one.technique == "precision").acted
+    assert next(one for one in ended().verify(prepared, make_probe(mine)) if one.technique == "precision").acted
     given = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert mine.generate(**given).shape == (1, 9)
 
@@ -241,9 +250,9 @@ def test_an_fp8_head_in_the_fused_loss_has_the_gradient_of_the_plain_product():
 
 
 def test_a_model_with_an_fp8_head_trains_with_the_fused_loss():
-    mine = made(ended(), random_model("llama", **WIDE))
+    prepared = prepared_model(ended(), random_model("llama", **WIDE))
     for fused in (Switch.on, Switch.off):
-        loss = LanguageModel(mine, Liger(True, fused_linear_cross_entropy=fused))
+        loss = LanguageModel(prepared, Liger(True, fused_linear_cross_entropy=fused))
         assert all(one.acted for one in loss.evidence), loss.evidence
         assert ("the head is frozen" in loss.evidence[0].observed) is (fused is Switch.on)
         assert not loss.own_forward
@@ -395,13 +404,16 @@ def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, t
             monkeypatch.setattr("fxtune.techniques.pipeline.bytes_of", lambda *_, size=size: size)
             pipeline = fp8(fused)
             pipeline.quantize.transpose, pipeline.quantize.head = transpose, True
-            models.append(made(pipeline, config))
-            evidence = [one for one in pipeline.verify(models[-1], make_probe(models[-1])) if not one.acted]
+            models.append(prepared_model(pipeline, config))
+            evidence = [one for one in pipeline.verify(models[-1], make_probe(models[-1].module)) if not one.acted]
             assert [one.asked for one in evidence] == ["products in fp8"], "on a CPU no product is in fp8"
-        whole, rows = (dict([*one.named_parameters(), *one.named_buffers()]) for one in models[-2:])
+        whole, rows = (
+            dict([*one.named_parameters(), *one.named_buffers()])
+            for one in (prepared.module for prepared in models[-2:])
+        )
         assert whole.keys() == rows.keys()
         assert all(torch.equal(tensor, rows[name]) for name, tensor in whole.items())
-        assert torch.equal(logits(models[-2]), logits(models[-1]))
+        assert torch.equal(logits(models[-2].module), logits(models[-1].module))
 
 
 def test_auto_keeps_transposes_where_memory_is_ample():
@@ -426,8 +438,9 @@ def test_a_weight_without_its_transpose_takes_half_and_trains_the_same_model(fus
     for kept in (Switch.on, Switch.off):
         pipeline = fp8(fused)
         pipeline.quantize.transpose = kept
-        mine = made(pipeline, model)
-        evidence = [one.acted for one in pipeline.verify(mine, make_probe(mine)) if one.technique == "quantize"]
+        prepared = prepared_model(pipeline, model)
+        mine = prepared.module
+        evidence = [one.acted for one in pipeline.verify(prepared, make_probe(mine)) if one.technique == "quantize"]
         assert evidence == [True, True, True, False], "on a CPU no product is in fp8"
         stored.append(sum(stored_bytes(module) for module in fp8_linears(mine)))
         outputs.append(logits(mine))

@@ -19,6 +19,7 @@ from fxtune.cli.merge import merge
 from fxtune.facts.options import ComputeDtype, Library, Switch, Type
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.techniques import quantized_experts
 from fxtune.techniques.compile.technique import Compile
@@ -41,8 +42,13 @@ def fp8(experts: Switch = Switch.on, transpose: Switch = Switch.on, **options: A
     return pipeline
 
 
-def made(pipeline: Pipeline, model: ModelConfig) -> Any:
+def prepared_model(pipeline: Pipeline, model: ModelConfig) -> PreparedModel:
+    """support's prepared_model() without check()."""
     return pipeline.build(model, load_config(model), CPU, 0)
+
+
+def made(pipeline: Pipeline, model: ModelConfig) -> Any:
+    return prepared_model(pipeline, model).module
 
 
 def resolved(model: ModelConfig, pipeline: Pipeline, **facts: Any) -> tuple[Quantize, str]:
@@ -57,7 +63,8 @@ def resolved(model: ModelConfig, pipeline: Pipeline, **facts: Any) -> tuple[Quan
 @pytest.mark.parametrize("kind", ["qwen3_moe", "granitemoe"])
 def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(kind, transpose):
     model, pipeline = mixture(kind), fp8(transpose=transpose)
-    mine, plain = made(pipeline, model), built(lora(), model, packing=False)
+    prepared, plain = prepared_model(pipeline, model), built(lora(), model, packing=False)
+    mine = prepared.module
     experts = list(experts_of(mine))
     assert len(experts) == len(grouped(mine)) == 2
     assert {stored_as(one) for one in experts} == {"fp8"}
@@ -71,7 +78,7 @@ def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(k
     seen = observe_experts(mine, make_probe(mine))
     assert (seen.layers, seen.grouped) == (2, 2)
     assert 0 < seen.reached == seen.learning
-    evidence = {one.asked: one for one in pipeline.verify(mine, make_probe(mine)) if one.technique == "quantize"}
+    evidence = {one.asked: one for one in pipeline.verify(prepared, make_probe(mine)) if one.technique == "quantize"}
     assert evidence["the experts of 2 layers as one operator in fp8"].acted
     assert evidence["0 linears and the experts of 2 layers in fp8"].acted
     assert evidence["weights close to the base's (relative error below 0.04)"].acted
@@ -103,8 +110,9 @@ def test_layers_over_fp8_experts_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     pipeline = fp8()
     pipeline.compile = Compile(enabled=True)
-    mine = made(pipeline, mixture("qwen3_moe"))
-    evidence = list(pipeline.compile.verify(mine, make_probe(mine)))
+    prepared = prepared_model(pipeline, mixture("qwen3_moe"))
+    mine = prepared.module
+    evidence = list(pipeline.compile.verify(prepared, make_probe(mine)))
     assert all(one.acted for one in evidence), evidence
 
 
@@ -126,8 +134,9 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(tmp_path):
 
     base = on_disk(tmp_path / "base", model=mixture("qwen3_moe"))
     model = ModelConfig(path=str(base))
-    mine = trained(made(fp8(), model))
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    prepared = trained(prepared_model(fp8(), model))
+    mine = prepared.module
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     ours = dict(mine.named_parameters())
     weights = {name: parameter for name, parameter in theirs.named_parameters() if "lora_" in name}
@@ -242,9 +251,9 @@ def decided(pipeline: Pipeline, model: ModelConfig, **known: Any) -> tuple[Pipel
     return pipeline.resolved(facts_of(model, packing=False, ships_mxfp4=shipped, **known))
 
 
-def packed(kind: str, model: ModelConfig, **options: Any) -> tuple[Pipeline, Any]:
+def packed(kind: str, model: ModelConfig, **options: Any) -> tuple[Pipeline, PreparedModel]:
     pipeline, _ = decided(packing(kind, **options), model)
-    return pipeline, made(pipeline, model)
+    return pipeline, prepared_model(pipeline, model)
 
 
 def shipped(folder) -> ModelConfig:
@@ -253,8 +262,9 @@ def shipped(folder) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
-def proven(pipeline: Pipeline, model: Any) -> dict[str, Any]:
-    every = pipeline.verify(model, make_probe(model, packing=False))
+def proven(pipeline: Pipeline, prepared: PreparedModel) -> dict[str, Any]:
+    model = prepared.module
+    every = pipeline.verify(prepared, make_probe(model, packing=False))
     assert all(one.acted for one in every), [one for one in every if not one.acted]
     seen = observe_experts(model, make_probe(model, packing=False))
     assert (seen.layers, seen.grouped, seen.experts) == (2, 2, 8)
@@ -287,8 +297,9 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 def test_a_mixture_over_packed_experts_equals_the_one_over_what_they_dequantize_to(family, kind):
     sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
     model = mixture(family, **SIZES, **sizes)
-    pipeline, mine = packed(kind, model)
-    proven(pipeline, mine)
+    pipeline, prepared = packed(kind, model)
+    mine = prepared.module
+    proven(pipeline, prepared)
     if kind == "nf4":  # whose linears are quantized, too
         assert {stored_as(one) for one in experts_of(mine)} == {"nf4/bitsandbytes"}
         return
@@ -309,9 +320,10 @@ def test_experts_that_a_checkpoint_ships_in_mxfp4_are_read_as_they_are(kind, tmp
     pipeline, notes = decided(packing(kind), model)
     assert any("as the checkpoint stores them" in note for note in notes)
     monkeypatch.setattr("fxtune.models.weights.read", None)  # which would unpack them
-    mine = made(pipeline, model)
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
     monkeypatch.undo()
-    evidence = proven(pipeline, mine)
+    evidence = proven(pipeline, prepared)
     assert "4 tensors read as they are" in evidence["the experts that the checkpoint has in MXFP4, unchanged"].observed
     held = sum(stored_bytes(one) for one in experts_of(mine))
     count = 2 * 4 * (64 * 256 + 128 * 64)
@@ -326,11 +338,12 @@ def test_experts_that_a_checkpoint_ships_in_mxfp4_are_read_as_they_are(kind, tmp
 
 def test_options_that_need_whole_weights_unpack_the_shipped_experts_and_pack_them_again(tmp_path):
     model = shipped(tmp_path)
-    pipeline, mine = packed("mxfp4", model, modules_to_save=["lm_head"])
-    evidence = proven(pipeline, mine)
+    pipeline, prepared = packed("mxfp4", model, modules_to_save=["lm_head"])
+    mine = prepared.module
+    evidence = proven(pipeline, prepared)
     seen = evidence["the experts that the checkpoint has in MXFP4, unchanged"].observed
     assert "unpacked and packed again, relative error 0" in seen
-    _, direct = packed("mxfp4", model)
+    direct = packed("mxfp4", model)[1].module
     for one, other in zip(experts_of(mine), experts_of(direct), strict=True):
         for here, there, shape in zip(one.stored_weights(), other.stored_weights(), one.matrix_shapes(), strict=True):
             numbers = [dequantize("mxfp4", codes, shape, torch.float32) for codes in (here, there)]
@@ -356,10 +369,11 @@ def test_two_steps_over_packed_experts_learn_and_the_adapter_is_for_the_plain_ba
     from transformers import AutoModelForCausalLM
 
     model = shipped(tmp_path / "base")
-    _, mine = packed("mxfp4", model)
+    _, prepared = packed("mxfp4", model)
+    mine = prepared.module
     before = mine(**make_probe(mine, packing=False)).logits.float().logsumexp(-1).sum().item()
     assert trained(mine)(**make_probe(mine, packing=False)).logits.float().logsumexp(-1).sum().item() < before
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     base = made(Pipeline(), model)  # unpacked
     theirs = PeftModel.from_pretrained(base, adapter)
     ours = dict(mine.named_parameters())
@@ -390,15 +404,17 @@ def test_layers_over_packed_experts_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     pipeline, _ = decided(packing("mxfp4"), model := mixture("gpt_oss", **SIZES))
     pipeline.compile = Compile(enabled=True)
-    mine = made(pipeline, model)
-    evidence = list(pipeline.compile.verify(mine, make_probe(mine, packing=False)))
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
+    evidence = list(pipeline.compile.verify(prepared, make_probe(mine, packing=False)))
     assert all(one.acted for one in evidence), evidence
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 def test_the_forecast_of_packed_experts_is_right(kind):
     model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
-    pipeline, mine = packed(kind, model)
+    pipeline, prepared = packed(kind, model)
+    mine = prepared.module
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for module in mine.modules()

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.architectures import CPU, FAMILIES, built, facts_of, random_model
+from support.architectures import CPU, FAMILIES, built, facts_of, prepared_model, random_model
 
 from fxtune.errors import ConfigError
 from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
@@ -133,8 +134,9 @@ def test_frequencies_equal_the_formulas(dim, base, original, factor):
 @pytest.mark.parametrize("kind", [RopeType.yarn, RopeType.linear, RopeType.llama3])
 def test_every_family_is_scaled_and_verified(family, kind):
     pipeline = scaled(type=kind)
-    model = built(pipeline, random_model(family))
-    evidence = list(pipeline.rope.verify(model, make_probe(model)))
+    prepared = prepared_model(pipeline, random_model(family))
+    model = prepared.module
+    evidence = list(pipeline.rope.verify(prepared, make_probe(model)))
     assert evidence
     assert all(one.acted for one in evidence)
 
@@ -148,11 +150,12 @@ def test_gemma3_keeps_the_frequencies_of_its_sliding_layers():
 def test_verify_finds_a_scaling_set_after_the_model_was_built():
     """The config says yarn, but the frequencies are the old ones; transformers raises no error."""
     pipeline = scaled()
-    model = built(Pipeline(), random_model("llama"))
+    prepared = prepared_model(Pipeline(), random_model("llama"))
+    model = prepared.module
     pipeline.rope.configure(model.config)
     assert model.config.rope_parameters["rope_type"] == "yarn"
     with pytest.raises(ConfigError, match="Asked for and not done"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_finds_a_wrong_original_length():
@@ -165,9 +168,10 @@ def test_verify_finds_a_wrong_original_length():
         "original_max_position_embeddings": 256,
     }
     config.max_position_embeddings = 256
-    model = Pipeline().build(random_model("llama"), config, CPU, 0)
+    prepared = Pipeline().build(random_model("llama"), config, CPU, 0)
+    model = prepared.module
     assert not any(
-        one.acted for one in scaled(original_max_position_embeddings=64).rope.verify(model, make_probe(model))
+        one.acted for one in scaled(original_max_position_embeddings=64).rope.verify(prepared, make_probe(model))
     )
 
 
@@ -178,7 +182,7 @@ def test_evidence_has_digests_of_the_expected_and_observed_frequencies():
     long = built(pipeline, model)
 
     def names() -> tuple[str, str]:
-        [seen] = pipeline.rope.verify(long, make_probe(long))
+        [seen] = pipeline.rope.verify(PreparedModel(long), make_probe(long))
         return tuple(re.search(r"inv_freq ([0-9a-f]{12})\b", text)[1] for text in (seen.asked, seen.observed))
 
     expected, seen_digest = names()
@@ -190,21 +194,23 @@ def test_evidence_has_digests_of_the_expected_and_observed_frequencies():
     long.model.rotary_emb.inv_freq[20] *= 1.001
     assert names()[0] == expected != names()[1]
     other = scaled(factor=8.0)
-    [seen] = other.rope.verify(built(other, model), make_probe(long))
+    [seen] = other.rope.verify(prepared_model(other, model), make_probe(long))
     assert expected not in seen.asked
 
 
 def test_verify_finds_a_wrong_attention_factor():
     pipeline = scaled()
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     model.model.rotary_emb.attention_scaling = 1.0
-    assert not any(one.acted for one in pipeline.rope.verify(model, make_probe(model)))
+    assert not any(one.acted for one in pipeline.rope.verify(prepared, make_probe(model)))
 
 
 def test_dynamic_scaling_follows_the_row_length_and_is_reset():
     pipeline = scaled(type=RopeType.dynamic)
-    model = built(pipeline, random_model("llama"))
-    assert [one.acted for one in pipeline.rope.verify(model, make_probe(model))] == [True]
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
+    assert [one.acted for one in pipeline.rope.verify(prepared, make_probe(model))] == [True]
     assert model.config.max_position_embeddings == 64, "else scaling would start later"
     rotary, states = model.model.rotary_emb, torch.zeros(1)
 
@@ -278,11 +284,12 @@ def test_a_scaled_model_is_scaled_again_from_the_given_original_length(tmp_path)
     }
     model = random_model("llama", max_position_embeddings=65536, head_dim=64, rope_parameters=theirs)
     pipeline = scaled(factor=16.0, original_max_position_embeddings=8192)
-    again = built(pipeline, model)
+    prepared = prepared_model(pipeline, model)
+    again = prepared.module
     assert "low_freq_factor" not in again.config.rope_parameters
     expected = torch.tensor(yarn(64, 5e5, 8192, 16.0), dtype=torch.float64)
     torch.testing.assert_close(observed(again)[0], expected, rtol=1e-5, atol=0)
-    pipeline.prove(again, make_probe(again))
+    pipeline.prove(prepared, make_probe(again))
 
 
 def test_a_saved_model_carries_its_scaling(tmp_path):
@@ -290,8 +297,9 @@ def test_a_saved_model_carries_its_scaling(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))
-    long = built(scaled(), model)
-    save_model(long, load_tokenizer(model), tmp_path / "out")
+    prepared = prepared_model(scaled(), model)
+    long = prepared.module
+    save_model(prepared, load_tokenizer(model), tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(observed(again)[0], observed(long)[0])
     assert again.config.max_position_embeddings == 256

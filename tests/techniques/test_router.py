@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from support.architectures import built, facts_of, lora, tiny_model
+from support.architectures import built, facts_of, lora, prepared_model, tiny_model
 from support.cases import slow_but
-from support.mixtures import mixture, uneven
+from support.mixtures import batch, mixture, uneven
 from torch.nn import functional as F
 
-from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
+from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques import router
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -26,23 +23,6 @@ from fxtune.techniques.router import Router
 FAMILIES = ["gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 """Those with an auxiliary loss in transformers."""
 COEFFICIENT = 0.5
-
-
-def batch(lengths=(9, 14), packed=False, seed=0):
-    """One row a document with padding, or all in one row."""
-    draw = np.random.default_rng(seed)
-    table = SimpleNamespace(
-        ids=draw.integers(3, 128, sum(lengths)).astype(np.int32), supervised=draw.random(sum(lengths)) < 0.6
-    )
-    rows = np.array([0, len(lengths)]) if packed else np.arange(len(lengths) + 1)
-    width = sum(lengths) if packed else max(lengths) + 2
-    return build_batch(
-        [table],
-        BatchSpec(
-            np.zeros(len(lengths), np.int64), np.cumsum([0, *lengths[:-1]]), np.array(lengths), rows, width,
-            packed=packed, pad_id=0, slots=len(lengths) + 1,
-        ),
-    )  # fmt: skip
 
 
 def plain_loss(model, given) -> torch.Tensor:
@@ -61,7 +41,7 @@ def plain_loss(model, given) -> torch.Tensor:
     return own + COEFFICIENT * out.aux_loss
 
 
-def mine(model, batches) -> torch.Tensor:
+def mine(model: PreparedModel, batches) -> torch.Tensor:
     """The mean of a step over `batches`, its gradients left in the parameters."""
     language, objective = LanguageModel(model), CausalLM()
     total = sum(each.supervised for each in batches)
@@ -96,10 +76,12 @@ def pipeline(adapters=True, **others) -> Pipeline:
 
 
 def pair(kind: str, adapters=True, packing=False, **others):
-    """The model with fxtune's auxiliary loss, and the same one as transformers and peft have it."""
+    """The model with fxtune's auxiliary loss, and the module as transformers and peft have it."""
     without = lora() if adapters else Pipeline()
     without.router.enabled = False
-    return (uneven(built(one, mixture(kind), packing=packing)) for one in (pipeline(adapters, **others), without))
+    ours = prepared_model(pipeline(adapters, **others), mixture(kind), packing=packing)
+    uneven(ours.module)
+    return ours, uneven(built(without, mixture(kind), packing=packing))
 
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
@@ -112,7 +94,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(kind, adapters):
     wanted.backward()
     assert abs(found - wanted) <= 1e-5 * abs(wanted)
     theirs = gradients(plain)
-    require_same(gradients(model), theirs)
+    require_same(gradients(model.module), theirs)
     F.cross_entropy(plain(given.input_ids).logits.flatten(0, 1), given.targets.flatten()).backward()
     without = gradients(plain)  # the test can fail: without the auxiliary loss gradients are others
     assert any((without[name] - one).norm() > 1e-2 * one.norm() for name, one in theirs.items())
@@ -126,7 +108,7 @@ def test_packed_rows_and_micro_batches():
     wanted = sum(plain_loss(plain, each) * each.supervised / total for each in batches)
     wanted.backward()
     assert abs(found - wanted) <= 1e-5 * abs(wanted)
-    require_same(gradients(model), gradients(plain))
+    require_same(gradients(model.module), gradients(plain))
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -135,15 +117,16 @@ def test_with_layers_that_are_recomputed_and_compiled(compiled, monkeypatch):
     others = {"compile": Compile(enabled=True)} if compiled else {}
     model, plain = pair("qwen3_moe", packing=True, checkpointing=Checkpointing(enabled=True), **others)
     given = batch((9, 14), packed=True)
-    found, wanted = mine(model, [given]), mine(next(pair("qwen3_moe", packing=True)), [given])
+    found, wanted = mine(model, [given]), mine(pair("qwen3_moe", packing=True)[0], [given])
     assert abs(found - wanted) <= 1e-6 * abs(wanted)
     plain_loss(plain, given).backward()
-    require_same(gradients(model), gradients(plain))
+    require_same(gradients(model.module), gradients(plain))
 
 
 def test_recomputed_layers_choose_the_same_experts():
     made = pipeline(checkpointing=Checkpointing(enabled=True))
-    model, chosen = uneven(built(made, mixture("qwen3_moe"), packing=False)), []
+    model, chosen = prepared_model(made, mixture("qwen3_moe"), packing=False), []
+    uneven(model.module)
     for number, module in enumerate(model.routers.modules):
         module.register_forward_hook(lambda _, __, output, number=number: chosen.append((number, output[2].clone())))
     given = batch()
@@ -156,35 +139,6 @@ def test_recomputed_layers_choose_the_same_experts():
     again = dict(chosen)
     assert again.keys() == forward.keys() == {0, 1}
     assert all(torch.equal(again[number], one) for number, one in forward.items())
-
-
-@pytest.mark.parametrize("comparisons", [2**24, 50])
-def test_metrics_count_the_tokens_of_each_expert(comparisons, monkeypatch):
-    monkeypatch.setattr(router, "COMPARISONS", comparisons)
-    model = uneven(built(lora(), mixture("qwen3_moe"), packing=False))
-    seen = []
-    for module in model.routers.modules:
-        module.register_forward_hook(lambda _, __, output: seen.append(output[2]))
-    language, given = LanguageModel(model), batch()
-    seen.clear()
-    metrics = CausalLM().loss(language, given)[1]
-    assert set(metrics) == {"router_max_load", "router_entropy"}
-    real = given.is_token().bool()
-    shares = [torch.bincount(one[real].flatten(), minlength=4) / (2 * 23) for one in seen]
-    largest = sum(4 * share.max() for share in shares) / len(shares)
-    torch.testing.assert_close(metrics["router_max_load"] / given.supervised, largest)
-    entropy = sum(torch.special.entr(share).sum() for share in shares) / len(shares) / np.log(4)
-    torch.testing.assert_close(metrics["router_entropy"] / given.supervised, entropy.float())
-
-
-def test_tokens_that_choose_no_expert_are_not_counted():
-    """As Zaya's routers have it: one column more, and such a token has expert 0 with the weight 0."""
-    module = torch.nn.Identity()
-    routers = router.Routers([module], 3, False, torch.device("cpu"))
-    routers.mask = torch.ones(4)
-    numbers, weights = torch.tensor([[0], [0], [2], [2]]), torch.tensor([[0.9], [0.0], [0.8], [0.7]])
-    module((torch.zeros(4, 4), weights, numbers))
-    assert module.tokens_by_expert.tolist() == [1, 0, 2]
 
 
 def decided(kind: str, **changes) -> tuple[Pipeline, list[str]]:
@@ -205,8 +159,9 @@ def test_a_config_that_asks_for_it_trains_without_transformers_collecting_logits
     made = Pipeline()
     model = mixture("qwen3_moe", output_router_logits=True)
     made, _ = made.resolved(facts_of(model, packing=False))
-    adapted = built(made, model, packing=False)
-    evidence = [one for one in made.prove(adapted, make_probe(adapted, packing=False)) if one.technique == "router"]
+    prepared = prepared_model(made, model, packing=False)
+    adapted = prepared.module
+    evidence = [one for one in made.prove(prepared, make_probe(adapted, packing=False)) if one.technique == "router"]
     assert len(evidence) == 1
     assert adapted(torch.arange(5)[None]).router_logits is None
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.architectures import FAMILIES, built, lora, random_model, trained, word_tokenizer
+from support.architectures import FAMILIES, built, lora, prepared_model, random_model, trained, word_tokenizer
 from support.sharded import run_ranks
 
 from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import AnswerEvaluation, Question, answer, exact_match, load_questions
 
@@ -39,15 +40,17 @@ def alone(model, prompt: list[int], count: int, ends: tuple[int, ...] = (1,)) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batched_answers_equal_single_answers(family):
-    model = built(Pipeline(), random_model(family)).eval()
-    given = answer(model, TOKENIZER, questions(), batch_size=3, max_new_tokens=7)
+    prepared = prepared_model(Pipeline(), random_model(family))
+    model = prepared.module.eval()
+    given = answer(prepared, TOKENIZER, questions(), batch_size=3, max_new_tokens=7)
     assert given == [alone(model, prompt, 7) for prompt in PROMPTS]
     assert len(set(given)) > 1, "the prompts must matter, or this compares nothing"
 
 
 def test_adapter_answers_differ_from_its_base():
-    adapted = trained(built(lora(), random_model("llama"))).eval()
-    given = answer(adapted, TOKENIZER, questions(), max_new_tokens=6)
+    prepared = prepared_model(lora(), random_model("llama"))
+    adapted = trained(prepared.module).eval()
+    given = answer(prepared, TOKENIZER, questions(), max_new_tokens=6)
     assert given == [alone(adapted, prompt, 6) for prompt in PROMPTS]
     with adapted.disable_adapter():
         assert given != [alone(adapted, prompt, 6) for prompt in PROMPTS]
@@ -55,21 +58,23 @@ def test_adapter_answers_differ_from_its_base():
 
 @pytest.mark.parametrize("by", ["question", "tokenizer"])
 def test_answer_ends_at_the_end_of_turn_token(by):
-    model = built(Pipeline(), random_model("llama")).eval()
-    words = answer(model, TOKENIZER, questions(PROMPTS[:1]), max_new_tokens=8)[0].split()
+    prepared = prepared_model(Pipeline(), random_model("llama"))
+    prepared.module.eval()
+    words = answer(prepared, TOKENIZER, questions(PROMPTS[:1]), max_new_tokens=8)[0].split()
     end = next(index for index in range(2, 8) if words[index] not in words[:index])
     stop = int(words[end][1:])
     if by == "question":
-        given = answer(model, TOKENIZER, questions(PROMPTS[:1], end=stop), max_new_tokens=8)
+        given = answer(prepared, TOKENIZER, questions(PROMPTS[:1], end=stop), max_new_tokens=8)
     else:
         given = answer(
-            model, word_tokenizer(eos_token=f"t{stop}", pad_token="t0"), questions(PROMPTS[:1]), max_new_tokens=8
+            prepared, word_tokenizer(eos_token=f"t{stop}", pad_token="t0"), questions(PROMPTS[:1]), max_new_tokens=8
         )
     assert given[0].split() == words[:end]
 
 
 def test_asking_questions_does_not_affect_training():
-    model = built(lora(dropout=0.2), random_model("llama"))
+    prepared = prepared_model(lora(dropout=0.2), random_model("llama"))
+    model = prepared.module
     model.train()
     row = torch.tensor([[5, 6, 7, 8]])
 
@@ -81,7 +86,7 @@ def test_asking_questions_does_not_affect_training():
     torch.manual_seed(4)
     expected = torch.rand(3)
     torch.manual_seed(4)
-    answer(model, TOKENIZER, questions(), max_new_tokens=3)
+    answer(prepared, TOKENIZER, questions(), max_new_tokens=3)
     assert torch.equal(torch.rand(3), expected), "answering drew random numbers"
     assert all(module.training for module in model.modules())
     assert torch.is_grad_enabled()
@@ -91,15 +96,16 @@ def test_asking_questions_does_not_affect_training():
 
 
 def test_asking_questions_compiles_nothing():
-    model = built(Pipeline(), random_model("llama"))
-    expected = answer(model, TOKENIZER, questions(), max_new_tokens=4)
+    prepared = prepared_model(Pipeline(), random_model("llama"))
+    model = prepared.module
+    expected = answer(prepared, TOKENIZER, questions(), max_new_tokens=4)
 
     def refuse(*_):
         raise AssertionError("a layer was compiled")
 
     for layer in model.model.layers:
         layer.compile(backend=refuse)
-    assert answer(model, TOKENIZER, questions(), max_new_tokens=4) == expected
+    assert answer(prepared, TOKENIZER, questions(), max_new_tokens=4) == expected
 
 
 def test_exact_match_ignores_outer_whitespace_only():
@@ -203,10 +209,10 @@ def test_resumed_run_keeps_its_first_answers(tmp_path):
     tokenizer = load_tokenizer(ModelConfig())
     data = write(tmp_path, ROWS["messages"])
     data.questions.max_new_tokens = 2
-    model = built(Pipeline(), ModelConfig())
-    score = AnswerEvaluation.open(data, tokenizer, tmp_path).ask(model, "before")
+    prepared = prepared_model(Pipeline(), ModelConfig())
+    score = AnswerEvaluation.open(data, tokenizer, tmp_path).ask(prepared, "before")
     reopened = AnswerEvaluation.open(data, tokenizer, tmp_path)
-    reopened.ask(model, "after")
+    reopened.ask(prepared, "after")
     ((text, right, before, after),) = reopened.shown()
     assert (text, right) == ("Two?", "Zwei.")
     assert before == after, "the same model answered twice"
@@ -229,7 +235,8 @@ def _with_another_head_on_rank_1(world) -> tuple[list[str], int]:
         model.lm_head.weight.data.neg_()
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     world = world.divided(Degrees(shard=2))
-    return answer(model, TOKENIZER, questions(), batch_size=3, max_new_tokens=7, world=world), len(passes)
+    given = answer(PreparedModel(model), TOKENIZER, questions(), batch_size=3, max_new_tokens=7, world=world)
+    return given, len(passes)
 
 
 @pytest.mark.slow

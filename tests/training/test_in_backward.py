@@ -82,11 +82,12 @@ def test_state_goes_from_one_kind_of_step_to_the_other():
 def test_one_gradient_exists_at_a_time(full):
     builder = RunBuilder(full)
     plan = builder.read()[1].training
-    model = builder.build()
+    prepared = builder.build()
+    model = prepared.module.train()
     alive, hooked = [], [weight for weight in model.parameters() if weight.requires_grad]
     for weight in hooked:  # these hooks run before the optimizer's
         weight.register_post_accumulate_grad_hook(lambda _: alive.append(sum(one.grad is not None for one in hooked)))
-    step = builder.train_step(builder.language_model(model.train()), CausalLM())
+    step = builder.train_step(builder.language_model(prepared), CausalLM())
     before = [weight.clone() for weight in hooked]
     step.backward([plan.batch(0, 0)], 1.0, lr=1e-2)
     assert alive == [1] * len(hooked)
@@ -198,7 +199,9 @@ def test_a_gradient_that_is_not_finite_leaves_its_own_weight_and_later_ones():
 def test_a_loss_that_is_not_finite_updates_nothing(full, monkeypatch):
     builder = RunBuilder(full)
     plan = builder.read()[1].training
-    step = builder.train_step(builder.language_model(builder.build().train()), CausalLM())
+    model = builder.language_model(builder.build())
+    model.model.train()
+    step = builder.train_step(model, CausalLM())
     real, factor = CausalLM.loss, [float("nan")]
     monkeypatch.setattr(CausalLM, "loss", lambda *given: (real(*given)[0] * factor[0], {}))
     for value, moves in ((float("nan"), False), (1.0, True)):

@@ -34,7 +34,9 @@ def measured(narrow, cwd) -> Config:
 def built(config):
     builder = RunBuilder(config)
     plan = builder.read()[1].training
-    return builder.train_step(builder.language_model(builder.build().train()), CausalLM()), plan
+    model = builder.language_model(builder.build())
+    model.model.train()
+    return builder.train_step(model, CausalLM()), plan
 
 
 def of_rows(step, plan) -> tuple[torch.Tensor, torch.Tensor]:

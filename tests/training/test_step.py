@@ -114,7 +114,9 @@ def test_run_with_objective_metrics_resumes_bit_for_bit(pairs, monkeypatch):
 def built(config):
     builder = RunBuilder(config)
     plan = builder.read()[1].training
-    return builder.train_step(builder.language_model(builder.build().train()), CausalLM()), plan
+    model = builder.language_model(builder.build())
+    model.model.train()
+    return builder.train_step(model, CausalLM()), plan
 
 
 def test_micro_batch_size_does_not_change_loss_and_gradients(narrow, cwd):

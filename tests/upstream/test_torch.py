@@ -19,6 +19,7 @@ from support.sharded import run_ranks
 from torch import nn
 
 from fxtune.errors import ConfigError
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import Precision
@@ -286,7 +287,7 @@ def test_what_cannot_be_observed_does_not_end_a_run(monkeypatch):
         raise upstream.Unobservable("no mode")
 
     monkeypatch.setattr(pipeline.precision, "verify", verify)
-    found = pipeline.verify(nn.Linear(2, 2), {})
+    found = pipeline.verify(PreparedModel(nn.Linear(2, 2)), {})
     assert [(one.technique, one.observed, one.acted) for one in found] == [
         ("precision", "seen", True),
         ("precision", "none: no mode", True),

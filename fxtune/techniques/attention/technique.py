@@ -34,6 +34,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, nearest
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.profiler import Observed, observe_operators, short_name
@@ -155,28 +156,27 @@ class Attention(AttentionOptions, Technique):
             use_cache_folder()  # transformers compiles it
         set_attention(hf_config, implementation)
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
-            context.register(self._implementation(model.config))
+            context.register(self._implementation(model.module.config))
         if self._packed:
-            recurrent.separate(model)
-        return model
+            recurrent.separate(model.module)
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        wanted = self._implementation(model.config)
-        text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        wanted = self._implementation(model.module.config)
+        text = model.module.config.get_text_config()
         layers = attention_layers(text.to_dict())
         evidence = []
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
-        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observed(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if layers:
-                seen, observation = _operators(model, probe, layers)
+                seen, observation = _operators(model.module, probe, layers)
                 # Not every config of a hybrid says how many of its layers attend.
                 some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
                 acted = seen.get(wanted, 0) >= layers or some
                 evidence.append(Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted))
             if (probe["position_ids"] == 0).sum() > 1:
-                evidence.append(self._isolation(model, probe))
+                evidence.append(self._isolation(model.module, probe))
         yield from evidence
 
     @staticmethod

@@ -26,6 +26,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.facts.options import CheckpointingOptions, Policy, What
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
@@ -259,8 +260,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             recompute=list(wide) if level == "narrow" else [],
         )
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
-        layers = decoder_layers(model)
+    def apply(self, model: PreparedModel, world: World) -> None:
+        layers = decoder_layers(model.module)
         by_level = self._by_level(layers)
         contexts = {
             level: options._rule(layers).contexts()
@@ -272,8 +273,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             by_level[level]._wrap(layer, contexts.get(level))
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
             patch = upstream.with_activation_budget(self.budget)
-            backbone(model).register_forward_pre_hook(lambda *_: patch.__enter__())
-            backbone(model).register_forward_hook(lambda *_: patch.__exit__(None, None, None), always_call=True)
+            backbone(model.module).register_forward_pre_hook(lambda *_: patch.__enter__())
+            backbone(model.module).register_forward_hook(lambda *_: patch.__exit__(None, None, None), always_call=True)
         if self.offload:
             sending = plan.sending(len(layers))
             senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
@@ -282,9 +283,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             wide = _wide_linears(layers[0]).values()
             sizes = frozenset([*wide, sum(wide)])
             all_saved, pieces = self.offload_what is What.kept, world.context_ranks
-            offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
-            model.offload = offload  # type: ignore[assignment]
-        return model
+            model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
     def _by_level(self, layers: list[nn.Module]) -> dict[str, Checkpointing]:
         """For each level of RecomputePlan.levels(), the options of its layers."""
@@ -339,10 +338,10 @@ class Checkpointing(CheckpointingOptions, Technique):
         gate, up, down = (name in self.save or (by_name and name not in self.recompute) for name in fuse.MLP)
         return gate or up, gate or up or down
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the operators that run once and twice in a forward and backward pass, and the bytes that autograd
         saves."""
-        layers = decoder_layers(model)
+        layers = decoder_layers(model.module)
         rules = {
             level: Rule(()) if options.policy is Policy.full else options._rule(layers)
             for level, options in self._by_level(layers).items()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.chunks import is_divided
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, observed
 from fxtune.system.nested import leaves
 from fxtune.techniques.base import Evidence
@@ -45,15 +46,21 @@ class OperatorCount:
 
 
 class Proof:
-    """Runs `model` on `probe`, forward and backward, and compares what it observes with what the options ask for.
+    """Runs a model on `probe`, forward and backward, and compares what it observes with what the options ask for.
 
     `plan`: of the layers; `rules`: of each level; `named`: operators, groups and linears that must have run.
     """
 
     def __init__(
-        self, model: Any, probe: dict[str, Any], plan: RecomputePlan, rules: dict[str, Rule], named: list[str]
+        self,
+        prepared: PreparedModel,
+        probe: dict[str, Any],
+        plan: RecomputePlan,
+        rules: dict[str, Rule],
+        named: list[str],
     ) -> None:
-        self.model, self.probe, self.plan, self.named = model, probe, plan, named
+        model = self.model = prepared.module
+        self.offload, self.probe, self.plan, self.named = prepared.offload, probe, plan, named
         self.layers, self.tokens = decoder_layers(model), probe["input_ids"].numel()
         self.levels, self.sending = plan.levels(len(self.layers)), plan.sending(len(self.layers))
         self.each = self.tokens * len(self.layers)
@@ -173,7 +180,7 @@ class Proof:
 
     def _offloaded(self) -> Iterator[Evidence]:
         senders, sent, fetched, size = sum(self.sending), 0, 0, 0
-        if offload := getattr(self.model, "offload", None):
+        if (offload := self.offload) is not None:
             before = offload.inputs_sent, offload.inputs_fetched, offload.sent
             min_bytes, offload.min_bytes = offload.min_bytes, 0  # the probe's tensors are small
             with torch.enable_grad():

@@ -40,6 +40,7 @@ from fxtune.errors import ConfigError, UnavailableError
 from fxtune.facts.options import CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
@@ -179,7 +180,7 @@ class Compile(CompileOptions, Technique):
                 "Set fullgraph=true, or mode=default."
             )
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         from transformers import Cache
 
         use_cache_folder()
@@ -192,7 +193,7 @@ class Compile(CompileOptions, Technique):
         lengths = MAX_LENGTHS + 1  # the probe has a length of its own
         limit = lengths * (self.max_recompiles + 1) + 1  # higher than max_recompiles, which is to fail first
         upstream.raise_recompile_limit(limit)
-        for part in self._parts(model):
+        for part in self._parts(model.module):
             compiled: Callable[..., Any] = torch.compile(
                 part.forward, mode=MODES[self.mode.value], fullgraph=self.fullgraph, dynamic=DYNAMIC[self.dynamic]
             )
@@ -200,7 +201,6 @@ class Compile(CompileOptions, Technique):
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
             part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
-        return model
 
     def _parts(self, model: nn.Module) -> list[nn.Module]:
         return decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]
@@ -215,13 +215,13 @@ class Compile(CompileOptions, Technique):
         """What the compiler did so far with the model of the last apply()."""
         return self._monitor.report()
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Profile one forward pass after a first one that compiles: torch marks each entry into compiled code.
 
         Raises UnavailableError if the compiler fails: a model's code shows only when it runs what the compiler cannot.
         """
         try:
-            yield from self._observe(model, probe)
+            yield from self._observe(model.module, probe)
         except upstream.Unobservable:
             raise
         except (ConfigError, upstream.compiler_error()) as error:

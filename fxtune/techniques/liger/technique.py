@@ -26,6 +26,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import UnavailableError
 from fxtune.facts.options import AUTO, LigerOptions, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
@@ -164,23 +165,22 @@ class Liger(LigerOptions, Technique):
     def _enabled(self) -> list[str]:
         return [name for name in OPERATIONS if getattr(self, name) is Switch.on]
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
+    def apply(self, model: PreparedModel, world: World) -> None:
         if enabled := self._enabled():
-            family = FAMILIES[model.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
+            family = FAMILIES[model.module.config.get_text_config().model_type]
             for name in enabled:
                 try:
-                    modules.replace_modules(backbone(model), name, family)
+                    modules.replace_modules(backbone(model.module), name, family)
                 except UnavailableError as error:
                     error.key = f"liger.{name}"
                     raise
-        return model
 
-    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the replaced modules, and the kernels of one forward pass."""
         if not (enabled := self._enabled()):
             return
-        launches = _launches(model, probe)
-        layers, config = len(decoder_layers(model)), model.config.get_text_config()  # type: ignore[union-attr, operator]
+        launches = _launches(model.module, probe)
+        layers, config = len(decoder_layers(model.module)), model.module.config.get_text_config()
         for name in enabled:
             wanted = runs = layers
             if name.endswith("norm"):
@@ -188,7 +188,7 @@ class Liger(LigerOptions, Technique):
                 wanted = runs = 1 + layers * norms
             elif name == "rope" and getattr(config, "no_rope_layers", None):
                 runs = sum(map(bool, config.no_rope_layers))
-            replaced = sum(modules.operation_of(module) == name for module in backbone(model).modules())
+            replaced = sum(modules.operation_of(module) == name for module in backbone(model.module).modules())
             asked, observation, acted = f"{name}: {wanted} replaced", f"{replaced} replaced", replaced >= wanted
             if launches is None:
                 observation += "; the profiler sees no kernels here, so their runs were not observed"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import Fusion
 from fxtune.models.structure import skeleton
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.lora.experts import grouped, wrappers
@@ -34,30 +34,6 @@ from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
 from fxtune.techniques.lora.fused_modules import fuse_attention, fuse_linear, fuse_mlp
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized
-
-_TITLES = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear": "single linears"}
-
-
-@dataclass
-class Fusion:
-    """The result of fuse(): which modules run fused, and why others do not."""
-
-    operators: Counter[str] = field(default_factory=Counter)  # in a forward pass: `mlp`, `attention`, `linear`
-    left: Counter[str] = field(default_factory=Counter)
-    """Adapted modules that run as peft runs them: their number by reason."""
-    experts: bool = False
-    """Whether some operators belong to experts of a mixture. An expert runs only if a token is routed to it."""
-    notes: list[str] = field(default_factory=list)
-    """Messages for the user about modules that have the names of a fused group but compute something else."""
-
-    def describe(self) -> str:
-        parts = ", ".join(f"{self.operators[name]} {title}" for name, title in _TITLES.items() if self.operators[name])
-        left = "".join(f"; {count} left to peft: {why}" for why, count in self.left.items())
-        return f"{parts or 'none'}{left}"
-
-    def note(self, text: str) -> None:
-        if (line := f"{text}, so these linears run one by one") not in self.notes:
-            self.notes.append(line)
 
 
 def obstacle(facts: Facts) -> str | None:

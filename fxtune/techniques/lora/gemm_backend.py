@@ -88,7 +88,6 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
         group.kind = DENSE_CUTE
     for experts in mixtures:
         experts.products_by = CUTE
-    model.products_by = CUTE
     return None
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch.nn import functional as F
 from fxtune.errors import ConfigError, nearest
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.models.peft_adapter import lost_on_loading
+from fxtune.models.prepared import AdapterTargets, kinds
 from fxtune.models.structure import backbone, decoder_layers, is_named
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.lora.experts import is_described
@@ -40,44 +39,20 @@ MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 NAME = re.compile(r"[\w.-]+")
 
 
-@dataclass
-class Selection:
-    """The result of select(), by names in the model without adapters."""
-
-    modules: list[str] = field(default_factory=list)
-    """Modules that get an adapter."""
-    experts: list[str] = field(default_factory=list)
-    """Tensors of experts that get an adapter."""
-    left: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Linears and tensors of experts without an adapter, by reason."""
-    taken: frozenset[str] = frozenset()
-    """Names that peft reads as those of experts."""
-
-    def describe(self) -> str:
-        """The number of each kind of module with an adapter, and of those left out, by reason."""
-        left = "".join(f"; left out ({why}): {_kinds(paths)}" for why, paths in self.left.items())
-        return f"{_kinds([*self.modules, *self.experts])}{left}"
-
-    @property
-    def tensors(self) -> list[str]:
-        """All tensors of experts, with an adapter or without."""
-        return [*self.experts, *(path for paths in self.left.values() for path in paths if ".experts." in path)]
-
-
 def matches(path: str, entry: str) -> bool:
     """Whether `entry` names the module `path`: by its full name or the end of it, or as a regular expression for the
     full name, if it has other characters than letters, digits, `_`, `-` and dots."""
     return is_named(path, entry) if NAME.fullmatch(entry) else re.fullmatch(entry, path) is not None
 
 
-def select(model: Any, lora: LoraOptions) -> Selection:
+def select(model: Any, lora: LoraOptions) -> AdapterTargets:
     """What `lora` adapts of `model`, which has no adapters yet and may be on the meta device.
 
     Raises ConfigError for target_modules that name a part of what one tensor of experts holds.
     """
     named, every = dict(model.named_modules()), ALL_LINEAR in lora.target_modules
     weights = [path for path, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in path]
-    chosen, adaptable = Selection(), list[str]()
+    chosen, adaptable = AdapterTargets(), list[str]()
     if weights or _files_are_converted(model):
         config, names = _read_as_experts(model, lora)
         chosen.taken = frozenset(names - config.target_modules)
@@ -199,10 +174,17 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
 
 
 def add_adapters(
-    model: Any, chosen: Selection, lora: LoraOptions, token_ids: Sequence[int], device: torch.device
+    model: Any,
+    chosen: AdapterTargets,
+    lora: LoraOptions,
+    token_ids: Sequence[int],
+    device: torch.device,
+    revision: str | None = None,
 ) -> Any:
     """The PeftModel with an adapter on each module of `chosen`, in which the rows of `token_ids` are trained. Raises
     ValueError as peft does.
+
+    `revision`: the base's commit, which the saved adapter names.
     """
 
     def named_by(entries: Iterable[str], every: Iterable[tuple[str, Any]]) -> list[str]:
@@ -227,7 +209,7 @@ def add_adapters(
         _placed_on(model, device),
     ):
         warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
+        adapted = peft.get_peft_model(model, config, revision=revision)
     # The saved config names linears that have the names of experts by their weights, so that peft finds them again.
     moved = [f"{path}.weight" for path in chosen.modules if _leaf(path) in chosen.taken]
     config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
@@ -235,7 +217,7 @@ def add_adapters(
     return adapted
 
 
-def require_loadable(adapted: Any, chosen: Selection) -> None:
+def require_loadable(adapted: Any, chosen: AdapterTargets) -> None:
     """Raise ConfigError if peft would lose adapters of `adapted`, as add_adapters() made it, on loading."""
     if not (lost := lost_on_loading(adapted)):
         return
@@ -252,7 +234,7 @@ def require_loadable(adapted: Any, chosen: Selection) -> None:
     raise ConfigError(
         f"techniques.lora.target_modules: peft {peft.__version__} with transformers {transformers.__version__} cannot "
         f"load the adapters of {len(lost)} modules again, such as {lost[0]}, because it renames their tensors "
-        f"({_kinds(without)}). {change}"
+        f"({kinds(without)}). {change}"
     )
 
 
@@ -332,7 +314,7 @@ def gate_up_parts(model_type: str) -> int:
 
 
 @contextmanager
-def calls_observed(model: nn.Module, chosen: Selection) -> Iterator[None]:
+def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
     """Move modules of `chosen` that are not called in this context to those left out: their adapters would do nothing.
 
     Modules of experts stay, because it may be that no token was routed to them.
@@ -400,10 +382,6 @@ def _beside(path: str, decoder: str) -> str:
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def _kinds(paths: Iterable[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in Counter(map(_leaf, paths)).items())
 
 
 def _near(entry: str, known: list[str]) -> str:

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Matmul, Switch
 from fxtune.facts.run import Facts
+from fxtune.kernels.matmul import CUTE
 from fxtune.models.dims import EXPERTS
 from fxtune.models.peft_adapter import load_adapter, require_same_options
+from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
 from fxtune.models.structure import base_dtype, is_adapter, observed, parameter_counts, running_on_text, skeleton
 from fxtune.models.untrained_tokens import untrained_rows
@@ -40,19 +41,6 @@ ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
 layer rounds.
 """
-
-
-class _Start(NamedTuple):
-    """How the base answers without adapters."""
-
-    logits: torch.Tensor
-    noise: float
-    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows with each layer."""
-
-    @staticmethod
-    def of(model: Any, logits: torch.Tensor) -> _Start:
-        nudged = probe_logits(model, nudge=torch.finfo(logits.dtype).eps)
-        return _Start(logits, relative_distance(nudged, logits))
 
 
 @dataclass
@@ -140,39 +128,41 @@ class Lora(LoraOptions, Technique):
             return "techniques.lora.fused=off leaves all products to peft's linears"
         return fusing.obstacle(facts) or gemm_backend.obstacle(facts)
 
-    def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Wrap the model in a PeftModel and freeze the base. The random state of the caller decides A.
+    def apply(self, model: PreparedModel, world: World) -> None:
+        """Wrap the module in a PeftModel and freeze the base. The random state of the caller decides A.
 
         Afterwards `matmul` is the backend in use: if the kernel that `auto` chose does not compile, it is cublas. The
         backends round differently, so a resumed run must use the same one (training/resume_check.py).
         """
-        if reasons := targets.refusals(model, self, self.token_ids):
+        base = model.module
+        if reasons := targets.refusals(base, self, self.token_ids):
             raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
-        chosen = targets.select(model, self)
+        chosen = targets.select(base, self)
         if self.token_ids:
-            trained_tokens.start_zero_rows(model, self.token_ids)
-        with targets.calls_observed(model, chosen), running_on_text(model):
-            before = probe_logits(model)
-        start = None if before.is_meta else _Start.of(model, before)
+            trained_tokens.start_zero_rows(base, self.token_ids)
+        with targets.calls_observed(base, chosen), running_on_text(base):
+            before = probe_logits(base)
+        model.targets = chosen
+        model.base_answer = None if before.is_meta else BaseAnswer.of(base, before)
         try:
-            adapted = targets.add_adapters(model, chosen, self, self.token_ids, world.device)
+            adapted = targets.add_adapters(base, chosen, self, self.token_ids, world.device, model.base_revision)
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         targets.require_loadable(adapted, chosen)
         _train_in_float32(adapted)
         if self.token_ids:
             trained_tokens.prepare(adapted)
-        adapted.base_start, adapted.targets = start, chosen
+        model.module = adapted
         if self.grouped_experts is not Switch.off:
             group_experts(adapted)
         if self.fused is Switch.on:
-            adapted.fusion = fusing.fuse(adapted)
-            for note in adapted.fusion.notes:
+            model.fusion = fusing.fuse(adapted)
+            for note in model.fusion.notes:
                 say(f"techniques.lora.fused: {note}.")
             if self.matmul is Matmul.cute:
                 self._not_compiled = gemm_backend.enable(adapted, world.device, self._cute_by_auto) or ""
                 self.matmul = Matmul.cublas if self._not_compiled else self.matmul
-        return adapted
+                model.products_by = "" if self._not_compiled else CUTE
 
     def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
         """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.
@@ -219,62 +209,66 @@ class Lora(LoraOptions, Technique):
         """start_from()'s ConfigError for options that can be compared before the base is loaded."""
         require_same_options(adapter, {name: getattr(self, name) for name in ("r", "alpha", "rslora", "dora")})
 
-    def start_from(self, model: Any, adapter: str) -> None:
-        """Load the weights of `adapter` (a folder or a hub id) into `model`, which apply() made.
+    def start_from(self, model: PreparedModel, adapter: str) -> None:
+        """Load the weights of `adapter` (a folder or a hub id) into the module that apply() made.
 
         Raises ConfigError if the adapter was made with other options, StorageError if its weights do not fit.
         """
         names = ("r", "alpha", "rslora", "dora", "exclude_modules", "layers_to_transform")
         options = {name: getattr(self, name) for name in names}
         init = self.init.value if self.factored else AdapterInit.default.value
-        load_adapter(model, adapter, {**options, "init": init, "modules_to_save": sorted(self.modules_to_save)})
+        options = {**options, "init": init, "modules_to_save": sorted(self.modules_to_save)}
+        load_adapter(model.module, adapter, options)
+        model.adapter_start = adapter
 
-    def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         from peft.tuners.lora import LoraLayer
         from peft.tuners.lora.layer import ParamWrapper
 
-        with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            learns = any(parameter.requires_grad for parameter in model.parameters())
-            if learns and not model(**probe).logits.requires_grad:
+        adapted, selected = model.module, model.targets
+        assert selected is not None, "apply() has chosen them"
+        with observed(adapted), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            learns = any(parameter.requires_grad for parameter in adapted.parameters())
+            if learns and not adapted(**probe).logits.requires_grad:
                 raise ConfigError(
-                    f"techniques.lora.enabled: the code of {model.config.model_type} in transformers computes no "
+                    f"techniques.lora.enabled: the code of {adapted.config.model_type} in transformers computes no "
                     "gradient for adapters while its embeddings are frozen. Set it to false, or use another model."
                 )
-        layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
+        layers = {path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)}
         wrappers = [path for path, module in layers.items() if isinstance(module, ParamWrapper)]
         modules = {path.removeprefix("base_model.model.") for path in layers if path not in wrappers}
-        complete = modules == {*model.targets.modules} and len(wrappers) == len(model.targets.experts)
-        counts = parameter_counts(model)
-        learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        complete = modules == {*selected.modules} and len(wrappers) == len(selected.experts)
+        counts = parameter_counts(adapted)
+        learning = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
         strays = [name for name in learning if not is_adapter(name)]
         trained, total = sum(counts[name] for name in learning), sum(counts.values())
         yield Evidence(
             "lora",
             f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
             f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
-            f"{len(strays)} of them in the base: {model.targets.describe()}",
+            f"{len(strays)} of them in the base: {selected.describe()}",
             complete and trained > 0 and not strays,
         )
-        if model.targets.experts:
-            yield self._experts(model, probe)
+        if selected.experts:
+            yield self._experts(adapted, probe)
         if self.token_ids:
-            yield self._trains_rows(model, probe)
-        if self.fused is Switch.on:
-            yield self._ran_fused(model, probe)
+            yield self._trains_rows(adapted, probe)
+        if model.fusion is not None:
+            yield self._ran_fused(adapted, model.fusion, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
-                yield self._multiplied(model)
+                yield self._multiplied(adapted)
         # In an embedding's adapter peft initializes A with zeros, not B.
-        zeros = [half for name, half in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
+        zeros = [half for name, half in adapted.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
         nonzero = sum(bool(half.any()) for half in zeros)
-        if start := getattr(model, "adapter_start", None):
+        if model.adapter_start:
             seen = f"{nonzero} of {len(zeros)} matrices B are not zero"
-            yield Evidence("lora", f"start from {start}", seen, nonzero > 0)
+            yield Evidence("lora", f"start from {model.adapter_start}", seen, nonzero > 0)
             return
-        if model.base_start is None:  # the base had no weights yet when it got its adapters
-            with model.disable_adapter():
-                model.base_start = _Start.of(model, probe_logits(model))
-        before, noise = model.base_start.logits, model.base_start.noise
-        shift = relative_distance(probe_logits(model), before)
+        if model.base_answer is None:  # the base had no weights yet when it got its adapters
+            with adapted.disable_adapter():
+                model.base_answer = BaseAnswer.of(adapted, probe_logits(adapted))
+        before, noise = model.base_answer
+        shift = relative_distance(probe_logits(adapted), before)
         # B = 0 adds exactly nothing, but a fused operator, and each of its tiles (mlp_tiles), rounds differently.
         allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * noise
         yield Evidence(
@@ -313,17 +307,17 @@ class Lora(LoraOptions, Technique):
             "lora.train_tokens",
         )
 
-    def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:
+    def _ran_fused(self, model: Any, fusion: Fusion, probe: dict[str, Any]) -> Evidence:
         """The operators of a forward pass, counted where they are dispatched."""
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             seen = fusing.count_operators(lambda: model(**probe))
-        ran, wanted = sum(seen.values()), sum(model.fusion.operators.values())
+        ran, wanted = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
         # Experts of a mixture run if a token is routed to them.
-        fits = ran == wanted or (model.fusion.experts and 0 < ran < wanted)
+        fits = ran == wanted or (fusion.experts and 0 < ran < wanted)
         return Evidence(
             "lora",
-            f"adapters fused: {wanted} operators a forward pass ({model.fusion.describe()})",
+            f"adapters fused: {wanted} operators a forward pass ({fusion.describe()})",
             f"{counts} ran",
             fits and (wanted > 0 or self._fused_by_auto),
             "lora.fused",

@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 
 import pytest
-from support.architectures import built, enable, facts_of, random_model
+from support.architectures import enable, facts_of, prepared_model, random_model
 from support.attention import using
 
 from fxtune.facts.options import Autocast
@@ -58,8 +58,9 @@ def test_auto_is_sdpa_on_a_cpu_and_eager_with_a_soft_cap():
         pipeline, notes = Pipeline().resolved(facts_of(random_model(family)))
         assert pipeline.attention.backend == expected
         assert any(f"auto chose {expected}" in note for note in notes)
-        model = built(pipeline, random_model(family))
-        kernel, isolation = pipeline.attention.verify(model, make_probe(model))
+        prepared = prepared_model(pipeline, random_model(family))
+        model = prepared.module
+        kernel, isolation = pipeline.attention.verify(prepared, make_probe(model))
         assert kernel.acted
         assert isolation.acted
 

@@ -15,6 +15,7 @@ from support.tables import natural, training
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
 from fxtune.models.load import load_config
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, observed
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention import context, packed
@@ -124,7 +125,7 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
             pipeline.check(facts)
         return
     pipeline, _ = pipeline.resolved(facts)
-    model = pipeline.build(model_config, load_config(model_config), CPU, 0)
+    model = pipeline.build(model_config, load_config(model_config), CPU, 0).module
     context.register(model.config._attn_implementation)
     lengths = (24,) if kind == "opt" else (7, 17)  # OPT of transformers does not separate documents
     ids = (torch.arange(24) * 7919 + 3).unsqueeze(0) % 120
@@ -171,7 +172,7 @@ def test_flex_and_cuda_graphs_are_refused_and_auto_passes_them_over():
 
 
 def _loss_and_gradients(model, batch, group):
-    loss = LanguageModel(model, None, group).summed_loss(batch)
+    loss = LanguageModel(PreparedModel(model), None, group).summed_loss(batch)
     loss.backward()
     return loss.item(), [parameter.grad for parameter in model.parameters()]
 

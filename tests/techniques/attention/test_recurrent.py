@@ -119,8 +119,9 @@ def test_packing_can_be_demanded_and_is_proven(kind):
     pipeline = Pipeline()
     pipeline.lora.enabled = True
     chosen, _ = pipeline.resolved(facts_of(config_of(kind)))
-    model = chosen.build(config_of(kind), load_config(config_of(kind)), CPU, 0)
-    evidence = chosen.prove(model, make_probe(model))
+    prepared = chosen.build(config_of(kind), load_config(config_of(kind)), CPU, 0)
+    model = prepared.module
+    evidence = chosen.prove(prepared, make_probe(model))
     (isolated,) = [one for one in evidence if "do not see each other" in one.asked]
     assert isolated.observed.endswith("the others' by at most 0")
 

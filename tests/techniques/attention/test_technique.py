@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from support.architectures import CPU, FAMILIES, built, random_model, word_tokenizer
+from support.architectures import CPU, FAMILIES, prepared_model, random_model, word_tokenizer
 from support.attention import unchecked, using
 from torch.nn import functional as F
 
@@ -21,6 +21,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention import packed as packed_attention
@@ -36,8 +37,9 @@ TOKENIZER = word_tokenizer(eos_token="t1", unk_token="t0", pad_token="t0")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
 def test_each_backend_isolates_documents_in_every_family(family, backend):
     pipeline = using(backend)
-    model = built(pipeline, random_model(family))
-    kernel, isolation = pipeline.attention.verify(model, make_probe(model))
+    prepared = prepared_model(pipeline, random_model(family))
+    model = prepared.module
+    kernel, isolation = pipeline.attention.verify(prepared, make_probe(model))
     assert kernel.acted, kernel
     assert kernel.asked.startswith(backend)
     assert kernel.observed.startswith("2 calls of ")
@@ -98,11 +100,11 @@ def test_training_builds_no_mask_and_does_not_search_for_documents(monkeypatch):
 
 def test_the_profiler_sees_flash4_and_documents_are_isolated():
     model = unchecked("flash4", "llama")
-    kernel, isolation = using("flash4").attention.verify(model, make_probe(model))
+    kernel, isolation = using("flash4").attention.verify(PreparedModel(model), make_probe(model))
     assert kernel.acted
     assert kernel.observed == "2 calls of FlashAttention-4 in 2 layers"
     assert isolation.acted
-    assert not next(iter(using("sdpa").attention.verify(model, make_probe(model)))).acted
+    assert not next(iter(using("sdpa").attention.verify(PreparedModel(model), make_probe(model)))).acted
 
 
 @pytest.mark.slow
@@ -115,7 +117,7 @@ def test_flash4_compiles_as_one_graph_and_the_profiler_sees_it():
     probe = make_probe(model)
     torch.testing.assert_close(model(**probe).logits, plain(**probe).logits)
     model(**probe).logits.sum().backward()
-    assert all(evidence.acted for evidence in pipeline.attention.verify(model, probe))
+    assert all(evidence.acted for evidence in pipeline.attention.verify(PreparedModel(model), probe))
     torch._dynamo.reset()
 
 
@@ -133,7 +135,7 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
         return original(q, k, v, *rest)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, packed_attention.FLASH4, packed_attention._attention_function(spy))
-    pipeline.prove(model, make_probe(model))
+    pipeline.prove(PreparedModel(model), make_probe(model))
     with pipeline.precision.context(torch.device("cpu")):
         model(**make_probe(model)).logits.sum().backward()
     assert seen == {torch.bfloat16}
@@ -144,7 +146,13 @@ def test_generated_answers_equal_eager(family):
     """Generation has a cache and prompts padded on the left, which the kernel does not take."""
     prompts = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6], [11, 12]]
     given = [
-        answer(unchecked(backend, family).eval(), TOKENIZER, [Question("?", prompt, "!") for prompt in prompts], 3, 6)
+        answer(
+            PreparedModel(unchecked(backend, family).eval()),
+            TOKENIZER,
+            [Question("?", prompt, "!") for prompt in prompts],
+            3,
+            6,
+        )
         for backend in ("eager", "flash4")
     ]
     assert given[0] == given[1]
@@ -156,7 +164,7 @@ def test_a_saved_model_loads_in_plain_transformers(tmp_path):
 
     model = unchecked("flash4", "llama")
     save_model(
-        model,
+        PreparedModel(model),
         TOKENIZER,
         tmp_path / "saved",
         card={"data": "", "figures": {}, "facts": Facts.of(CPU.facts()), "config": {}},
@@ -177,10 +185,11 @@ def test_packing_is_refused_for_layers_that_carry_state_and_cannot_be_separated(
 
 def test_verify_finds_another_kernel():
     pipeline = using("sdpa")
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     model.set_attn_implementation("eager")
     with pytest.raises(ConfigError, match="seen: 2 calls of plain operations in 2 layers"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_finds_documents_that_see_each_other(monkeypatch):
@@ -188,15 +197,16 @@ def test_verify_finds_documents_that_see_each_other(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     pipeline = Pipeline()
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     proven = modeling_llama.create_causal_mask
     monkeypatch.setattr(
         modeling_llama, "create_causal_mask", lambda **arguments: proven(**{**arguments, "position_ids": None})
     )
     with pytest.raises(ConfigError, match="asked for packed documents do not see each other"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
     monkeypatch.undo()
-    pipeline.prove(model, make_probe(model))
+    pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_finds_bounds_that_join_documents():
@@ -204,15 +214,17 @@ def test_verify_finds_bounds_that_join_documents():
     pipeline = using("flash4")
     model = unchecked("flash4", "llama")
     probe = make_probe(model)
-    pipeline.prove(model, probe)
+    pipeline.prove(PreparedModel(model), probe)
     with pytest.raises(ConfigError, match="asked for packed documents do not see each other"):
-        pipeline.prove(model, {**probe, "cu_seq_lens_q": torch.tensor([0, 24, 24, 24], dtype=torch.int32)})
+        pipeline.prove(
+            PreparedModel(model), {**probe, "cu_seq_lens_q": torch.tensor([0, 24, 24, 24], dtype=torch.int32)}
+        )
 
 
 def test_verify_finds_positions_that_do_not_separate_documents():
     """BLOOM places tokens by its attention mask, not by position_ids."""
     pipeline = Pipeline()
-    model = built(
+    prepared = prepared_model(
         pipeline,
         models.ModelConfig(
             path=None,
@@ -220,16 +232,18 @@ def test_verify_finds_positions_that_do_not_separate_documents():
             architecture={"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
         ),
     )
+    model = prepared.module
     with pytest.raises(ConfigError, match="do not see each other"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_keeps_the_mode_and_the_random_state():
     pipeline = Pipeline()
-    model = built(pipeline, random_model("llama")).train()
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module.train()
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    pipeline.verify(model, make_probe(model))
+    pipeline.verify(prepared, make_probe(model))
     assert torch.equal(torch.rand(2), expected)
     assert model.training

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.architectures import CPU, built, lora, random_model
+from support.architectures import CPU, built, lora, prepared_model, random_model
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 
 from fxtune.errors import ConfigError, HardwareError
@@ -32,15 +32,16 @@ def _anew():
 @pytest.mark.usefixtures("_anew")
 def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
     pipeline = checkpointed(lora(), **options)
-    model = with_random_lora_b(built(pipeline, random_model("llama", num_hidden_layers=3)))
+    model = prepared_model(pipeline, random_model("llama", num_hidden_layers=3))
+    with_random_lora_b(model.module)
     plain = gradients(with_random_lora_b(built(lora(), random_model("llama", num_hidden_layers=3))))
-    offload = model.offload = Offload(decoder_layers(model), torch.device("cpu"))
+    offload = model.offload = Offload(decoder_layers(model.module), torch.device("cpu"))
     pipeline.checkpointing.offload = True
-    model = traced(model) if compiled else model
+    model.module = traced(model.module) if compiled else model.module
     assert "2 sent there and 2 brought back" in seen(pipeline, model)
     buffers = {buffer.data_ptr() for buffer in offload.pool}
     for _ in range(3):
-        assert close(gradients(model), plain, 1e-5 if compiled else 0.0)
+        assert close(gradients(model.module), plain, 1e-5 if compiled else 0.0)
     assert {buffer.data_ptr() for buffer in offload.pool} == buffers
     assert len(buffers) == 2
 
@@ -55,15 +56,16 @@ def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
     pipeline = checkpointed(
         made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
     )
-    ours = with_random_lora_b(pipeline.build(model, load_config(model), CPU, 0))
+    ours = pipeline.build(model, load_config(model), CPU, 0)
+    with_random_lora_b(ours.module)
     ours.offload.min_bytes = 0
-    ours = traced(ours)
+    ours.module = traced(ours.module)
     pipeline.checkpointing.offload_what = What.kept
     assert "3 sent there and 3 brought back" in seen(pipeline, ours)
     pieces = {piece.data_ptr() for piece in ours.offload.pool}
     for _ in range(3):
         before = ours.offload.sent
-        assert close(gradients(ours), plain, 1e-5)
+        assert close(gradients(ours.module), plain, 1e-5)
         size = (ours.offload.sent - before) / 24 / 4
     assert {piece.data_ptr() for piece in ours.offload.pool} == pieces
     adapters = 32 if fused == "on" else 7 * 4
@@ -113,17 +115,18 @@ def test_longer_rows_get_larger_buffers_but_not_more():
 
 def test_verify_fails_if_nothing_is_offloaded():
     pipeline = checkpointed(lora())
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     pipeline.checkpointing.offload = True
     with pytest.raises(ConfigError, match="0 sent there and 0 brought back"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_offloading_model_is_freed_after_a_forward_pass_alone():
     model = built(Pipeline(), random_model("llama"))
-    model.offload = Offload(decoder_layers(model), torch.device("cpu"))
+    offload = Offload(decoder_layers(model), torch.device("cpu"))
     out = model(**make_probe(model)).logits
     weights = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model, out
+    del model, offload, out
     gc.collect()
     assert not any(weight() is not None for weight in weights)

@@ -57,13 +57,13 @@ def test_flash4_operator_is_saved_by_its_name():
     config = load_config(model)
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
     pipeline.attention.backend = "flash4"
-    ours = with_random_lora_b(pipeline.build(model, config, CPU, 0))
+    ours = with_random_lora_b(pipeline.build(model, config, CPU, 0).module)
     told = seen(pipeline, ours)
     assert "fxtune.flash4 2+0" in told
     assert "aten.mm (q_proj, o_proj) 4+4" in told
     plain = lora()
     plain.attention.backend = "flash4"
-    expected = gradients(with_random_lora_b(plain.build(model, config, CPU, 0)))
+    expected = gradients(with_random_lora_b(plain.build(model, config, CPU, 0).module))
     assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
 
 

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.architectures import built, lora, random_model
+from support.architectures import built, lora, prepared_model, random_model
 from support.checkpointing import checkpointed, gradients, seen
 
 from fxtune.errors import ConfigError
@@ -18,8 +18,9 @@ from fxtune.techniques.pipeline import Pipeline, make_probe
 
 def test_verify_leaves_no_gradients_and_evaluation_is_not_recomputed():
     pipeline = checkpointed(Pipeline(), mlp_tiles=2)
-    model = built(pipeline, random_model("llama")).train()
-    pipeline.prove(model, make_probe(model))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module.train()
+    pipeline.prove(prepared, make_probe(model))
     assert all(parameter.grad is None for parameter in model.parameters())
     with torch.no_grad():
         assert model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=3).shape == (1, 6)
@@ -32,25 +33,28 @@ def test_layers_below_the_first_trained_one_are_not_expected_to_run_twice():
 
 def test_verify_fails_if_a_layer_is_not_wrapped():
     pipeline = checkpointed(lora())
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     del decoder_layers(model)[1].forward
     with pytest.raises(ConfigError, match="2 of 2 layers recomputed; seen: 1 of 2"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_fails_if_a_named_operator_never_runs():
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention", "aten.addmm"])
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     with pytest.raises(ConfigError, match=r"never ran: aten\.addmm"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_verify_fails_if_a_saved_operator_runs_again():
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     pipeline.checkpointing.save = []
     with pytest.raises(ConfigError, match="kept: attention, matmuls; seen"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from support.cases import slow_but
 from support.compiled import compiled, learn, row
 
 from fxtune.errors import ConfigError
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.compile.report import CompileMonitor
 from fxtune.techniques.pipeline import make_probe
@@ -50,7 +51,7 @@ def broken(model, layer=0):
 def test_second_model_of_a_process_has_its_own_code_and_report(quick):
     for _ in range(2):
         technique, model = compiled()
-        seen = list(technique.verify(model, make_probe(model)))
+        seen = list(technique.verify(PreparedModel(model), make_probe(model)))
         assert all(one.acted for one in seen), seen
         assert technique.report().graphs == 2
 

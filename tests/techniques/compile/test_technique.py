@@ -12,13 +12,14 @@ import re
 
 import pytest
 import torch
-from support.architectures import built, enable, facts_of, lora, random_model
+from support.architectures import built, enable, facts_of, lora, prepared_model, random_model
 from support.compiled import compiled, learn, row
 from support.runs import history
 
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import make_probe
@@ -45,7 +46,10 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
     )
     reference, ours = built(plain, model).train(), built(pipeline, model)
     assert list(ours.state_dict()) == list(reference.state_dict())
-    seen = [*pipeline.compile.verify(ours, make_probe(ours)), *pipeline.checkpointing.verify(ours, make_probe(ours))]
+    seen = [
+        *pipeline.compile.verify(PreparedModel(ours), make_probe(ours)),
+        *pipeline.checkpointing.verify(PreparedModel(ours), make_probe(ours)),
+    ]
     assert all(one.acted for one in seen), seen
     graphs = []
     for document in (9, 5, 11):
@@ -147,10 +151,11 @@ def test_second_start_uses_the_disk_cache_unless_our_operators_changed(monkeypat
 
 def test_verify_fails_if_layers_are_not_compiled():
     pipeline = lora()
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     pipeline.compile = Compile(enabled=True)
     with pytest.raises(ConfigError, match="seen: 0 entries into compiled code"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_rows_of_any_length_are_refused_unless_dynamic():

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.architectures import (
+    CPU,
     FAMILIES,
     built,
     enable,
@@ -27,6 +28,7 @@ from support.cases import slow_but
 from support.liger import (
     EVERY,
     GPU,
+    all_on,
     architecture,
     operations,
     resolved,
@@ -36,7 +38,8 @@ from support.liger import (
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
-from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.modules import operation_of
@@ -90,7 +93,7 @@ def test_a_model_with_all_kernels_equals_the_plain_model(family, stand_ins):
     torch.testing.assert_close(loss, expected)
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
-    evidence = list(pipeline.liger.verify(mine, make_probe(mine)))
+    evidence = list(pipeline.liger.verify(PreparedModel(mine), make_probe(mine)))
     assert all(one.acted for one in evidence), evidence
     assert [one.asked.split(":")[0] for one in evidence] == operations(model)
     norms, turns, gated = COUNTS[family]
@@ -105,7 +108,7 @@ def test_a_model_with_all_kernels_equals_the_plain_model(family, stand_ins):
 def test_each_kernel_has_its_own_switch(name, stand_ins):
     only = {other: Switch.off for other in OPERATIONS if other != name}
     model, pipeline = with_liger(random_model("llama"), **only)
-    (evidence,) = pipeline.liger.verify(model, make_probe(model))
+    (evidence,) = pipeline.liger.verify(PreparedModel(model), make_probe(model))
     assert evidence.acted
     assert {operation_of(module) for module in model.modules()} == {None, name}
 
@@ -119,12 +122,14 @@ def test_adapters_and_checkpointing_wrap_liger_and_the_adapter_fits_the_plain_ba
     model = ModelConfig(path=str(base))
     pipeline = lora(modules_to_save=["norm"])
     pipeline.checkpointing.enabled = True
-    mine, pipeline = with_liger(model, pipeline)
-    evidence = pipeline.prove(mine, make_probe(mine))
+    pipeline.liger = all_on(model)
+    prepared = pipeline.build(model, load_config(model), CPU, 0)
+    mine = prepared.module
+    evidence = pipeline.prove(prepared, make_probe(mine))
     assert {one.technique for one in evidence} >= {"liger", "lora", "checkpointing"}
     assert "liger" not in "".join(name for name, _ in mine.named_parameters())
     expected = logits(trained(mine))
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-5, atol=1e-5)
 
@@ -143,7 +148,7 @@ def test_verify_finds_a_kernel_that_did_not_run(stand_ins):
     layer.mlp = plain.model.layers[0].mlp
     layer.self_attn.forward = type(layer.self_attn).__mro__[1].forward.__get__(layer.self_attn)
     with pytest.raises(ConfigError) as caught:
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(PreparedModel(model), make_probe(model))
     for part in (
         "swiglu: 2 replaced, 2 runs in a forward pass; seen: 1 replaced, 1 runs",
         "rope: 2 replaced, 2 runs of fxtune::rotary in a forward pass; seen: 2 replaced, 1 runs",

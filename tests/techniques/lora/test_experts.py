@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures import CPU, SIZES, built, enable, logits, lora, on_disk, trained, word_tokenizer
+from support.architectures import (
+    CPU,
+    SIZES,
+    built,
+    enable,
+    logits,
+    lora,
+    on_disk,
+    prepared_model,
+    trained,
+    word_tokenizer,
+)
 from support.cases import slow_but
 from support.lora_models import loss_and_gradients, require_close
 from support.mixtures import mixture, uneven
@@ -17,6 +28,7 @@ from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import Switch
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
+from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.lora.experts import grouped, observe_experts
@@ -70,8 +82,9 @@ def test_recomputed_layers_route_as_before():
 def test_layers_with_experts_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     pipeline = enable(lora={"r": 4}, compile={})
-    model = uneven(built(pipeline, mixture("qwen3_moe"), packing=True))
-    evidence = list(pipeline.compile.verify(model, make_probe(model)))
+    prepared = prepared_model(pipeline, mixture("qwen3_moe"), packing=True)
+    model = uneven(prepared.module)
+    evidence = list(pipeline.compile.verify(prepared, make_probe(model)))
     assert all(one.acted for one in evidence), evidence
     plain = uneven(built(lora(), mixture("qwen3_moe"), packing=True))
     require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
@@ -87,14 +100,16 @@ def test_gpt_oss_with_all_that_makes_it_fast(monkeypatch):
         pipeline = enable(lora={"r": 4}, rope={"factor": 4.0, "original_max_position_embeddings": 32}, **techniques)
         pipeline.attention.backend = "flash4"  # which check() refuses on a CPU
         pipeline.attention._packed = True
-        return pipeline, uneven(pipeline.build(config, load_config(config), CPU, 0))
+        return pipeline, uneven(pipeline.build(config, load_config(config), CPU, 0).module)
 
     (_, plain), (pipeline, model) = made(), made(compile={}, checkpointing={})
     assert all(one.expert_act is not None for one in grouped(model))
     require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
     probe = make_probe(model)
     proofs = [
-        one for part in (pipeline.attention, pipeline.rope, pipeline.compile) for one in part.verify(model, probe)
+        one
+        for part in (pipeline.attention, pipeline.rope, pipeline.compile)
+        for one in part.verify(PreparedModel(model), probe)
     ]
     assert {one.technique for one in proofs} == {"attention", "rope", "compile"}
     assert all(one.acted for one in proofs), proofs
@@ -114,9 +129,10 @@ def test_experts_without_a_gradient_are_an_error(monkeypatch):
     own = experts.run_experts
     monkeypatch.setattr(experts, "run_experts", lambda one, adapters, *rest: own(one, {}, *rest))
     pipeline = lora()
-    model = built(pipeline, mixture("qwen3_moe"), packing=False)
+    prepared = prepared_model(pipeline, mixture("qwen3_moe"), packing=False)
+    model = prepared.module
     with pytest.raises(ConfigError, match=r"experts that a small row reaches, 0 have a gradient"):
-        pipeline.prove(model, make_probe(model, packing=False))
+        pipeline.prove(prepared, make_probe(model, packing=False))
 
 
 @pytest.mark.parametrize("kind", slow_but(LAYERS, "gpt_oss"))
@@ -128,9 +144,10 @@ def test_plain_peft_and_merge_give_the_same_model(kind, tmp_path):
     base = on_disk(tmp_path / "base", model=mixture(kind))
     uneven(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(base)
     config = ModelConfig(path=str(base))
-    mine = trained(built(lora(), config, packing=False))
+    prepared = prepared_model(lora(), config, packing=False)
+    mine = trained(prepared.module)
     assert len(grouped(mine)) == LAYERS[kind]
-    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    folder = save_model(prepared, load_tokenizer(config), tmp_path / "adapter")
     assert json.loads(Path(folder, "adapter_config.json").read_text())["target_parameters"]
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder, is_trainable=True)
     require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
@@ -164,7 +181,7 @@ def test_an_adapter_of_another_number_of_experts_is_one_message(tmp_path):
         on_disk(tmp_path / str(experts), model=mixture("qwen3_moe", num_experts=experts)) for experts in (4, 8)
     )
     config = ModelConfig(path=str(base))
-    adapter = save_model(built(lora(), config, packing=False), load_tokenizer(config), tmp_path / "adapter")
+    adapter = save_model(prepared_model(lora(), config, packing=False), load_tokenizer(config), tmp_path / "adapter")
     message = r"8 weights have another shape, such as .*\(32, 64\) in the file, \(64, 64\) here\).*as many experts\?"
     with pytest.raises(StorageError, match=message):
         built(lora(), ModelConfig(path=str(more), adapter=str(adapter)), packing=False)
@@ -188,7 +205,8 @@ def test_targets_may_name_the_tensors_of_experts(kind, tmp_path):
     from transformers import AutoModelForCausalLM
 
     config = ModelConfig(path=str(on_disk(tmp_path / "base", model=mixture(kind))))
-    mine = trained(built(lora(target_modules=["q_proj", "gate_up_proj", "down_proj"]), config, packing=False))
+    prepared = prepared_model(lora(target_modules=["q_proj", "gate_up_proj", "down_proj"]), config, packing=False)
+    mine = trained(prepared.module)
     ranks = {
         one.parameter_name: len(one.lora_A["default"].weight) // 4
         for one in mine.modules()
@@ -196,7 +214,7 @@ def test_targets_may_name_the_tensors_of_experts(kind, tmp_path):
     }
     assert ranks == {"gate_up_proj": 4, "down_proj": 4}
     assert len(grouped(mine)) == 2
-    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    folder = save_model(prepared, load_tokenizer(config), tmp_path / "adapter")
     theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(config.path), folder))
     torch.testing.assert_close(theirs, logits(mine), atol=1e-5, rtol=1e-5)
 
@@ -226,8 +244,9 @@ def test_linears_that_peft_reads_as_experts_are_loaded_by_plain_peft_in_a_model_
 
     sizes = {**SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
     config = ModelConfig(path=None, init=Init.random, architecture={"model_type": "beam", **sizes, "n_group": 1})
-    model = built(lora(), config, packing=False)
-    adapted = sum(isinstance(module, LoraLayer) for module in model.modules())
-    folder = save_model(trained(model), word_tokenizer(100), tmp_path / "adapter")  # which loads it with plain peft
+    prepared = prepared_model(lora(), config, packing=False)
+    adapted = sum(isinstance(module, LoraLayer) for module in prepared.module.modules())
+    # Its proof loads the adapter with plain peft.
+    folder = save_model(trained(prepared), word_tokenizer(100), tmp_path / "adapter")
     assert json.loads(Path(folder, "adapter_config.json").read_text())["target_parameters"]
     assert adapted > 8

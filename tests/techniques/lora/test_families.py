@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import CPU, FAMILIES, facts_of, lora, random_model
-from support.lora_models import EVERY, OPERATORS, lora_pair, loss_and_gradients, require_close
+from support.lora_models import EVERY, OPERATORS, loss_and_gradients, prepared_pair, require_close
 from torch import nn
 from torch.nn import functional as F
 
@@ -92,8 +92,9 @@ def test_an_mlp_with_the_same_numbers_runs_fused(monkeypatch, capsys):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     monkeypatch.setattr(LlamaMLP, "forward", silu_written_out)
-    plain, fused = lora_pair(random_model("llama"))
-    assert dict(fused.fusion.operators) == EVERY
+    pair = prepared_pair(random_model("llama"))
+    plain, fused = (prepared.module for prepared in pair)
+    assert dict(pair[1].fusion.operators) == EVERY
     assert "techniques.lora.fused" not in capsys.readouterr().out
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
 
@@ -105,8 +106,9 @@ def test_an_mlp_with_other_numbers_keeps_its_own_forward_with_one_line(monkeypat
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=7))
 
     monkeypatch.setattr(LlamaMLP, "forward", clamped)
-    plain, fused = lora_pair(random_model("llama"))
-    assert dict(fused.fusion.operators) == {"attention": 2, "linear": 8}
+    pair = prepared_pair(random_model("llama"))
+    plain, fused = (prepared.module for prepared in pair)
+    assert dict(pair[1].fusion.operators) == {"attention": 2, "linear": 8}
     lines = [line for line in capsys.readouterr().out.splitlines() if "techniques.lora.fused" in line]
     assert lines == [
         "techniques.lora.fused: LlamaMLP does not compute down(act(gate(x)) * up(x)), so these linears run one by one."
@@ -157,8 +159,9 @@ def test_an_attention_is_fused_as_far_as_it_projects_its_own_input(forward, oper
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    plain, fused = lora_pair(random_model("llama"))
-    assert dict(fused.fusion.operators) == operators
+    pair = prepared_pair(random_model("llama"))
+    plain, fused = (prepared.module for prepared in pair)
+    assert dict(pair[1].fusion.operators) == operators
     line = f"LlamaAttention does more with {alone} than project its own input, so these linears run one by one."
     assert [f"techniques.lora.fused: {line}"] * bool(alone) == [
         one for one in capsys.readouterr().out.splitlines() if "techniques.lora.fused" in one
@@ -179,13 +182,15 @@ def test_a_wrong_entry_in_the_table_is_caught_by_numbers(family, monkeypatch):
 
     def with_uneven_norms(*args, **kwargs):
         made = own_build(*args, **kwargs)
-        for name, parameter in made.named_parameters():
+        for name, parameter in made.module.named_parameters():
             if "q_norm" in name or "k_norm" in name:
                 parameter.data.uniform_(0.2, 3.0, generator=torch.Generator().manual_seed(0))
         return made
 
     monkeypatch.setattr(models, "build", with_uneven_norms)
     pipeline.check(facts_of(model))
-    attentions = [layer.self_attn for layer in decoder_layers(pipeline.build(model, load_config(model), CPU, 0))]
+    attentions = [
+        layer.self_attn for layer in decoder_layers(pipeline.build(model, load_config(model), CPU, 0).module)
+    ]
     rotates = {type(one) is _attention_class(type(one).__mro__[1], True) for one in attentions}
     assert rotates == {family not in ("qwen3", "gemma3")}

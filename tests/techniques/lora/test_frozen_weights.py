@@ -43,7 +43,7 @@ def in_fp8(family: str):
     """Built without check(), which refuses fp8 on a CPU."""
     pipeline, model = lora(fused=Switch.on), random_model(family)
     pipeline.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32)
-    return pipeline.build(model, load_config(model), CPU, 0)
+    return pipeline.build(model, load_config(model), CPU, 0).module
 
 
 @pytest.mark.parametrize("base", [in_float32, in_fp8, in_int8])

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures import built, facts_of, logits, lora, on_disk, random_model, trained
-from support.lora_models import EVERY, OPERATORS, lora_pair, loss_and_gradients, quantized_in, require_close
+from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
+from support.lora_models import (
+    EVERY,
+    OPERATORS,
+    lora_pair,
+    loss_and_gradients,
+    prepared_pair,
+    quantized_in,
+    require_close,
+)
 
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast, Library, Switch, Type
@@ -20,9 +28,10 @@ from fxtune.tracking.throughput import training_cost
 
 @pytest.mark.parametrize("family", OPERATORS)
 def test_fused_matches_peft_in_losses_gradients_and_names(family):
-    plain, fused = lora_pair(random_model(family))
-    assert dict(fused.fusion.operators) == OPERATORS[family]
-    assert not fused.fusion.left
+    pair = prepared_pair(random_model(family))
+    plain, fused = (prepared.module for prepared in pair)
+    assert dict(pair[1].fusion.operators) == OPERATORS[family]
+    assert not pair[1].fusion.left
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
     theirs, mine = plain.state_dict(), fused.state_dict()
     assert list(theirs) == list(mine)
@@ -42,10 +51,9 @@ def test_fused_matches_peft_in_losses_gradients_and_names(family):
     ],
 )
 def test_subsets_of_linears_and_other_scalings_match_peft(options, groups):
-    plain, fused = (
-        one.double() for one in lora_pair(random_model("llama"), **options)
-    )  # rslora's scale costs float32 two digits
-    assert dict(fused.fusion.operators) == groups
+    pair = prepared_pair(random_model("llama"), **options)
+    plain, fused = (prepared.module.double() for prepared in pair)  # rslora's scale costs float32 two digits
+    assert dict(pair[1].fusion.operators) == groups
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-12)
 
 
@@ -59,7 +67,7 @@ def test_count_operators_works_with_flex_attention():
 
 
 def test_unfused_modules_are_listed_with_the_reason():
-    fused = built(lora(fused=Switch.on, target_modules=["q_proj", "embed_tokens"]), random_model("llama"))
+    fused = prepared_model(lora(fused=Switch.on, target_modules=["q_proj", "embed_tokens"]), random_model("llama"))
     assert fused.fusion.describe() == "2 single linears; 1 left to peft: Embedding is no linear"
 
 
@@ -123,8 +131,9 @@ def test_first_update_over_a_bfloat16_base_acts_as_in_float32(tmp_path):
     [(Type.nf4, Library.bitsandbytes), (Type.int8, Library.bitsandbytes), (Type.int8, Library.torchao)],
 )
 def test_quantized_base_matches_peft(kind, library):
-    plain, fused = lora_pair(random_model("llama"), prepare=quantized_in(kind, library))
-    assert dict(fused.fusion.operators) == EVERY
+    pair = prepared_pair(random_model("llama"), prepare=quantized_in(kind, library))
+    plain, fused = (prepared.module for prepared in pair)
+    assert dict(pair[1].fusion.operators) == EVERY
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
 
 
@@ -142,9 +151,11 @@ def test_saved_adapter_loads_in_plain_peft_and_as_a_start(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))
-    plain, fused = built(lora(fused=Switch.off), model), trained(built(lora(fused=Switch.on), model))
-    tokenizer = load_tokenizer(model)
-    one, other = (save_model(each, tokenizer, tmp_path / name) for each, name in ((plain, "plain"), (fused, "fused")))
+    pair = [prepared_model(lora(fused=Switch.off), model), trained(prepared_model(lora(fused=Switch.on), model))]
+    fused, tokenizer = pair[1].module, load_tokenizer(model)
+    one, other = (
+        save_model(each, tokenizer, tmp_path / name) for each, name in zip(pair, ("plain", "fused"), strict=True)
+    )
     theirs, mine = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
     assert {name: value.shape for name, value in theirs.items()} == {name: value.shape for name, value in mine.items()}
     assert (one / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
@@ -206,9 +217,10 @@ def test_auto_is_on_with_a_gpu_and_takes_precedence_over_liger():
 
 def test_missing_operators_are_an_error():
     pipeline = lora(fused=Switch.on)
-    model = built(pipeline, random_model("llama"))
-    assert all(evidence.acted for evidence in pipeline.verify(model, make_probe(model)))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
+    assert all(evidence.acted for evidence in pipeline.verify(prepared, make_probe(model)))
     mlp = model.get_base_model().model.layers[0].mlp
     mlp.__class__ = type(mlp).__mro__[1]
     with pytest.raises(ConfigError, match=r"adapters fused: 6 operators .* fxtune\.lora_mlp 1 times ran"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import FAMILIES, SIZES, built, logits, lora, random_model
+from support.architectures import FAMILIES, SIZES, built, logits, lora, prepared_model, random_model
 from support.lora_models import lora_pair, loss_and_gradients, require_close
 
 from fxtune.facts.options import Policy, Switch
@@ -145,8 +145,9 @@ def test_checkpointing_changes_no_gradient(options):
     wanted = loss_and_gradients(plain)
     pipeline = lora(fused=Switch.on)
     prepare(pipeline)
-    proven = built(pipeline, random_model("llama"))
-    seen = pipeline.verify(proven, make_probe(proven))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    proven = prepared.module
+    seen = pipeline.verify(prepared, make_probe(proven))
     assert all(evidence.acted for evidence in seen)
     if tiles := options.get("mlp_tiles"):
         assert [evidence.observed for evidence in seen if "tiles" in evidence.asked] == [

@@ -8,9 +8,20 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures import CPU, SIZES, built, facts_of, logits, lora, on_disk, tiny_model, trained
+from support.architectures import (
+    CPU,
+    SIZES,
+    built,
+    facts_of,
+    logits,
+    lora,
+    on_disk,
+    prepared_model,
+    tiny_model,
+    trained,
+)
 from support.cases import slow_but
-from support.lora_models import lora_pair, loss_and_gradients, require_close
+from support.lora_models import loss_and_gradients, prepared_pair, require_close
 from torch import nn
 
 from fxtune.cli.merge import merge
@@ -43,10 +54,6 @@ def adapted(model) -> list[str]:
 
     found = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     return [name.removeprefix("base_model.model.") for name in found]
-
-
-def evidence(pipeline, model) -> str:
-    return next(iter(pipeline.lora.verify(model, make_probe(model)))).observed
 
 
 def refused(family: str = "llama", **options) -> str:
@@ -82,8 +89,9 @@ def test_all_linear_means_every_linear_of_the_decoder_but_routers(kind):
 )  # fmt: skip
 def test_the_evidence_counts_adapters_and_what_was_left_out_by_kind(kind, texts):
     pipeline = lora()
-    model = pipeline.build(tiny_model(kind), load_config(tiny_model(kind)), CPU, 0)
-    first = next(iter(pipeline.lora.verify(model, make_probe(model, packing=False))))
+    prepared = pipeline.build(tiny_model(kind), load_config(tiny_model(kind)), CPU, 0)
+    model = prepared.module
+    first = next(iter(pipeline.lora.verify(prepared, make_probe(model, packing=False))))
     assert first.acted
     for text in texts:
         assert text in first.observed
@@ -91,11 +99,12 @@ def test_the_evidence_counts_adapters_and_what_was_left_out_by_kind(kind, texts)
 
 def test_a_target_that_lost_its_adapter_is_an_error():
     pipeline = lora()
-    model = built(pipeline, tiny_model("llama"))
+    prepared = prepared_model(pipeline, tiny_model("llama"))
+    model = prepared.module
     layer = backbone(model).layers[0].mlp
     layer.up_proj = layer.up_proj.base_layer
     with pytest.raises(ConfigError, match="13 modules"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 @pytest.mark.parametrize(
@@ -110,11 +119,12 @@ def test_the_adapter_of_a_mixture_is_loaded_by_plain_peft_merged_and_trained_on(
 
     base = on_disk(tmp_path / "base", model=tiny_model(kind))
     pipeline, config = lora(fused=Switch(fused)), ModelConfig(path=str(base))
-    mine = built(pipeline, config, packing=False)
+    prepared = prepared_model(pipeline, config, packing=False)
+    mine = prepared.module
     start = logits(mine)
     expected = logits(trained(mine))
     assert (expected - start).abs().max() > 0.01
-    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    folder = save_model(prepared, load_tokenizer(config), tmp_path / "adapter")
     assert any(".shared_expert" in name for name in load_file(folder / "adapter_model.safetensors"))
     theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
     torch.testing.assert_close(theirs, expected, atol=2e-4, rtol=1e-4)
@@ -126,8 +136,9 @@ def test_the_adapter_of_a_mixture_is_loaded_by_plain_peft_merged_and_trained_on(
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "llama4_text"])
 def test_dense_linears_of_a_mixture_run_fused(kind):
-    plain, fused = lora_pair(tiny_model(kind))
-    assert fused.fusion.operators["mlp"] == 2
+    pair = prepared_pair(tiny_model(kind))
+    plain, fused = (prepared.module for prepared in pair)
+    assert pair[1].fusion.operators["mlp"] == 2
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-4)
 
 
@@ -254,8 +265,9 @@ def test_adapters_that_peft_loses_on_loading_are_refused_and_the_advised_key_tra
     assert advised is not None
     base = on_disk(tmp_path / "base", model=laguna)
     config = ModelConfig(path=str(base))
-    mine = built(lora(exclude_modules=advised[1].split(",")), config, packing=False)
+    prepared = prepared_model(lora(exclude_modules=advised[1].split(",")), config, packing=False)
+    mine = prepared.module
     expected = logits(trained(mine))
-    folder = save_model(mine, load_tokenizer(config), tmp_path / "adapter")
+    folder = save_model(prepared, load_tokenizer(config), tmp_path / "adapter")
     theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
     torch.testing.assert_close(theirs, expected, atol=2e-4, rtol=1e-4)

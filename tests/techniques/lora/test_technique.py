@@ -6,7 +6,17 @@ import itertools
 
 import pytest
 import torch
-from support.architectures import ADAPTERS, FAMILIES, built, facts_of, logits, lora, random_model, trained
+from support.architectures import (
+    ADAPTERS,
+    FAMILIES,
+    built,
+    facts_of,
+    logits,
+    lora,
+    prepared_model,
+    random_model,
+    trained,
+)
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
@@ -48,13 +58,14 @@ def test_it_starts_as_its_base_and_plain_peft_loads_the_trained_adapter(kind, dt
     from transformers import AutoModelForCausalLM
 
     pipeline, model = lora(**ADAPTERS[kind]), ModelConfig(path=str(base), dtype=dtype)
-    mine = built(pipeline, model, dtype=dtype.value)
-    pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, model, dtype=dtype.value)
+    mine = prepared.module
+    pipeline.prove(prepared, make_probe(mine))
     assert {parameter.dtype for parameter in mine.parameters() if parameter.requires_grad} == {torch.float32}
     start = logits(mine)
     expected = logits(trained(mine))
     assert (expected - start).abs().max() > 0.01
-    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype.value))
     theirs = logits(PeftModel.from_pretrained(plain, adapter))
     # peft rounds modules_to_save to the base's bfloat16; everything else is bit for bit the same
@@ -94,17 +105,19 @@ def test_invalid_options_are_refused_before_weights_load(options, reason):
 
 def test_frozen_adapters_and_trained_base_weights_are_an_error():
     pipeline = lora()
-    model = built(pipeline, random_model("llama"))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = prepared.module
     model.get_base_model().lm_head.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match="1 of them in the base"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"0 of .* parameters trained"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))
 
 
 def test_adapters_that_change_the_base_at_the_start_are_an_error():
     pipeline = lora()
-    model = trained(built(pipeline, random_model("llama")))
+    prepared = prepared_model(pipeline, random_model("llama"))
+    model = trained(prepared.module)
     with pytest.raises(ConfigError, match="the model starts as its base; seen: 0 of 14 matrices B are zero"):
-        pipeline.prove(model, make_probe(model))
+        pipeline.prove(prepared, make_probe(model))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures import built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
 from support.harness import command
 from support.killing import Aim, Reference, disturb
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -125,12 +125,13 @@ def test_rows_are_float32_and_plain_peft_loads_them(family, dtype, tmp_path):
     load_tokenizer(replace(model, tokenizer="builtin:tiny")).save_pretrained(base)
     source = ModelConfig(path=str(base), dtype=dtype)
     pipeline = lora(train_tokens=["<|im_end|>", "<|im_start|>", "t"])
-    mine = built(pipeline, source, dtype=dtype.value)
-    pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, source, dtype=dtype.value)
+    mine = prepared.module
+    pipeline.prove(prepared, make_probe(mine))
     rows = [weight for name, weight in mine.named_parameters() if "trainable_tokens" in name]
     assert {weight.dtype for weight in rows} == {torch.float32}
     expected = logits(trained(mine))
-    adapter = save_model(mine, load_tokenizer(source), tmp_path / "adapter")
+    adapter = save_model(prepared, load_tokenizer(source), tmp_path / "adapter")
     from peft import PeftModel
 
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
@@ -199,8 +200,9 @@ def test_rows_of_a_base_that_is_quantized_as_it_is_read_are_the_base_s(tmp_path,
     pipeline, _ = pipeline.resolved(facts_of(model))
     whole = built(pipeline, model)
     monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
-    mine = built(pipeline, model)
-    pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
+    pipeline.prove(prepared, make_probe(mine))
     assert torch.equal(logits(mine), logits(whole))
     pipeline.lora.train_tokens = "auto"
     with pytest.raises(ConfigError, match="train_tokens: auto looks at the rows of the base, which is quantized here"):
@@ -244,8 +246,9 @@ def test_a_zero_row_starts_as_the_mean_so_that_its_gradient_is_like_the_others(t
         model.model.embed_tokens.weight[START] = 0
     model.save_pretrained(folder)
     pipeline = lora(train_tokens=ROWS)
-    mine = built(pipeline, ModelConfig(path=str(folder)))
-    pipeline.prove(mine, make_probe(mine))
+    prepared = prepared_model(pipeline, ModelConfig(path=str(folder)))
+    mine = prepared.module
+    pipeline.prove(prepared, make_probe(mine))
     probe = make_probe(mine)
     probe["input_ids"][0, ::4] = START
     mine(**probe).logits.logsumexp(-1).mean().backward()

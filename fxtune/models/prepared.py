@@ -1,0 +1,164 @@
+"""A model that a run trains, evaluates or saves: the module, and each fact about the whole of it.
+
+One part finds a fact while the model is read, changed or divided, and another part needs it later: the loss needs the
+routers, an export needs the commit of the base, a proof needs what was to be quantized. Such a fact is a field here,
+with a type and one place where it is explained, and never an attribute of a module of another library.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from fxtune.distributed.sharding import Sharding
+from fxtune.models.probe import probe_logits, relative_distance
+from fxtune.models.routers import Routers
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class AdapterTargets:
+    """What gets an adapter, by names in the model without adapters."""
+
+    modules: list[str] = field(default_factory=list)
+    """Modules that get an adapter."""
+    experts: list[str] = field(default_factory=list)
+    """Tensors of experts that get an adapter."""
+    left: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Linears and tensors of experts without an adapter, by reason."""
+    taken: frozenset[str] = frozenset()
+    """Names that peft reads as those of experts."""
+
+    def describe(self) -> str:
+        """The number of each kind of module with an adapter, and of those left out, by reason."""
+        left = "".join(f"; left out ({why}): {kinds(paths)}" for why, paths in self.left.items())
+        return f"{kinds([*self.modules, *self.experts])}{left}"
+
+    @property
+    def tensors(self) -> list[str]:
+        """All tensors of experts, with an adapter or without."""
+        return [*self.experts, *(path for paths in self.left.values() for path in paths if ".experts." in path)]
+
+
+def kinds(paths: Iterable[str]) -> str:
+    """How many modules of each name there are among `paths`, for messages."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(path.split(".")[-1] for path in paths).items())
+
+
+_TITLES = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear": "single linears"}
+
+
+@dataclass
+class Fusion:
+    """Which modules with adapters run fused, and why others do not."""
+
+    operators: Counter[str] = field(default_factory=Counter)
+    """Operators of a forward pass by kind: `mlp`, `attention`, `linear`."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Adapted modules that run as peft runs them: their number by reason."""
+    experts: bool = False
+    """Whether some operators belong to experts of a mixture. An expert runs only if a token is routed to it."""
+    notes: list[str] = field(default_factory=list)
+    """Messages for the user about modules that have the names of a fused group but compute something else."""
+
+    def describe(self) -> str:
+        parts = ", ".join(f"{self.operators[name]} {title}" for name, title in _TITLES.items() if self.operators[name])
+        left = "".join(f"; {count} left to peft: {why}" for why, count in self.left.items())
+        return f"{parts or 'none'}{left}"
+
+    def note(self, text: str) -> None:
+        if (line := f"{text}, so these linears run one by one") not in self.notes:
+            self.notes.append(line)
+
+
+@dataclass
+class Quantization:
+    """What was quantized, for the proof that it still is."""
+
+    linears: int
+    """How many linears were quantized."""
+    before: int
+    """Bytes of the linears and experts before quantization."""
+    after: int
+    """Bytes of the same weights once they are quantized."""
+    error: float
+    """|dequantized - weight| / |weight| of the first linear."""
+    share: float
+    """The share of the model's weights that were quantized."""
+    ends: list[str]
+    """A line about the embeddings and about the head, if they were quantized."""
+    experts: int
+    """Layers whose experts were quantized."""
+    experts_as: str
+    """How those experts are stored."""
+    experts_error: float
+    """The largest error of an expert that was measured."""
+    shipped: str
+    """How experts were taken that the checkpoint has in MXFP4; empty: they were quantized."""
+
+
+class BaseAnswer(NamedTuple):
+    """How the base answers a few fixed tokens without adapters."""
+
+    logits: torch.Tensor
+    noise: float
+    """The effect of a rounding error on these logits. With random weights, and over fp8, it grows with each layer."""
+
+    @staticmethod
+    def of(model: Any, logits: torch.Tensor) -> BaseAnswer:
+        nudged = probe_logits(model, nudge=torch.finfo(logits.dtype).eps)
+        return BaseAnswer(logits, relative_distance(nudged, logits))
+
+
+class HostCopies(Protocol):
+    """What the proof of offloading reads (techniques/checkpointing/offload.py)."""
+
+    inputs_sent: int
+    inputs_fetched: int
+    sent: int
+    min_bytes: int
+
+
+@dataclass
+class PreparedModel:
+    module: Any
+    """The Hugging Face model, or the PeftModel around it. Techniques replace it."""
+    base_revision: str | None = None
+    """The commit of a base from the hub."""
+    trust_remote_code: bool = False
+    """Whether code of the base's author may run."""
+    config_edited: bool = True
+    """Whether the config differs from the one that was found with the base, or none was found."""
+    grown_from: int | None = None
+    """How many tokens the base embeds, if model.add_tokens made that more."""
+    ships_mxfp4: bool = False
+    """Whether the checkpoint stores its experts in MXFP4."""
+    added_ends: list[int] = field(default_factory=list)
+    """End tokens of the data that training adds to those of the base's generation config."""
+    routers: Routers | None = None
+    """The routers of a mixture that are observed; None where the model has none that fxtune knows."""
+    quantization: Quantization | None = None
+    """What techniques.quantize changed."""
+    targets: AdapterTargets | None = None
+    """What techniques.lora adapts."""
+    base_answer: BaseAnswer | None = None
+    """How the base answered before it got adapters; None if it had no weights yet."""
+    adapter_start: str = ""
+    """The adapter whose weights training starts from (model.adapter); empty: new adapters."""
+    fusion: Fusion | None = None
+    """Which adapters run fused; None: all run as in peft."""
+    products_by: str = ""
+    """The GEMM backend of the fused loss's head and of fused adapters, if it is not cuBLAS."""
+    offload: HostCopies | None = None
+    """What sends tensors of layers to host memory and fetches them."""
+    sharding: Sharding | None = None
+    """What controls weights that are divided over ranks; None: each rank holds whole weights."""
+
+    def with_head(self, work: Callable[[], Result]) -> Result:
+        """work(), which calls the decoder or the head and not the module itself; see Sharding.with_head()."""
+        return work() if self.sharding is None else self.sharding.with_head(work)

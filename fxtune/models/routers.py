@@ -1,0 +1,191 @@
+"""The routers of a mixture of experts, observed: how many tokens each expert gets, and the auxiliary loss from that.
+
+transformers collects the logits of all routers and computes the loss at the end, which neither a compiled layer nor
+the fused loss allows. Here each router leaves its sums over tokens in buffers, without waiting for the device. f_e has
+no gradient, so the gradient of P_e is one number an expert, the same for every token. The loss's backward pass runs
+first and writes these numbers to a buffer; the layers' backward passes read them. Loss and gradient are those that
+transformers computes. techniques/router.py says what f_e and P_e are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtune.errors import UnavailableError
+from fxtune.models.dims import EXPERTS
+from fxtune.models.structure import backbone
+from fxtune.system.console import say
+from fxtune.upstream.transformers import recorded_outputs
+
+COMPARISONS = 2**24
+"""Comparisons that are made at a time, each a number in float32."""
+
+
+class Routers:
+    """A model's routers, and their sums over the tokens of the last forward pass, kept on the device.
+
+    The sums lie in buffers of each router and not in a dictionary by router: a compiled layer knows its modules'
+    buffers, and a dictionary would make it look up, and guard, an entry for each layer.
+    """
+
+    def __init__(self, modules: list[Any], experts: int, collected: bool, device: torch.device) -> None:
+        """`collected`: the model's config asks for the logits of all routers."""
+        self.modules, self.experts, self.collected, self.coefficient = modules, experts, collected, 0.0
+        self.mask = torch.ones(1, device=device)
+        """float32 [tokens]: 0 for padding. Set it before a forward pass; without it each token counts."""
+        self.slope = torch.zeros(experts, device=device)
+        """The gradient of the loss by a token's probability of each expert."""
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        observe = functools.partial(_observe, self)
+        for module in modules:
+            for name in ("tokens", "chosen", "probability"):
+                module.register_buffer(f"{name}_by_expert", torch.zeros(experts, device=device), persistent=False)
+            module.register_forward_hook(observe)
+
+    def loss(self) -> Tensor:
+        """The auxiliary loss of the newest forward pass, differentiable in it."""
+        rows = (self.mask.sum() * len(self.modules)).clamp(min=1)
+        chosen, probability = (
+            torch.stack([getattr(module, f"{name}_by_expert") for module in self.modules]).sum(0) / rows
+            for name in ("chosen", "probability")
+        )
+        loss: Tensor = _Balance.apply(self.anchor, chosen, probability, rows, self.slope)
+        return loss
+
+    def statistics(self) -> dict[str, Tensor]:
+        """How even the tokens of a layer are over its experts, as means over the layers: the largest share times the
+        number of experts (1: even), and the entropy of the shares divided by its maximum (1: even)."""
+        tokens = torch.stack([module.tokens_by_expert for module in self.modules])
+        shares = tokens / tokens.sum(-1, keepdim=True).clamp(min=1)
+        return {
+            "router_max_load": self.experts * shares.amax(-1).mean(),
+            "router_entropy": torch.special.entr(shares).sum(-1).mean() / math.log(self.experts),
+        }
+
+
+def observe_routers(model: Any, device: torch.device) -> Routers | None:
+    """Let the routers of `model` leave their sums; None, and no change, unless transformers says what they return."""
+    text = model.config.get_text_config()
+    experts = next((count for name in EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
+    if experts < 2:
+        return None
+    decoder = backbone(model)
+    try:
+        recorder = recorded_outputs(decoder).get("router_logits")
+    except UnavailableError as error:
+        say(f"router metrics: off, because {error}")
+        return None
+    kind = getattr(recorder, "target_class", recorder)
+    if not isinstance(kind, type) or getattr(recorder, "index", 0) != 0:
+        return None
+    found = [module for module in decoder.modules() if isinstance(module, kind)]
+    if not found:
+        return None
+    routers = Routers(found, experts, bool(getattr(text, "output_router_logits", False)), device)
+    decoder.register_forward_pre_hook(functools.partial(_before_pass, routers), with_kwargs=True)
+    return routers
+
+
+def broken_router(model: nn.Module, routers: Routers, run: Callable[[], object]) -> str | None:
+    """The first of the `routers` of `model` that gives NaN or infinite logits for finite input while run() passes rows
+    through `model`."""
+    names = {module: name for name, module in model.named_modules() if module in routers.modules}
+    found: list[str] = []
+
+    def note(router: Any, args: tuple[Any, ...], output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        if not found and bool(args[0].isfinite().all()) and not bool(logits.isfinite().all()):
+            found.append(names[router])
+
+    hooks = [module.register_forward_hook(note) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _before_pass(routers: Routers, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A mask for a pass that set none (a small row, generation), and no collection of logits by transformers."""
+    given = next(one for one in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if one is not None)
+    if routers.mask.numel() != given.shape[:2].numel():
+        routers.mask = torch.ones(given.shape[:2].numel(), device=routers.slope.device)
+    return args, {**kwargs, "output_router_logits": False} if routers.collected else kwargs
+
+
+def _observe(routers: Routers, router: Any, args: Any, output: Any) -> Any:
+    """A router's forward hook. `output`: logits [tokens, experts], and with them weights and numbers of experts.
+    Logits may have one column more, for no expert: a token that chooses it has the weight 0 (Zaya)."""
+    more = output[0].shape[-1] - routers.experts if isinstance(output, tuple) else -1
+    if more not in (0, 1):
+        return output
+    mask, (logits, *rest) = routers.mask, output
+    numbers = next((one for one in rest if not one.is_floating_point()), None)
+    if numbers is None or len(logits) != len(mask) or logits.is_meta:
+        return output
+    with torch.no_grad():
+        if more:
+            weights = next(one for one in rest if one.is_floating_point())
+            numbers = numbers.masked_fill(weights == 0, routers.experts)
+        router.tokens_by_expert.copy_(_count(numbers, mask, routers.experts))
+        if more or not routers.coefficient:
+            return output
+        probability = logits.float().softmax(-1)
+        router.chosen_by_expert.copy_(_count(probability.topk(numbers.shape[-1])[1], mask, routers.experts))
+        router.probability_by_expert.copy_((probability * mask[:, None]).sum(0))
+    weights = (_Carry.apply(one, logits, mask, routers.slope) if one.is_floating_point() else one for one in rest)
+    return (logits, *weights)
+
+
+def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
+    """float32 [experts]: the tokens of each expert. `numbers` [tokens, k], `mask` [tokens].
+
+    Sums of comparisons, because a histogram on a GPU adds up atomically. Compiled code never stores the comparisons;
+    without the compiler they are made for a few experts at a time.
+    """
+    flat, counted = numbers.flatten()[:, None], mask.repeat_interleave(numbers.shape[-1])[:, None]
+    each = experts if torch.compiler.is_compiling() else max(1, COMPARISONS // max(len(flat), 1))
+    every = torch.arange(experts, device=numbers.device)
+    return torch.cat([((flat == some) * counted).sum(0) for some in every.split(each)])
+
+
+class _Balance(torch.autograd.Function):
+    """The loss as a function of the sums. Its backward pass runs before those of the layers: autograd takes what was
+    computed last first."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, chosen: Tensor, probability: Tensor, rows: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen, rows)
+        ctx.slope = slope
+        return len(chosen) * (chosen * probability).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        chosen, rows = ctx.saved_tensors
+        # .data: the layers saved this tensor to read it now, which autograd would take for a mistake.
+        ctx.slope.data.copy_(gradient * len(chosen) * chosen / rows)
+        return (None,) * 5
+
+
+class _Carry(torch.autograd.Function):
+    """The router's weights as they are. The backward pass adds the gradient of the auxiliary loss to the logits'."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, logits: Tensor, mask: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, mask, slope)
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, mask, slope = ctx.saved_tensors
+        probability = logits.float().softmax(-1)
+        by_token = slope * mask[:, None]
+        change = probability * (by_token - (probability * by_token).sum(-1, keepdim=True))
+        return gradient, change.to(logits.dtype), None, None

@@ -466,10 +466,9 @@ def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
             return super().__getattribute__(key)
 
     try:
-        config = kind(**values)
+        config = Recorded(**values)
         if name not in vars(config):
             return True
-        config.__class__ = Recorded
         read.clear()
         with torch.device("meta"):
             build: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]

@@ -21,7 +21,6 @@ from torch import nn
 
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.parallel import Degrees
-from fxtune.distributed.sharding import free_gathered
 from fxtune.distributed.world import World
 
 pytestmark = pytest.mark.slow
@@ -84,7 +83,8 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         train_step.clip(metrics)
         train_step.update(metrics, 1e-2)
         losses.append(float(metrics["loss"]))
-    free_gathered(model)
+    if prepared.sharding is not None:
+        prepared.sharding.free_gathered()
     codes = [one for one in model.parameters() if one.dtype is torch.uint8]
     return {
         "weights": {name: one.detach().numpy() for name, one in model.named_parameters() if one.requires_grad},

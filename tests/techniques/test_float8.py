@@ -18,7 +18,6 @@ from support.sharded import run_ranks
 
 from fxtune.cli import evaluate
 from fxtune.distributed.parallel import Degrees
-from fxtune.distributed.sharding import free_gathered
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import WeightGradient
@@ -190,7 +189,8 @@ def learn(world: World) -> dict[str, Any]:
         step.clip(metrics)
         step.update(metrics, 1e-2)
         seen.append(float(metrics["loss"]))
-    free_gathered(model)
+    if prepared.sharding is not None:
+        prepared.sharding.free_gathered()
     linears = sum(isinstance(one, Float8Linear) for one in model.modules())
     return {"losses": seen, "linears": linears, "names": [name for name, _ in model.named_parameters()]}
 

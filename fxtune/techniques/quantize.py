@@ -407,8 +407,8 @@ class Quantize(QuantizeOptions, Technique):
         """apply() to a model without memory, whose linears cannot be quantized row by row, and whose experts, if it
         has any, the checkpoint stores in MXFP4. Returns the names and shapes of the weights that it has read by
         `each_weight`."""
-        linears = {f"{name}.weight": linear for name, _, _, linear in self._targets(model.module, False)}
-        wanted = {name: tuple(linear.weight.shape) for name, linear in linears.items()}
+        targets = self._targets(model.module, False)
+        wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in targets}
         self._replace_linears(model, world, partial(each_weight, wanted))
         return wanted
 

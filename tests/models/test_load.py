@@ -32,7 +32,7 @@ from fxtune.models.save import save_model
 
 def load(path, **options):
     model = ModelConfig(path=str(path), **options)
-    return build(model, load_config(model), CPU, seed=0)
+    return build(model, load_config(model), CPU, seed=0).module
 
 
 def test_folder_gives_its_weights(base):
@@ -67,7 +67,7 @@ def test_shipped_model_is_the_default():
 def test_architecture_takes_what_the_model_s_code_reads_beyond_declared_fields():
     config = load_config(tiny_model("qwen3_moe"))
     assert config.head_dim == 16
-    assert build(tiny_model("qwen3_moe"), config, CPU, seed=0).model.layers[0].self_attn.head_dim == 16
+    assert build(tiny_model("qwen3_moe"), config, CPU, seed=0).module.model.layers[0].self_attn.head_dim == 16
     model = tiny_model("qwen3_moe")
     model.architecture["head_dims"] = 16
     with pytest.raises(ConfigError, match=r"model\.architecture\.head_dims: qwen3_moe has no such key"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from support.architectures import built, on_disk, prepared_model
 from support.mixtures import mixture
 
+from fxtune.facts.options import Library, Switch, Type
 from fxtune.models.load import ModelConfig
-from fxtune.techniques.base import Switch
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.techniques.quantize import Library, Quantize, Type
+from fxtune.techniques.quantize import Quantize
 
 OF_LIBRARIES = {"name_or_path", "is_loaded_in_4bit", "is_loaded_in_8bit", "peft_config", "active_adapter"}
 """Attributes of a model that transformers and peft read."""

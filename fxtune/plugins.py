@@ -139,7 +139,7 @@ class Registry(Mapping[str, Value]):
 
 
 ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any] | Group]] = Registry("row format")
-"""A row of the data -> a row in one of fxtune's formats (data/read/formats.py), or a group of documents."""
+"""A row of the data -> a row in one of fxtune's formats (data/formats), or a group of documents."""
 OBJECTIVES: Registry[type] = Registry("objective", causal_lm="fxtune.objectives.causal_lm:CausalLM")
 """Dataclasses that derive from Objective (objectives/base.py)."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")

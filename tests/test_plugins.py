@@ -123,7 +123,7 @@ def test_row_format_converts_rows_and_its_errors_are_bad_rows(cwd):
         opened = open_source(source)
         rows = list(opened.rows())
         assert [row.value for row in rows] == [{"text": "x"}, {"text": "y"}, None]
-        assert opened.format() == "text"
+        assert opened.format().name == "text"
         assert re.search(r"mine\.py, line 5: KeyError: 'b?a'", rows[2].error or "")
     with pytest.raises(ConfigError, match="there is no row format `mine`"):
         list(open_source(source).rows())
@@ -145,7 +145,7 @@ def test_row_format_may_return_a_group_of_documents(cwd, capsys):
     assert "group, 24 documents in 8 groups" in out
     with plugins.files_used(["ranked.py"]):
         opened = open_source(SourceConfig(path="rows.jsonl", format="ranked"))
-        assert opened.format() == "group"
+        assert opened.format().name == "group"
         assert next(opened.rows()).value["labels"] == [None, 1, 0]
 
 

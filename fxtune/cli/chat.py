@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from fxtune.cli.merge import open_adapter, stored_dtype
 from fxtune.cli.run_output import Kind, RunOutput, find_output
 from fxtune.data.chat.encode import EncodedGroup, Encoder
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.models import load as models
@@ -137,7 +137,7 @@ class Chat:
         self.encoder: Encoder | None = None
         if template or tokenizer.chat_template:
             variables = data.get("chat_template_kwargs")
-            self.encoder = Encoder(tokenizer, RowFormat.messages, template, variables=variables)
+            self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables)
         else:
             say("The model has no chat template, so it continues your text.")
         self.start_anew()

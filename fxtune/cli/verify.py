@@ -31,7 +31,6 @@ from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
-from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
 from fxtune.distributed.world import World
 from fxtune.errors import CheckError
@@ -50,8 +49,6 @@ STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""
 SAMPLE = 4096
 """Elements of each trained tensor that are compared before and after a step; two 8B models would not fit."""
-FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens, RowFormat.group}
-"""Formats in which every token may be supervised."""
 
 
 def run(config: Config, loss: bool = False, each: bool = False, json: Optional[Path] = None) -> None:
@@ -138,7 +135,7 @@ def observe_data(data: PreparedData) -> Iterator[Evidence]:
     supervised = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     # The first token of a document is never a target. If all others are, everything is supervised.
     most = tokens - sum(len(row) for index in micro_batches for row in plan.contents(*index))
-    may_be_all = all(one.format in FULLY_SUPERVISED for one in data.tables)
+    may_be_all = not any(table.format.is_chat for table in data.tables)
     planned = sum(plan.supervised(step) for step in range(steps))
     asked = "some tokens supervised" if may_be_all else "some tokens supervised, and not all of them"
     labels = [batch.document_labels for batch in batches if batch.document_labels is not None]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 from itertools import pairwise
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
 from omegaconf import BooleanNode
 
 from fxtune.data.batches.stages import length_conflicts
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import AUTO, FORMATS
+from fxtune.data.formats.row_format import LearnConfig
 from fxtune.errors import ConfigError
 from fxtune.plugins import METRICS, ROW_FORMATS
 
@@ -57,38 +59,18 @@ class OnBadRow(str, Enum):
     quarantine = "quarantine"
 
 
-AUTO = "auto"
+class FormatNames:
+    """The words that a source's `format` may be."""
 
-
-class ChatRole(str, Enum):
-    system = "system"
-    user = "user"
-    assistant = "assistant"
-    tool = "tool"
-
-
-@dataclass
-class LearnConfig:
-    """Which turns of a chat the model learns to write. A turn's own `train` or `weight` (0 or 1) overrides this."""
-
-    roles: list[ChatRole] = field(default_factory=lambda: [ChatRole.assistant])
-    """Whose turns are learned."""
-    tool_calls: bool = True
-    """Learn assistant turns that call tools. False: they are context only."""
-    last_turn_only: bool = False
-    """Learn only the last of these turns in each chat."""
-    since_last_question: bool = False
-    """Learn only the turns after the last answered question: the last answer, and the tool rounds before it."""
-
-    SWITCHES: ClassVar[tuple[str, ...]] = ("last_turn_only", "since_last_question")
-    """A word in place of this section, as in `data.learn=since_last_question`, sets this key to true."""
+    def __iter__(self) -> Iterator[str]:
+        yield from (AUTO, *FORMATS, *ROW_FORMATS)
 
 
 @dataclass
 class SourceConfig:
     path: str = "???"
     """A file, a folder, a glob (`**` works), a hub id, or `builtin:NAME` for data that ships with fxtune."""
-    format: Any = field(default=AUTO, metadata={"kind": RowFormat, "words": ROW_FORMATS})
+    format: str = field(default=AUTO, metadata={"kind": str, "words": FormatNames()})
     """The rows' format; `auto` detects it from the first rows and prints it. Plugins add others (docs/plugins.md)."""
     weight: Optional[float] = field(default=None, metadata={"above": 0})
     """Share of the supervised tokens, relative to the other sources. Null for all sources:
@@ -112,14 +94,10 @@ class SourceConfig:
     eval_fraction: Optional[float] = field(default=None, metadata={"min": 0, "below": 1})
     """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
 
-    def __post_init__(self) -> None:
-        if self.format in [row_format.value for row_format in RowFormat]:
-            self.format = RowFormat(self.format)
-
     @property
     def converter(self) -> str:
         """The row format of a plugin that the rows have; empty for one of fxtune's."""
-        return "" if isinstance(self.format, RowFormat) else str(self.format)
+        return "" if self.format in (AUTO, *FORMATS) else self.format
 
 
 @dataclass

@@ -22,7 +22,6 @@ from torch import nn
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
-from fxtune.data.read.formats import GROUP_FORMATS, RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
@@ -59,9 +58,9 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
     assert config.path is not None
     source = open_source(SourceConfig(path=config.path, limit=config.limit))
     form = source.format()
-    if form is RowFormat.text or form in GROUP_FORMATS:
+    if not form.is_question:
         raise DataError(
-            f"data.questions.path={config.path} holds rows of format {form.value}, which have no question with one "
+            f"data.questions.path={config.path} holds rows of format {form.name}, which have no question with one "
             "answer. Use chat or prompt/completion rows."
         )
     rows = list(islice(source.rows(), config.limit))

@@ -30,7 +30,6 @@ from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.plan import Plan
 from fxtune.data.batches.segments import Side, hold_out_number, is_on_side
 from fxtune.data.config import DataConfig, OnOverlap, SourceConfig
-from fxtune.data.read.formats import RowFormat
 from fxtune.data.tokenized.profile import Profile, profile
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
@@ -42,7 +41,6 @@ from fxtune.training.document_losses import DocumentLosses, Documents, measure
 from fxtune.training.resume_check import describe_tables
 from fxtune.training.significance import higher_mean, least_pairs, lower_mean
 
-CHATS = (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion)
 PATIENCE = 3
 """train.stop.patience of a refresh whose run had none."""
 
@@ -160,13 +158,13 @@ class RefreshData:
 
     def _require_same_format(self, parent: Path) -> None:
         def kind(table: TokenTable) -> str:
-            return "chats" if table.format in CHATS else table.format.value
+            return "chats" if table.format.is_chat else table.format.name
 
         formats = {kind(table) for table in self.old_tables}
         for table in self.new_tables:
             if kind(table) not in formats:
                 raise DataError(
-                    f"{table.name} has rows of format {table.format.value}, and {parent} learned from "
+                    f"{table.name} has rows of format {table.format.name}, and {parent} learned from "
                     f"{' and '.join(sorted(formats))}. Convert it, or set the source's format or columns."
                 )
 
@@ -279,7 +277,7 @@ class RefreshData:
                 raise not_written(f"{file} cannot be written", error) from error
             written.append(
                 SourceConfig(
-                    str(file), table.format, source.weight, unused=source.unused, eval_fraction=self.share(source)
+                    str(file), table.format.name, source.weight, unused=source.unused, eval_fraction=self.share(source)
                 )
             )
         return written

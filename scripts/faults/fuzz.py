@@ -48,9 +48,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support import families  # the tests' tokenizers and templates
 
-from fxtune.data.chat.normalize import REASONING_KEYS, SHAREGPT_ROLES, VARIABLES
-from fxtune.data.config import ChatRole, DataConfig, LearnConfig, OnBadRow, OnRewritten, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.config import DataConfig, OnBadRow, OnRewritten, SourceConfig
+from fxtune.data.formats.chat_format import REASONING_KEYS, SHAREGPT_ROLES, VARIABLES
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import ChatRole, LearnConfig, RowFormat
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import UserError
 
@@ -271,24 +272,24 @@ class Maker:
         return text[:at] + DIAMOND + text[at:]
 
     def row(self, form: RowFormat) -> dict[str, Any]:
-        if form is RowFormat.messages:
+        if form is FORMATS["messages"]:
             return self._messages()
-        if form is RowFormat.sharegpt:
+        if form is FORMATS["sharegpt"]:
             names = {"system": "system", "developer": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
             return {
                 "conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in self._turns()]
             }
-        if form is RowFormat.alpaca:
+        if form is FORMATS["alpaca"]:
             row = {"instruction": self.other(), "output": self.text()}
             return row | ({"input": self.other()} if self.draw.random() < 0.5 else {})
-        if form is RowFormat.prompt_completion:
+        if form is FORMATS["prompt_completion"]:
             if self.draw.random() < 0.5:
                 return {"prompt": self.other(), "completion": self.text()}
             asked = self._turns()[:-1]
             for turn in asked:
                 turn["content"] = self.other()
             return {"prompt": asked, "completion": [{"role": "assistant", "content": self.text()}]}
-        if form is RowFormat.tokens:
+        if form is FORMATS["tokens"]:
             ids = [self.draw.randrange(300) for _ in range(self.draw.randint(1, 30))]
             return {"input_ids": ids, "labels": [token if self.draw.random() < 0.5 else -100 for token in ids]}
         return {"text": self.text()}
@@ -440,8 +441,14 @@ class Fuzzer:
 
     def _lines(self, count: int) -> None:
         form = self.draw.choice(
-            [RowFormat.messages] * 5
-            + [RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion, RowFormat.text, RowFormat.tokens]
+            [FORMATS["messages"]] * 5
+            + [
+                FORMATS["sharegpt"],
+                FORMATS["alpaca"],
+                FORMATS["prompt_completion"],
+                FORMATS["text"],
+                FORMATS["tokens"],
+            ]
         )
         family, marks = self.draw.choice(ALL_FAMILIES), self.draw.random() < 0.3
         self.learn, self.on_rewritten = self.draw.choice(LEARN), self.draw.choice([OnRewritten.split, *OnRewritten])
@@ -461,14 +468,14 @@ class Fuzzer:
         self.report.untouched += len(untouched)
         file = self.folder / "rows.jsonl"
         file.write_bytes(b"\n".join(lines) + self.draw.choice((b"", b"\n")))
-        config = SourceConfig(path=str(file), format=self.draw.choice((form, form, RowFormat.auto)))
-        table = self._tokenized(config, families.tokenizer(family, marks), f"{family} {form.value}")
+        config = SourceConfig(path=str(file), format=self.draw.choice((form.name, form.name, "auto")))
+        table = self._tokenized(config, families.tokenizer(family, marks), f"{family} {form.name}")
         if table is not None:
             self._look(file, table, family, marks, untouched)
 
     def _other_file(self) -> None:
         """Tokenize one damaged file: only fxtune's own errors may be raised."""
-        rows = [self.maker.row(RowFormat.alpaca) for _ in range(20)]
+        rows = [self.maker.row(FORMATS["alpaca"]) for _ in range(20)]
         kind, make = self.draw.choice(list(FILES.items()))
         content = make(rows)
         file = self.folder / f"rows{kind}"
@@ -545,7 +552,7 @@ class Fuzzer:
                 line in untouched,
                 self.learn,
             )
-            chat = table.format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca)
+            chat = table.format in (FORMATS["messages"], FORMATS["sharegpt"], FORMATS["alpaca"])
             if wrong is None and chat and line in untouched:
                 documents = [(np.array(table.ids[here]), np.array(table.supervised[here]))]
                 if pieces is not None and questions is not None and table.digests[index] in pieces:
@@ -560,7 +567,7 @@ class Fuzzer:
                     wrong = turns_fault(tokenizer, row, table.format, self.learn, documents, family if sampled else "")
             if wrong:
                 self._wrong(
-                    f"{family}{' with marks' if marks else ''}, {table.format.value}: {wrong} in {line[:2000]!r}", file
+                    f"{family}{' with marks' if marks else ''}, {table.format.name}: {wrong} in {line[:2000]!r}", file
                 )
 
     def _wrong(self, what: str, file: Path) -> None:
@@ -582,12 +589,12 @@ def fault(
     learn: LearnConfig,
 ) -> str | None:
     """A violation in a document, or None."""
-    if form is RowFormat.tokens:
+    if form is FORMATS["tokens"]:
         expected = [label != -100 for label in row["labels"]] if row.get("labels") is not None else None
         return "the mask is not the labels'" if untouched and supervised.tolist() != expected else None
-    if form is RowFormat.text:
+    if form is FORMATS["text"]:
         return None if supervised.all() else "a token of a text is not supervised"
-    chat = form is not RowFormat.prompt_completion or any(
+    chat = form is not FORMATS["prompt_completion"] or any(
         isinstance(row[side], list) for side in ("prompt", "completion")
     )
     if ChatRole.user in learn.roles:
@@ -647,7 +654,7 @@ def turns_fault(
 ) -> str | None:
     """A violation in the documents of one chat, or None. `family`: whose prompts in sampling the documents must have;
     empty if they need not, or cannot be decoded exactly."""
-    turns = [{"role": "user"}, {"role": "assistant"}] if form is RowFormat.alpaca else row.get("messages") or []
+    turns = [{"role": "user"}, {"role": "assistant"}] if form is FORMATS["alpaca"] else row.get("messages") or []
     turns = turns or [{"role": role} for role, _ in turns_of(row, form)]
     wanted = learned_turns(turns, learn)
     runs = [
@@ -658,7 +665,7 @@ def turns_fault(
     if len(runs) != len(wanted):
         return f"{len(wanted)} turns are to be learned, and {len(runs)} are"
     variables = row.get(VARIABLES, {})
-    if not family or form is not RowFormat.messages or any("tool_calls" in turn for turn in turns):
+    if not family or form is not FORMATS["messages"] or any("tool_calls" in turn for turn in turns):
         return None
     if variables.get("enable_thinking") is False and any(name in turn for turn in turns for name in REASONING_KEYS):
         return None  # the prompt asks for none, the row has some: a line says so
@@ -701,11 +708,11 @@ def learned_turns(turns: list[dict[str, Any]], learn: LearnConfig) -> list[int]:
 
 
 def turns_of(row: dict[str, Any], form: RowFormat) -> list[tuple[str, bool]]:
-    if form is RowFormat.alpaca:
+    if form is FORMATS["alpaca"]:
         return [("user", False), ("assistant", False)]
     sides = (
         [row["prompt"], row["completion"]]
-        if form is RowFormat.prompt_completion
+        if form is FORMATS["prompt_completion"]
         else [next(row[key] for key in ("messages", "conversations", "conversation") if row.get(key) is not None)]
     )
     return [

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from fxtune.config.compose import load, typed
 from fxtune.config.root import Config
-from fxtune.data.config import LearnConfig
+from fxtune.data.formats.row_format import LearnConfig
 from fxtune.errors import ConfigError
 
 

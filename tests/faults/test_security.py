@@ -33,7 +33,7 @@ from fxtune.cli.merge import merge
 from fxtune.config.root import Config, TrainConfig
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.distributed.world import World
@@ -134,7 +134,7 @@ def test_template_time_and_memory_are_limited(what, cwd, tokenizer, monkeypatch)
     Path("greedy.jinja").write_text(GREEDY[what])
     began = time.process_time()
     with pytest.raises(DataError, match=r"stopped: it needs more than (0\.5 s of processor time|200 MiB of memory)"):
-        Encoder(tokenizer, RowFormat.messages, "greedy.jinja")
+        Encoder(tokenizer, FORMATS["messages"], "greedy.jinja")
     assert (
         time.process_time() - began < 60
     )  # the created objects must still be freed, which takes time in a long test session
@@ -146,7 +146,7 @@ def test_template_that_attacks_at_a_later_row_is_limited(more, cwd, tokenizer, m
         "fxtune.data.chat.encode.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
     )
     Path("late.jinja").write_text(PLAIN + "{% if 'wake' in messages[0].content %}" + more + "{% endif %}")
-    encoder = Encoder(tokenizer, RowFormat.messages, "late.jinja")
+    encoder = Encoder(tokenizer, FORMATS["messages"], "late.jinja")
     assert not isinstance(encoder.encode([CHAT])[0], str)
     woken = {"messages": [{"role": "user", "content": "wake up"}, CHAT["messages"][1]]}
     with pytest.raises(DataError, match="stopped: it needs more than"):
@@ -158,7 +158,7 @@ def test_template_that_attacks_at_a_later_row_is_limited(more, cwd, tokenizer, m
 def test_template_cannot_leave_its_sandbox(escape, cwd, tokenizer):
     Path("escape.jinja").write_text(PLAIN + escape)
     try:
-        made = Encoder(tokenizer, RowFormat.messages, "escape.jinja").encode([CHAT])[0]
+        made = Encoder(tokenizer, FORMATS["messages"], "escape.jinja").encode([CHAT])[0]
     except DataError as error:
         made = str(error)
     assert not Path("ran").exists()
@@ -173,7 +173,7 @@ def test_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
         with path.open("wb") as file:
             file.truncate(4 << 30)
     with pytest.raises(DataError, match=r"4,294,967,296 bytes are too long for a chat template"):
-        Encoder(tokenizer, RowFormat.messages, "long.jinja")
+        Encoder(tokenizer, FORMATS["messages"], "long.jinja")
     with pytest.raises(ConfigError, match="more than a chat template ever has"):
         opened(stranger)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
+    "data/formats/row_format.py": "a contract; each format is tested",
     "distributed/averaging.py": "test_gradients.py, with the other ways to add up gradients",
     "distributed/powersgd.py": "test_gradients.py, with the other ways to add up gradients",
     "kernels/save_input.py": "test_tiled_mlp.py and test_fused_modules.py, inside checkpoints",

@@ -8,7 +8,7 @@ import pytest
 from support import families
 
 from fxtune.data.chat.encode import Document, Encoder
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 
 # Shapes that tests/support/templates does not have.
 PHI4 = (
@@ -51,7 +51,7 @@ for _name, _template, _special in (
 @pytest.mark.parametrize("name", MODELS)
 def test_every_answer_is_learned_with_its_end_and_nothing_else(name):
     tokenizer, end = MODELS[name]
-    encoder = Encoder(tokenizer, RowFormat.messages)
+    encoder = Encoder(tokenizer, FORMATS["messages"])
     turns = [("user", "what is two and two?"), ("assistant", ANSWERS[0])]
     turns += [("user", "what is quick?"), ("assistant", ANSWERS[1])]
     (document,) = encoder.encode([{"messages": [{"role": role, "content": text} for role, text in turns]}])

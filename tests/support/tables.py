@@ -11,7 +11,8 @@ from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.plan import Plan
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import RowFormat
 
 PAD = 0
 
@@ -28,7 +29,7 @@ class Table:
     fingerprint: str = ""
     bad_rows: int = 0
     split: SplitCounts = dataclasses.field(default_factory=SplitCounts)
-    format: RowFormat = RowFormat.text
+    format: RowFormat = FORMATS["text"]
     whole: Table | None = None
     sizes: np.ndarray | None = None
     """Documents of each group."""
@@ -113,7 +114,7 @@ def grouped(groups: list[list[tuple[list[int], list[bool]]]], labels=None, name:
         found,
         digests=np.repeat(whole.digests, sizes),
         fingerprint=hashlib.sha256(f"{found.fingerprint} {sizes} {numbers}".encode()).hexdigest(),
-        format=RowFormat.group,
+        format=FORMATS["group"],
         sizes=sizes,
         labels=np.array(numbers, np.float32),
     )

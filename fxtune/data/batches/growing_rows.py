@@ -31,7 +31,6 @@ from fxtune.data.batches.packing import assign_documents, packing_pattern
 from fxtune.data.batches.segments import Segments, cut, permutation
 from fxtune.data.batches.stages import StepRows
 from fxtune.data.config import OnLong
-from fxtune.data.read.formats import GROUP_FORMATS, SPLIT_AT_TURNS
 from fxtune.errors import DataError
 
 _ORDER, _ROWS = 5, 6
@@ -55,8 +54,9 @@ class CutSegments:
         """The segments of `stream`, with their pieces for rows of each of `lengths`."""
         base = stream.segments
         splits = stream.settings.on_long is OnLong.split
-        whole = (*SPLIT_AT_TURNS, *GROUP_FORMATS)
-        by_table = np.array([splits and table.format not in whole for table in stream.tables])
+        by_table = np.array(
+            [splits and not (table.format.is_chat or table.format.is_group) for table in stream.tables]
+        )
         parts, sources, first, count = [base], [stream.source], {}, len(base)
         is_cut = by_table[stream.source]
         for length in lengths:

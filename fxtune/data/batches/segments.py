@@ -20,7 +20,6 @@ from typing import Optional
 import numpy as np
 
 from fxtune.data.config import OnLong
-from fxtune.data.read.formats import GROUP_FORMATS
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import DataError
 
@@ -127,11 +126,11 @@ def make_segments(
     length = np.diff(offsets)[chosen]
     in_row = length if packing or not table.is_grouped else _longest_documents(table)[chosen]
     long = in_row > sequence_length
-    if long.any() and (on_long is OnLong.error or (table.format in GROUP_FORMATS and on_long is not OnLong.drop)):
+    if long.any() and (on_long is OnLong.error or (table.format.is_group and on_long is not OnLong.drop)):
         raise _too_long(table, sequence_length, on_long, chosen, in_row)
     lost = int((length[long] - (sequence_length if on_long is OnLong.truncate else 0)).sum())
     pieces = -(-length // sequence_length)
-    if on_long is not OnLong.split or table.format in GROUP_FORMATS:
+    if on_long is not OnLong.split or table.format.is_group:
         pieces = np.minimum(pieces, 1)
     if on_long is OnLong.drop:
         pieces[long] = 0
@@ -168,7 +167,7 @@ def _too_long(
     long = length > sequence_length
     first = int(np.argmax(long))
     noun, cures = "document", "split, truncate or drop"
-    if table.format in GROUP_FORMATS:
+    if table.format.is_group:
         noun, cures = "group", "drop"
         if on_long is not OnLong.error:
             cures = f"drop (now {on_long.value}: a group is not cut)"

@@ -15,9 +15,11 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from fxtune.data.chat.normalize import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, VARIABLES, Conversation, RowError
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
-from fxtune.data.read.formats import RowFormat, preference_columns
+from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES
+from fxtune.data.formats.registry import preference_columns
+from fxtune.data.formats.row_format import Conversation, RowFormat
+from fxtune.data.formats.values import RowError
 from fxtune.errors import shortened
 
 KNOWN = frozenset(
@@ -42,23 +44,6 @@ KNOWN_ENDINGS = tuple(
 )
 """Names with these endings describe a row, too."""
 
-OPENAI_COLUMNS = ("tools", "functions", "parallel_tool_calls")
-"""Columns of OpenAI's fine-tuning format beside `messages`. The last one tells the service what to allow."""
-
-READ: dict[RowFormat, frozenset[str]] = {
-    RowFormat.messages: frozenset((*LIST_KEYS, *OPENAI_COLUMNS, VARIABLES, "prompt", "text")),
-    RowFormat.sharegpt: frozenset((*LIST_KEYS, *OPENAI_COLUMNS, VARIABLES, "prompt", "text")),
-    RowFormat.alpaca: frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text")),
-    RowFormat.prompt_completion: frozenset(("prompt", "completion", VARIABLES, "text")),
-    RowFormat.tokens: frozenset(
-        ("input_ids", "labels", "assistant_masks", "token_type_ids", "position_ids", "special_tokens_mask", "text")
-    ),
-    RowFormat.text: frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion")),
-    RowFormat.group: frozenset(("documents", "labels")),
-}
-"""The columns of each format, and those that often repeat them: the rendered text, the first question, or the chats
-beside a text that the user has chosen to train on."""
-
 TURN_KEYS = frozenset(
     ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")
 ) | frozenset(REASONING_KEYS)
@@ -73,7 +58,7 @@ class Coverage:
     def __init__(self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True) -> None:
         self.enabled = enabled
         self.unused = frozenset(unused)
-        self._columns = KNOWN | READ[format] | self.unused
+        self._columns = KNOWN | format.covered | self.unused
         self._turn_keys = KNOWN | TURN_KEYS | self.unused
         self._unknown: dict[tuple[Any, ...], list[str]] = {}
         self._shapes: dict[Any, frozenset[tuple[int, str]]] = {}

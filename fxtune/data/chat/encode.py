@@ -16,43 +16,30 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import REASONING_REMARK, Coverage, reasoning_of
-from fxtune.data.chat.normalize import (
-    SURROGATE,
-    SYSTEM_ROLES,
-    VARIABLES,
-    Conversation,
-    RowError,
-    read_conversation,
-    require_answer,
-    require_text,
-    short,
-    with_parsed_lists,
-)
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
 from fxtune.data.chat.template import RESERVED, ChatTemplate, Span, undeclared_variables, unused_characters
-from fxtune.data.config import LearnConfig, OnRewritten, time_of_templates
+from fxtune.data.config import OnRewritten, time_of_templates
+from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
+from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
+from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, RowFormat, RowGroup, TokenIds
+from fxtune.data.formats.values import SURROGATE, RowError, short, type_name
 from fxtune.data.read.files import require_file
-from fxtune.data.read.formats import GROUP_FORMATS, RowFormat, row_format, with_format_names
-from fxtune.data.read.row import type_name
 from fxtune.errors import DataError, did_you_mean, shortened
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
-IGNORE_INDEX = -100
-"""The label of tokens that are not targets in pre-tokenized data, as in PyTorch."""
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 CLOCK = "strftime_now"
@@ -158,7 +145,6 @@ class Encoder:
         on_rewritten: OnRewritten = OnRewritten.split,
         template_time: str | None = None,
     ) -> None:
-        assert format is not RowFormat.auto, "the format is detected before rows are encoded"
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so masks cannot be placed exactly; use a model "
@@ -167,10 +153,9 @@ class Encoder:
         self.format = format
         self.learn = learn or LearnConfig()
         self.unused = tuple(unused or ())
-        self._coverage: dict[RowFormat, Coverage] = {
-            covered: Coverage(covered, self.unused, enabled=unused is not None)
-            for covered in (RowFormat if format in GROUP_FORMATS else [format])
-            if covered is not RowFormat.auto
+        self._coverage = {
+            name: Coverage(covered, self.unused, enabled=unused is not None)
+            for name, covered in (FORMATS if format.is_group else {format.name: format}).items()
         }
         self.system = system
         self.variables = dict(variables or {})
@@ -184,14 +169,16 @@ class Encoder:
         self._bos = _leading_special_ids(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
-        has_tokens = format in (RowFormat.tokens, *GROUP_FORMATS)
-        self._vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1 if has_tokens else 0
         self._templates: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper]] = {}
         encode, decode = partial(_encode, self._tokenizer), partial(_decode, self._tokenizer)
         self._borders = BorderFinder(encode, decode, tokenizer.added_tokens_decoder)
-        if format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca):
+        if format.needs_template:
             self._template(with_tools=False)
             _require_variables(self.variables, self._tokenizer.chat_template, self.template_source)
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | EncodedGroup | str]:
         """Return for each row, in order, its document or group of documents, or the reason why it cannot be used."""
@@ -202,7 +189,7 @@ class Encoder:
                     try:
                         if not isinstance(row, Mapping):
                             raise RowError(f"the row is {type_name(row)}, not an object")
-                        results.append(self._group(row) if self.format in GROUP_FORMATS else self._read(row))
+                        results.append(self._read(row))
                     except RowError as reason:
                         results.append(str(reason))
         except LimitExceeded as limit:
@@ -228,49 +215,57 @@ class Encoder:
                 samples.append(result if isinstance(result, str) else document(result))
         return samples
 
-    def _read(self, row: Mapping[str, Any], format: RowFormat | None = None) -> _Text | Document:
-        """The document of a row of `format`; None: the format of all rows."""
-        format = format or self.format
-        if format is RowFormat.text:
-            return self._text(row)
-        if format is RowFormat.tokens:
-            return self._tokens(row)
-        if format is RowFormat.prompt_completion:
-            return self._prompt_completion(row)
-        return self._chat(row, format)
-
-    def _group(self, row: Mapping[str, Any]) -> _GroupTexts:
-        rows, documents = row.get("documents"), list[_Text | Document]()
-        if not isinstance(rows, (list, tuple)):
-            raise RowError(f"documents is {type_name(rows)}, not a list of rows")
-        if not rows:
-            raise RowError("documents is empty")
-        self._coverage[self.format].check_columns(row, "")
-        for index, part in enumerate(rows):
-            if not isinstance(part, Mapping):
-                raise RowError(f"documents[{index}] is {type_name(part)}, not an object")
-            part = with_format_names(dict(part))
-            format = row_format(part)
-            if format is None or format in GROUP_FORMATS:
-                raise RowError(
-                    f"documents[{index}] has no format that fxtune knows; its columns: {', '.join(map(short, part))}"
-                )
+    def _read(self, row: Mapping[str, Any]) -> _Text | Document | _GroupTexts:
+        content = self.format.read(row, self.learn, self.unused)
+        if not isinstance(content, RowGroup):
+            return self._document(row, content, self.format)
+        self._coverage[self.format.name].check_columns(row, "")
+        documents = []
+        for index, part in enumerate(content.rows):
             try:
-                document = self._read(part, format)
+                documents.append(self._group_document(part))
             except RowError as reason:
-                raise RowError(f"documents[{index}]: {reason}") from None
-            if document.is_rewritten and self.on_rewritten is OnRewritten.split:
+                raise RowError(f"documents[{index}]{reason}") from None
+        return _GroupTexts(documents, content.labels)
+
+    def _group_document(self, row: Mapping[str, Any]) -> _Text | Document:
+        """One document of a group. Raises RowError, worded to follow the document's place."""
+        row = with_format_names(dict(row))
+        format = row_format(row)
+        if format is None or format.is_group:
+            raise RowError(f" has no format that fxtune knows; its columns: {', '.join(map(short, row))}")
+        try:
+            document = self._document(row, format.read(row, self.learn, self.unused), format)
+        except RowError as reason:
+            raise RowError(f": {reason}") from None
+        if document.is_rewritten and self.on_rewritten is OnRewritten.split:
+            raise RowError(
+                ": the chat template writes an answer otherwise once another turn follows, and a document of a group "
+                "is not divided. Learn the last answer alone (data.on_rewritten=context)"
+            )
+        return document
+
+    def _document(self, row: Mapping[str, Any], content: Content, format: RowFormat) -> _Text | Document:
+        """The document of a row of `format` with this content, which is no group."""
+        if isinstance(content, Conversation):
+            return self._rendered(self._with_system(content), self._coverage[format.name])
+        if isinstance(content, PlainText):
+            self._coverage[format.name].check_columns(row, content.text)
+            return _Text(content.text, [(content.first, len(content.text))], is_plain=True)
+        assert isinstance(content, TokenIds)
+        for index, token in enumerate(content.ids):
+            if not 0 <= token < self._vocabulary:
                 raise RowError(
-                    f"documents[{index}]: the chat template writes an answer otherwise once another turn follows, and "
-                    "a document of a group is not divided. Learn the last answer alone (data.on_rewritten=context)"
+                    f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
                 )
-            documents.append(document)
-        return _GroupTexts(documents, _labels(row.get("labels"), len(documents)))
+        self._coverage[format.name].check_columns(row, "")
+        return Document(content.ids, content.supervised)
 
     def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
         """The documents of a chat: one for each question (`self.by_question`), divided into pieces where it has more
         than `self.longest` tokens. `whole`: the tokens of the chat."""
-        if self.format is RowFormat.prompt_completion and isinstance(row.get("prompt"), str):
+        content = self.format.read(row, self.learn, self.unused)
+        if not isinstance(content, Conversation):
             assert self.longest is not None
             return truncate_chat(whole, self.longest)
 
@@ -282,7 +277,7 @@ class Encoder:
             document = self._tokenize([rendered])[0] if isinstance(rendered, _Text) else rendered
             return document if isinstance(document, Document) else None
 
-        chat = self._conversation(row, self.format)
+        chat = self._with_system(content)
         if not (self.by_question and whole.is_rewritten):
             assert self.longest is not None
             return split_chat(chat, whole, encode, self.longest)
@@ -292,9 +287,9 @@ class Encoder:
         """What a user should know about the chat template before training with it."""
         if not self._templates:
             given = {"system": self.system is not None, VARIABLES: bool(self.variables)}
-            form = self.format.value
+            form = self.format.name
             found = [f"data.{key} is for chats; it changes no {form} rows" for key, is_set in given.items() if is_set]
-            if self._eos is None and self.format is not RowFormat.tokens:
+            if self._eos is None and self.format.name != "tokens":
                 found.append(
                     "the tokenizer has no end-of-text token, so the model does not learn where to stop; name a "
                     "tokenizer with one in model.tokenizer (`eos_token` in its tokenizer_config.json), or write the "
@@ -316,7 +311,7 @@ class Encoder:
     def written_times(self) -> list[str]:
         """What the chat template writes with strftime_now: on a day, most templates write the same."""
         sources = [self.template_source] if self.template_source else _sources(self._tokenizer.chat_template)
-        if self.format in (RowFormat.text, RowFormat.tokens):
+        if not (self.format.is_chat or self.format.is_group):
             return []
         texts: set[str] = set()
         for source in sources:
@@ -345,21 +340,14 @@ class Encoder:
             self._templates[key] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
         return self._templates[key]
 
-    def _chat(self, row: Mapping[str, Any], format: RowFormat) -> _Text | Document:
-        row = _parsed(row, format)
-        return self._rendered(self._conversation(row, format), row, self._coverage[format])
-
-    def _conversation(self, row: Mapping[str, Any], format: RowFormat) -> Conversation:
-        chat = read_conversation(_parsed(row, format), format, self.learn, self.unused)
+    def _with_system(self, chat: Conversation) -> Conversation:
         if self.system is not None and all(message["role"] not in SYSTEM_ROLES for message in chat.messages):
             chat.messages.insert(0, {"role": "system", "content": self.system})
             chat.supervised.insert(0, False)
         return chat
 
-    def _rendered(
-        self, chat: Conversation, row: Mapping[str, Any] | None = None, coverage: Coverage | None = None
-    ) -> _Text | Document:
-        """`row`: the row of the chat, to be found in the text by `coverage`; None for a part of a chat."""
+    def _rendered(self, chat: Conversation, coverage: Coverage | None = None) -> _Text | Document:
+        """`coverage`: what looks for the row of the chat in the text; None for a part of a chat."""
         template, escaper = self._template(chat.tools is not None, chat.variables)
         messages, supervised = template.adapted(chat.messages), chat.supervised
         if chat.variables and escaper.is_quoted([], [chat.variables]):
@@ -374,8 +362,8 @@ class Encoder:
         if escaper.is_quoted(messages, chat.tools):
             aliased = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
         remarks: tuple[str, ...] = ()
-        if row is not None and coverage is not None:
-            found = coverage.check_conversation(row, chat, messages, text, template)
+        if coverage is not None:
+            found = coverage.check_conversation(chat.row, chat, messages, text, template)
             if rewritten:
                 others = [remark for remark in found if remark != REASONING_REMARK]
                 found = [REWRITTEN_REMARKS[self.on_rewritten], *others]
@@ -405,55 +393,6 @@ class Encoder:
         template, _ = self._template(chat.tools is not None, chat.variables)
         return template.rewritten_turns(template.adapted(chat.messages), chat.supervised, chat.tools)
 
-    def _prompt_completion(self, row: Mapping[str, Any]) -> _Text | Document:
-        prompt, completion = row.get("prompt"), row.get("completion")
-        if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
-            return self._chat(row, RowFormat.prompt_completion)
-        if row.get(VARIABLES):
-            raise RowError(f"{VARIABLES} is for chats, and this prompt is a text")
-        prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
-        text = prompt + completion
-        require_answer(completion, "completion")
-        self._coverage[RowFormat.prompt_completion].check_columns(row, text)
-        return _Text(text, [(len(text) - len(completion), len(text))], is_plain=True)
-
-    def _text(self, row: Mapping[str, Any]) -> _Text:
-        text = require_text(row.get("text"), "text")
-        if not text.strip():
-            raise RowError("text is empty")
-        self._coverage[RowFormat.text].check_columns(row, text)
-        return _Text(text, [(0, len(text))], is_plain=True)
-
-    def _tokens(self, row: Mapping[str, Any]) -> Document:
-        ids = _integers(row.get("input_ids"), "input_ids")
-        if not ids:
-            raise RowError("input_ids is empty")
-        for index, token in enumerate(ids):
-            if not 0 <= token < self._vocabulary:
-                raise RowError(
-                    f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
-                )
-        columns = self._coverage[RowFormat.tokens]
-        columns.check_columns({key: row[key] for key in row if key != "attention_mask"}, "")
-        if 0 in (row.get("attention_mask") or ()):
-            raise RowError("attention_mask has zeros: remove the padding from input_ids, fxtune pads rows itself")
-        if row.get("labels") is not None:
-            labels = _integers(row["labels"], "labels", len(ids))
-            for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
-                if label not in (IGNORE_INDEX, token):
-                    raise RowError(
-                        f"labels[{index}] is {short(label)}; it must be {IGNORE_INDEX} or input_ids[{index}], which "
-                        f"is {token}"
-                    )
-            return Document(ids, [label != IGNORE_INDEX for label in labels])
-        if row.get("assistant_masks") is not None:
-            masks = _integers(row["assistant_masks"], "assistant_masks", len(ids))
-            for index, mask in enumerate(masks):
-                if mask not in (0, 1):
-                    raise RowError(f"assistant_masks[{index}] is {short(mask)}; use 0 or 1")
-            return Document(ids, [mask == 1 for mask in masks])
-        return Document(ids, [True] * len(ids))
-
     def _tokenize(self, texts: list[_Text]) -> list[Document | str]:
         encoded = self._tokenizer(
             [text.text for text in texts],
@@ -479,24 +418,6 @@ class Encoder:
                 document = replace(document, ids=ids, supervised=supervised)
             documents.append(document)
         return documents
-
-
-def _parsed(row: Mapping[str, Any], format: RowFormat) -> Mapping[str, Any]:
-    return with_parsed_lists(row) if format in (RowFormat.messages, RowFormat.sharegpt) else row
-
-
-def _labels(labels: Any, documents: int) -> list[float]:
-    """The label of each document of a group, NaN for null. Raises RowError."""
-    if labels is None:
-        return [math.nan] * documents
-    if not isinstance(labels, (list, tuple)) or len(labels) != documents:
-        found = f"{len(labels)} entries" if isinstance(labels, (list, tuple)) else type_name(labels)
-        raise RowError(f"labels is {found}; it must be a list of {documents} numbers, one for each of `documents`")
-    for index, label in enumerate(labels):
-        if label is not None and (not isinstance(label, (int, float)) or math.isinf(label)):
-            named = short(label) if isinstance(label, float) else type_name(label)
-            raise RowError(f"labels[{index}] is {named}, not a number or null")
-    return [math.nan if label is None else float(label) for label in labels]
 
 
 def read_template(path: str) -> str:
@@ -586,17 +507,6 @@ def _require_system(template: ChatTemplate) -> None:
         raise DataError(
             f"data.system: {reason}. Leave data.system out, or set data.chat_template to a template that writes it."
         )
-
-
-def _integers(values: Any, where: str, length: int | None = None) -> list[int]:
-    if not isinstance(values, (list, tuple)):
-        raise RowError(f"{where} is {type_name(values)}" + ("" if values is None else ", not a list of integers"))
-    if length is not None and len(values) != length:
-        raise RowError(f"{where} has {len(values)} entries and input_ids has {length}")
-    for index, value in enumerate(values):
-        if not isinstance(value, int):
-            raise RowError(f"{where}[{index}] is {type_name(value)}, not an integer")
-    return [int(value) for value in values]
 
 
 def _document(text: _Text, ids: list[int], offsets: Sequence[Span], finder: BorderFinder) -> Document:

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxtune.data.chat.normalize import RowError
 from fxtune.data.chat.template import Span, unused_characters
+from fxtune.data.formats.values import RowError
 
 _OPENING, _CLOSING = "\U0010fad0", "\U0010fad1"
 """Private-use characters around the number of a special token: its alias."""

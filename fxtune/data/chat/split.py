@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fxtune.data.chat.normalize import SYSTEM_ROLES, Conversation
+from fxtune.data.formats.chat_format import SYSTEM_ROLES
+from fxtune.data.formats.row_format import Conversation
 
 Encode = Callable[[Conversation], Any]
 """A conversation to its tokens (a dataclass with `ids` and `supervised`); None if the template refuses it."""

@@ -41,7 +41,8 @@ from hashlib import blake2b
 from itertools import pairwise, product
 from typing import Any
 
-from fxtune.data.chat.normalize import SYSTEM_ROLES, RowError
+from fxtune.data.formats.chat_format import SYSTEM_ROLES
+from fxtune.data.formats.values import RowError
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 

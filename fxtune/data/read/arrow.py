@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, too_long, without_nulls
+from fxtune.data.formats.values import without_nulls
+from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, too_long
 from fxtune.errors import DataError
 
 Decoder = Callable[[Any], Iterable[dict[str, Any]]]

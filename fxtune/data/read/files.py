@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from fxtune.data.read.formats import row_format
+from fxtune.data.formats.registry import row_format
 from fxtune.data.read.row import bounded_lines
 from fxtune.errors import FILE, DataError, kind_of, nearest
 

@@ -10,17 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from fxtune.data.read.row import (
-    MAX_ROW_BYTES,
-    TOO_DEEP,
-    RepeatedKeyError,
-    Row,
-    bad_row,
-    checked_row,
-    is_too_deep,
-    reading,
-    unique_keys,
-)
+from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
+from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, checked_row, reading
 from fxtune.errors import DataError
 
 

@@ -10,20 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
 from fxtune.data.read.row import (
     MAX_ROW_BYTES,
-    TOO_DEEP,
-    RepeatedKeyError,
     Row,
     bad_row,
     bounded_lines,
     checked_row,
     converted,
-    is_too_deep,
     reading,
     rename_columns,
     too_long,
-    unique_keys,
 )
 from fxtune.errors import DataError
 

@@ -8,13 +8,13 @@ written to the quarantine file. A longer row is skipped as it is read; it is nev
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from fxtune.data.read.formats import with_format_names
+from fxtune.data.formats.registry import with_format_names
+from fxtune.data.formats.values import type_name
 from fxtune.errors import ConfigError, DataError
 from fxtune.plugins import ROW_FORMATS, Group
 
@@ -24,21 +24,6 @@ MAX_RAW_CHARACTERS = 100_000
 """Characters of a bad row that are kept for the quarantine file."""
 MAX_ROW_BYTES = 16 << 20
 """A longer row is a bad row."""
-MAX_DEPTH = 100
-"""A row with lists and objects nested deeper than this is a bad row."""
-TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
-
-
-_TYPE_NAMES = {
-    type(None): "null",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    dict: "an object",
-    list: "a list",
-    tuple: "a list",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,50 +85,6 @@ def bad_row(where: str, error: str, raw: Any) -> Row:
 
 def too_long(size: int) -> str:
     return f"a row of {size / 2**20:,.1f} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB. Split it into several rows"
-
-
-class RepeatedKeyError(ValueError):
-    """An object of a JSON text has the same key twice."""
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a JSON text: the `object_pairs_hook` of every reader of rows.
-
-    Raises RepeatedKeyError for a key that stands twice, because Python would keep the last value alone.
-    """
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise RepeatedKeyError(f"an object has the key {reprlib.repr(repeated)} twice; keep one of its values")
-    return value
-
-
-def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
-    """`value` without the keys of objects that hold null, except `keep`. Nulls in lists stay."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item, keep) for key, item in value.items() if item is not None or key in keep}
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # not lists of token ids
-        return [without_nulls(item, keep) for item in value]
-    return value
-
-
-def is_too_deep(text: str, value: Any) -> bool:
-    """Whether `value`, parsed from `text`, is nested deeper than MAX_DEPTH."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return False
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [item for item in level if isinstance(item, (list, dict))]
-        if not level:
-            return False
-        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
-    return True
-
-
-def type_name(value: Any) -> str:
-    """The JSON type of a value, for messages."""
-    return _TYPE_NAMES.get(type(value), f"of type {type(value).__name__}")
 
 
 def converted(rows: Iterable[Row], converter: str | None) -> Iterator[Row]:

@@ -9,7 +9,7 @@
 | text    | .txt .md                            | documents, paragraphs or lines (`text_unit`)                        |
 | hub     | a dataset id, a save_to_disk folder | through `datasets`, memory-mapped                                   |
 
-A row that cannot be read becomes a `Row` with the reason; it is never left out. formats.py decides what a row means.
+A row that cannot be read becomes a `Row` with the reason; it is never left out. data/formats decides what a row means.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.data.config import SourceConfig, TextUnit
+from fxtune.data.formats.registry import FORMATS, detect_format, preference_columns
+from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.read import files, folders, hub_datasets, splits
 from fxtune.data.read.arrow import parquet_rows
 from fxtune.data.read.delimited import csv_rows
 from fxtune.data.read.files import DataFile
-from fxtune.data.read.formats import RowFormat, detect_format, preference_columns
 from fxtune.data.read.json_array import json_rows
 from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
 from fxtune.data.read.row import Row, RowShard, converted, rename_columns, row_shards
@@ -131,10 +132,10 @@ class Source:
         for row in head:
             if reason := preference_columns(row, self.config.unused):
                 raise DataError(f"{self.name}: {reason}.")
-        if self.config.format is not RowFormat.auto and not self.config.converter:
-            return RowFormat(self.config.format)
+        if self.config.format in FORMATS:
+            return FORMATS[self.config.format]
         # If all rows are bad, any format will do: the first bad row becomes the error.
-        return detect_format(head, self.name) if head else RowFormat.text
+        return detect_format(head, self.name) if head else FORMATS["text"]
 
     def content_key(self) -> str:
         """A hash of all bytes that are used, the same for a copy under another name."""

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from fxtune.data.chat.split import SplitCounts
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.read.row import Row
 from fxtune.data.tokenized.cache import META, keep_from_removal
 
@@ -72,7 +73,7 @@ class TokenTable:
         meta = read_meta(folder)
         assert meta is not None, f"{folder} is no complete token table"
         self.fingerprint: str = meta["fingerprint"]
-        self.format = RowFormat(meta["format"])
+        self.format: RowFormat = FORMATS[meta["format"]]
         self.bad_rows: int = meta["bad_rows"]
         self.escaped: int = meta["literal"]
         self.supervised_tokens: int = meta["supervised"]

@@ -25,8 +25,8 @@ import numpy as np
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.chat.split import SplitCounts
-from fxtune.data.config import DataConfig, LearnConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
-from fxtune.data.read.formats import SPLIT_AT_TURNS, RowFormat
+from fxtune.data.config import DataConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
+from fxtune.data.formats.row_format import LearnConfig
 from fxtune.data.read.row import Row, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
@@ -80,7 +80,7 @@ def tokenize(
     try:
         table, cached = _open_or_build(folder, settings, opened, encoder, data)
         encoder.by_question = bool(table.rewritten) and data.on_rewritten is OnRewritten.split
-        is_cut = format in SPLIT_AT_TURNS and data.on_long is OnLong.split
+        is_cut = format.is_chat and data.on_long is OnLong.split
         if encoder.by_question or (is_cut and table.longest > data.sequence_length):
             # A table of its own, because the tokens of all other sources do not depend on the row's length.
             encoder.longest = data.sequence_length if is_cut else None
@@ -127,7 +127,7 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         backend.pop(state, None)
     settings = [
         source.content_key(),
-        encoder.format.value,
+        encoder.format.name,
         sorted(source.config.columns.items()),
         source.config.limit,
         source.config.text_unit.value,
@@ -175,7 +175,7 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
             if converter := source.config.converter:
                 require_unchanged(ROW_FORMATS.added()[converter])
             _require_targets(writer, source, encoder, data)
-            writer.finish(name=source.name, format=encoder.format.value)
+            writer.finish(name=source.name, format=encoder.format.name)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:
@@ -186,7 +186,7 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
     first = writer.first_bad
     if not writer.documents and first is not None:
         raise DataError(
-            f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.value}; the first, "
+            f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.name}; the first, "
             f"{first.where}: {first.error}. Set the source's format, or rename its columns."
         )
     if not writer.documents and writer.split.chats:
@@ -197,13 +197,10 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
     if not writer.documents:
         raise DataError(f"{source.name} has no rows.")
     if not writer.supervised and not writer.labelled:
-        reason = {
-            RowFormat.tokens: "its labels are all -100, or its assistant_masks all 0",
-            RowFormat.text: "no text has a token",
-        }.get(encoder.format, "each turn is switched off by its `train` or `weight`, or by data.learn")
         raise DataError(
             f"{source.name}: not one of {writer.tokens:,} tokens in {writer.documents:,} documents of format "
-            f"{encoder.format.value} is supervised: {reason}. A model would learn nothing from it."
+            f"{encoder.format.name} is supervised: {encoder.format.nothing_learned}. A model would learn nothing from "
+            "it."
         )
 
 
@@ -350,7 +347,7 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
     groups = f" in {len(table.by_group):,} groups" if table.is_grouped else ""
     lines = [
-        f"{table.format.value}, {len(table):,} documents{groups}, {tokens:,} tokens, "
+        f"{table.format.name}, {len(table):,} documents{groups}, {tokens:,} tokens, "
         f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"
     ]
     if table.escaped:

@@ -15,7 +15,7 @@ from support.tables import natural, table, training
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, MixConfig, OnLong
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import ConfigError, DataError
 
 document = st.integers(2, 100).flatmap(
@@ -133,7 +133,7 @@ def test_only_so_much_text_is_cut_as_fills_the_steps():
     assert [note for note in plan.notes() if "documents are cut into shorter rows" in note]
 
 
-@pytest.mark.parametrize("change", [dict(format=RowFormat.messages), dict()], ids=["chats", "on_long=drop"])
+@pytest.mark.parametrize("change", [dict(format=FORMATS["messages"]), dict()], ids=["chats", "on_long=drop"])
 def test_documents_that_are_not_cut_need_longer_rows_in_time(change):
     tables = [dataclasses.replace(table([([1] * 16, [True] * 16)] * 100 + [([2] * 64, [True] * 64)] * 75), **change)]
     options = {} if change else dict(on_long=OnLong.drop)

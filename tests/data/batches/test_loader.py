@@ -26,7 +26,7 @@ from fxtune.data.batches.loader import Loader, LoaderConfig, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class Table:
     name = "table"
     fingerprint = "0"
     split, whole = SplitCounts(), None
-    format, is_grouped, noun, labels = RowFormat.text, False, "documents", None
+    format, is_grouped, noun, labels = FORMATS["text"], False, "documents", None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fxtune.data.chat import border
 from fxtune.data.chat.encode import APART_REMARK, CROSSED_REMARK, Document, Encoder
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 
 STYLES = ["bytelevel", "bytelevel_trimmed", "metaspace", "metaspace_prefixed"]
 
@@ -51,7 +51,7 @@ def test_newlines_on_both_sides_of_a_border_stay_two_tokens() -> None:
     question = [{"role": "user", "content": "two"}]
     for answer in ("\nfour", "\n\nfour", "four"):
         document = encoded(
-            Encoder(tokenizer, RowFormat.messages),
+            Encoder(tokenizer, FORMATS["messages"]),
             {"messages": [*question, {"role": "assistant", "content": answer}]},
         )
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
@@ -63,7 +63,7 @@ def test_newlines_on_both_sides_of_a_border_stay_two_tokens() -> None:
 
 def test_a_space_before_an_answer_stays_in_the_prompt() -> None:
     tokenizer = tokenizer_of([" yes"])
-    document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), {"prompt": "Ans: ", "completion": "yes"})
+    document = encoded(Encoder(tokenizer, FORMATS["prompt_completion"]), {"prompt": "Ans: ", "completion": "yes"})
     prompt, completion = tokenizer("Ans: ")["input_ids"], tokenizer("yes")["input_ids"]
     assert document.ids == [*prompt, *completion, tokenizer.eos_token_id]
     assert document.supervised == [index >= len(prompt) for index in range(len(document.ids))]
@@ -77,7 +77,7 @@ def test_each_turn_of_a_chat_has_its_border_also_beside_quoted_special_tokens() 
         {"role": role, "content": content}
         for role, content in (("user", quote), ("assistant", "\na"), ("user", "b"), ("assistant", "\nc"))
     ]
-    document = encoded(Encoder(tokenizer, RowFormat.messages), {"messages": turns})
+    document = encoded(Encoder(tokenizer, FORMATS["messages"]), {"messages": turns})
     assert document.escaped
     newline, ending = tokenizer("\n")["input_ids"], tokenizer.eos_token_id
     learned = [token for token, mark in zip(document.ids, document.supervised, strict=True) if mark]
@@ -89,7 +89,7 @@ def test_each_turn_of_a_chat_has_its_border_also_beside_quoted_special_tokens() 
 def test_a_letter_that_a_tokenizer_composes_with_the_prompts_last_is_counted() -> None:
     tokenizer = tokenizer_of(["é"], normalizers.NFC())
     row = {"prompt": "caf e", "completion": "\u0301 yes"}
-    document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), row)
+    document = encoded(Encoder(tokenizer, FORMATS["prompt_completion"]), row)
     assert document.remarks == (CROSSED_REMARK,)
     assert document.ids == tokenizer("caf é yes<|im_end|>")["input_ids"]
 
@@ -99,7 +99,7 @@ def test_a_long_prompt_is_compared_by_its_end(monkeypatch: pytest.MonkeyPatch) -
     tokenizer = tokenizer_of([" yes"])
     for prompt, completion in (("yes " * 30, "yes"), ("yes " * 30 + "no", " yes"), ("x" * 99, "yes")):
         document = encoded(
-            Encoder(tokenizer, RowFormat.prompt_completion), {"prompt": prompt, "completion": completion}
+            Encoder(tokenizer, FORMATS["prompt_completion"]), {"prompt": prompt, "completion": completion}
         )
         assert document.ids[: first(document)] == tokenizer(prompt)["input_ids"]
         assert tokenizer.decode(document.ids[first(document) :]) == completion + "<|im_end|>"
@@ -108,7 +108,7 @@ def test_a_long_prompt_is_compared_by_its_end(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("style", STYLES)
 def test_a_document_begins_with_the_tokens_of_its_prompt(style: str) -> None:
     tokenizer = families.build_tokenizer(style, "<s>", "</s>")
-    encoder = Encoder(tokenizer, RowFormat.prompt_completion)
+    encoder = Encoder(tokenizer, FORMATS["prompt_completion"])
     words = st.text("what is\n? 12four:é😀", max_size=12)
 
     @settings(max_examples=80)

@@ -13,7 +13,7 @@ from support.rows import write_jsonl
 from fxtune.data.chat.coverage import CONTENT_REMARK, REASONING_REMARK
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds",
 
 
 def encode(family: str, row: dict[str, Any], format: str = "messages", unused: tuple[str, ...] = ()) -> Document | str:
-    (found,) = Encoder(families.tokenizer(family), RowFormat(format), unused=unused).encode([row])
+    (found,) = Encoder(families.tokenizer(family), FORMATS[format], unused=unused).encode([row])
     return found
 
 
@@ -153,7 +153,7 @@ def test_preferences_after_the_first_rows_are_bad_rows() -> None:
 
 def test_classes_are_no_preferences(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "two", "label": 1}])
-    assert open_source(SourceConfig(path=str(path))).format() is RowFormat.text
+    assert open_source(SourceConfig(path=str(path))).format() is FORMATS["text"]
     reason = encode("chatml", json.loads(path.read_text()), "text")
     assert "column 'label' is not read" in reason
 
@@ -165,6 +165,6 @@ def test_a_reason_does_not_repeat_a_name_of_thousands_of_letters(place: str) -> 
     {"column": row, "turn": row["messages"][1], "variable": row.setdefault("chat_template_kwargs", {})}[place][
         name
     ] = "z"
-    (reason,) = Encoder(families.tokenizer("qwen3"), RowFormat.messages).encode([row])
+    (reason,) = Encoder(families.tokenizer("qwen3"), FORMATS["messages"]).encode([row])
     assert isinstance(reason, str)
     assert len(reason) < 500

@@ -12,8 +12,9 @@ from support import families
 from support.rows import write_jsonl
 
 from fxtune.data.chat.encode import EMPTY_REASONING_REMARK, PROMPT_REMARK, REWRITTEN_REMARKS, Document, Encoder
-from fxtune.data.config import DataConfig, LearnConfig, OnRewritten, SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.config import DataConfig, OnRewritten, SourceConfig
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import LearnConfig
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
 
@@ -34,7 +35,7 @@ def answer(text: str, reasoning: str | None = None, **more: Any) -> dict[str, An
 
 
 def encoder(family: str, marks: bool = False, **options: Any) -> Encoder:
-    return Encoder(families.tokenizer(family, marks), RowFormat.messages, **options)
+    return Encoder(families.tokenizer(family, marks), FORMATS["messages"], **options)
 
 
 def encoded(encoder: Encoder, row: dict[str, Any]) -> Document:
@@ -216,7 +217,7 @@ def test_a_variable_that_no_template_reads_is_refused() -> None:
         (found,) = used.encode([{**plain, "chat_template_kwargs": given}])
         assert isinstance(found, str)
         assert reason in found
-    (found,) = Encoder(families.tokenizer("qwen3"), RowFormat.prompt_completion).encode(
+    (found,) = Encoder(families.tokenizer("qwen3"), FORMATS["prompt_completion"]).encode(
         [{"prompt": "a", "completion": "b", "chat_template_kwargs": {"enable_thinking": True}}]
     )
     assert "is for chats" in str(found)
@@ -226,7 +227,7 @@ def test_variables_reach_other_templates(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     file.write_text("{{ greeting }}" + turns + "{% if add_generation_prompt %}[assistant]{% endif %}")
-    used = Encoder(families.tokenizer("chatml"), RowFormat.messages, str(file), variables={"greeting": "hello"})
+    used = Encoder(families.tokenizer("chatml"), FORMATS["messages"], str(file), variables={"greeting": "hello"})
     document = encoded(used, {"messages": [USER, answer("four.")]})
     assert families.tokenizer("chatml").decode(document.ids).startswith("hello[user]what is")
 

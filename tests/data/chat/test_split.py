@@ -12,11 +12,11 @@ from support import families
 
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.chat.split import SplitChat, SplitCounts
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 
 FAMILIES = ["chatml", "llama31", "gemma3", "phi3"]
 """The families whose templates write a turn in the same way at each place of a chat."""
-ENCODERS = {family: Encoder(families.tokenizer(family), RowFormat.messages) for family in [*FAMILIES, "qwen3"]}
+ENCODERS = {family: Encoder(families.tokenizer(family), FORMATS["messages"]) for family in [*FAMILIES, "qwen3"]}
 
 
 def runs(document: Document) -> list[tuple[int, ...]]:
@@ -143,7 +143,7 @@ def test_a_template_that_refuses_to_begin_in_the_middle_has_its_chats_cut(monkey
     made = families.tokenizer("chatml")
     refusing = "{% if messages[0].content[:6] != 'user 0' %}{{ raise_exception('begin at the beginning') }}{% endif %}"
     monkeypatch.setattr(made, "chat_template", refusing + made.chat_template)
-    encoder = Encoder(made, RowFormat.messages)
+    encoder = Encoder(made, FORMATS["messages"])
     messages = [turn for n in range(4) for turn in (message("user", 5, n), message("assistant", 5, n))]
     (whole,) = encoder.encode([{"messages": messages}])
     encoder.longest = 50
@@ -154,7 +154,7 @@ def test_a_template_that_refuses_to_begin_in_the_middle_has_its_chats_cut(monkey
 
 @pytest.mark.parametrize("row", [{"prompt": "two " * 5, "completion": "four " * 60}])
 def test_a_plain_completion_is_cut_at_its_end(row):
-    encoder = Encoder(families.tokenizer("chatml"), RowFormat.prompt_completion)
+    encoder = Encoder(families.tokenizer("chatml"), FORMATS["prompt_completion"])
     (whole,) = encoder.encode([row])
     encoder.longest = 40
     found = encoder.split(row, whole)

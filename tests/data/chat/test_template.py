@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from support import families
 
 from fxtune.data.chat.encode import Document, Encoder
-from fxtune.data.chat.normalize import RowError, read_conversation
 from fxtune.data.chat.template import ChatTemplate
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import LearnConfig
+from fxtune.data.formats.values import RowError
 from fxtune.errors import DataError
 
 WITH_TOOLS = ("llama31", "qwen3")
@@ -83,8 +84,8 @@ def conversations(draw: st.DrawFn, family: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
-    marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)
-    stock = Encoder(families.tokenizer(family), RowFormat.messages)
+    marked = Encoder(families.tokenizer(family, marks=True), FORMATS["messages"])
+    stock = Encoder(families.tokenizer(family), FORMATS["messages"])
 
     @settings(max_examples=60)
     @given(conversations(family))
@@ -99,10 +100,10 @@ def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
 def supervised_text(family: str, messages: list[dict], tools: list[dict] | None = None) -> list[str]:
     """The supervised parts of the published template's text, decoded from their tokens."""
     tokenizer = families.tokenizer(family)
-    encoder, row = Encoder(tokenizer, RowFormat.messages), {"messages": messages, "tools": tools}
+    encoder, row = Encoder(tokenizer, FORMATS["messages"]), {"messages": messages, "tools": tools}
     (document,) = encoder.encode([row])
     assert isinstance(document, Document), document
-    chat = read_conversation(row, RowFormat.messages)
+    chat = FORMATS["messages"].read(row, LearnConfig())
     template, _ = encoder._template(chat.tools is not None)
     text, spans = template.supervised_spans(chat.messages, chat.supervised, chat.tools)
     stretches: list[list[int]] = []
@@ -168,7 +169,7 @@ def test_answer_inside_a_user_turn_is_not_supervised() -> None:
         {"role": "user", "content": "two and two"},
         {"role": "assistant", "content": "four"},
     ]
-    encoder = Encoder(families.tokenizer("llama31"), RowFormat.messages)
+    encoder = Encoder(families.tokenizer("llama31"), FORMATS["messages"])
     reason, document = encoder.encode([{"messages": turns, "tools": TOOLS}, {"messages": turns}])
     assert isinstance(reason, str)
     assert "messages[0]" in reason
@@ -363,7 +364,7 @@ def test_a_template_with_a_syntax_error_names_the_line() -> None:
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_conversation_without_marks_takes_two_renderings(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder(families.tokenizer(family), RowFormat.messages)
+    encoder = Encoder(families.tokenizer(family), FORMATS["messages"])
     renders: list[int] = []
     draw = ChatTemplate.render
     monkeypatch.setattr(
@@ -405,9 +406,8 @@ def test_conversation_without_marks_takes_two_renderings(family: str, monkeypatc
 def test_developer_is_system_unless_the_template_has_words_for_it(source: str, text: str) -> None:
     turns = (("developer", "Short."), ("user", "a"), ("assistant", "b"))
     template = ChatTemplate(source, {}, [])
-    chat = read_conversation(
-        {"messages": [{"role": role, "content": content} for role, content in turns]}, RowFormat.messages
-    )
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    chat = FORMATS["messages"].read(row, LearnConfig())
     assert template.render(template.adapted(chat.messages))[0] == text
 
 
@@ -417,7 +417,7 @@ def test_a_developer_message_is_the_system_prompt_of_a_chat(family: str) -> None
     for role in ("developer", "system"):
         turns = ((role, "Short."), ("user", "a"), ("assistant", "b"))
         row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-        (document,) = Encoder(tokenizer, RowFormat.messages, system="Other.").encode([row])
+        (document,) = Encoder(tokenizer, FORMATS["messages"], system="Other.").encode([row])
         assert isinstance(document, Document), document
         texts.append(tokenizer.decode(document.ids))
     assert texts[0] == texts[1]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support import families
 
 from fxtune.data.chat.encode import Document, Encoder
-from fxtune.data.config import ChatRole, LearnConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import ChatRole, LearnConfig
 
 USER = {"role": "user", "content": "what is two and two?"}
 CALL = {
@@ -54,7 +54,7 @@ def with_tools(family: str, row: dict[str, Any]) -> dict[str, Any]:
 def learned(family: str, row: dict[str, Any], format: str = "messages", learn: LearnConfig | None = None) -> list[str]:
     """The supervised stretches of a row under a published template, decoded from their tokens."""
     tokenizer = families.tokenizer(family)
-    (document,) = Encoder(tokenizer, RowFormat(format), learn=learn).encode([row])
+    (document,) = Encoder(tokenizer, FORMATS[format], learn=learn).encode([row])
     assert isinstance(document, Document), document
     stretches: list[list[int]] = []
     for index, (token, is_learned) in enumerate(zip(document.ids, document.supervised, strict=True)):
@@ -135,7 +135,7 @@ def test_parallel_calls_are_one_turn(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama31", "harmony"])
 def test_a_template_that_takes_one_call_a_turn_refuses_two(family: str) -> None:
-    (reason,) = Encoder(families.tokenizer(family), RowFormat.messages).encode(
+    (reason,) = Encoder(families.tokenizer(family), FORMATS["messages"]).encode(
         [
             {
                 "messages": [
@@ -241,8 +241,8 @@ def agents(draw: st.DrawFn, family: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.TOOL_FAMILIES)
 def test_spans_with_calls_equal_those_of_marks(family: str) -> None:
-    marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)
-    stock = Encoder(families.tokenizer(family), RowFormat.messages)
+    marked = Encoder(families.tokenizer(family, marks=True), FORMATS["messages"])
+    stock = Encoder(families.tokenizer(family), FORMATS["messages"])
 
     @settings(max_examples=80)
     @given(agents(family))

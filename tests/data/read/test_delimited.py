@@ -5,7 +5,7 @@ import csv
 from support.rows import places, values
 
 from fxtune.data.config import SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source
 
 
@@ -19,7 +19,7 @@ def test_csv_cells_stay_text_and_rows_know_their_line(tmp_path):
         {"instruction": "NA", "output": "null"},
     ]
     assert places(tmp_path / "a.csv") == [":2", ":4", ":5"]
-    assert open_source(SourceConfig(path=str(tmp_path / "a.csv"))).format() is RowFormat.alpaca
+    assert open_source(SourceConfig(path=str(tmp_path / "a.csv"))).format() is FORMATS["alpaca"]
     (tmp_path / "b.csv").write_text("prompt;completion\na,b;c\nonly one\n")
     good, short = open_source(SourceConfig(path=str(tmp_path / "b.csv"))).rows()
     assert good.value == {"prompt": "a,b", "completion": "c"}

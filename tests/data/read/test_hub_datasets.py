@@ -8,7 +8,7 @@ import pytest
 from support.rows import CHATS, write_jsonl
 
 from fxtune.data.config import SourceConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source
 from fxtune.errors import DataError
 
@@ -62,7 +62,7 @@ def test_offline_cache_serves_the_requested_revision(tmp_path, monkeypatch):
         source = load(revision=revision, limit=3)
         assert [row.value for row in source.rows()] == CHATS[:3]
     assert next(source.rows()).where == "nobody/thing row 1"
-    assert source.format() is RowFormat.messages
+    assert source.format() is FORMATS["messages"]
     for revision in ("cd" * 20, "v1"):
         with pytest.raises(DataError, match=f"HF_HUB_OFFLINE is set; .* revision {revision}"):
             load(revision=revision)

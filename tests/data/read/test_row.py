@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 
 from fxtune.data.read import row as rows
-from fxtune.data.read.row import Row, bounded_lines, checked_row, is_too_deep, rename_columns, row_shards
+from fxtune.data.read.row import Row, bounded_lines, checked_row, rename_columns, row_shards
 from fxtune.errors import DataError
 
 
@@ -22,16 +21,6 @@ def test_unusable_values_are_bad_rows_with_a_reason():
         assert found.value is None
         assert reason in str(found.error)
     assert checked_row("a.jsonl:1", {"text": "a"}, 9, suspicious=True) == Row("a.jsonl:1", {"text": "a"}, size=9)
-
-
-def test_depth_is_that_of_the_value_and_not_the_number_of_brackets():
-    deep: object = 1
-    for _ in range(rows.MAX_DEPTH + 1):
-        deep = [deep]
-    wide = [[]] * (2 * rows.MAX_DEPTH)
-    assert is_too_deep(json.dumps(deep), deep)
-    assert not is_too_deep(json.dumps(deep[0]), deep[0])
-    assert not is_too_deep(json.dumps(wide), wide)
 
 
 def test_shards_hold_all_rows_in_order_and_end_at_either_limit():

@@ -9,8 +9,8 @@ import pytest
 from support.rows import CHATS, values, write_jsonl
 
 from fxtune.data.config import SourceConfig, TextUnit
+from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read import sources
-from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.errors import DataError
 
@@ -27,7 +27,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / "a.parquet", row_group_size=3)
     for name in ("a.jsonl", "a.jsonl.gz", "a.json", "within.json", "really_jsonl.json", "a.parquet"):
         assert values(tmp_path / name) == CHATS, name
-        assert open_source(SourceConfig(path=str(tmp_path / name))).format() is RowFormat.messages
+        assert open_source(SourceConfig(path=str(tmp_path / name))).format() is FORMATS["messages"]
 
 
 def test_limit_counts_rows_across_files_and_reads_no_further(tmp_path):
@@ -48,10 +48,8 @@ def test_columns_are_renamed_before_the_format_is_detected(tmp_path):
         SourceConfig(path=str(tmp_path / "a.jsonl"), columns={"question": "prompt", "answer": "completion"})
     )
     assert next(source.rows()).value == {"prompt": "q", "completion": "a"}
-    assert source.format() is RowFormat.prompt_completion
-    typo = SourceConfig(
-        path=str(tmp_path / "a.jsonl"), format=RowFormat.prompt_completion, columns={"qestion": "prompt"}
-    )
+    assert source.format() is FORMATS["prompt_completion"]
+    typo = SourceConfig(path=str(tmp_path / "a.jsonl"), format="prompt_completion", columns={"qestion": "prompt"})
     with pytest.raises(DataError, match=r"renames 'qestion'.*did you mean 'question'"):
         open_source(typo).format()
 

@@ -10,16 +10,16 @@ from support.rows import numbered_chat, token_folders, write_jsonl
 
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import OnBadRow
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import DataError
 
 
 def test_table_holds_ids_mask_and_digest_of_each_document(table_of, tokenizer, tmp_path):
     rows = [numbered_chat(i) for i in range(300)]
     table = table_of(write_jsonl(tmp_path / "a.jsonl", rows))
-    expected = Encoder(tokenizer, RowFormat.messages).encode(rows)
+    expected = Encoder(tokenizer, FORMATS["messages"]).encode(rows)
     assert len(table) == 300
-    assert table.format is RowFormat.messages
+    assert table.format is FORMATS["messages"]
     assert (table.ids.dtype, table.supervised.dtype, table.digests.dtype) == (np.int32, np.bool_, np.uint64)
     for index, document in enumerate(expected):
         here = slice(table.offsets[index], table.offsets[index + 1])
@@ -62,7 +62,7 @@ def test_table_of_groups_holds_their_bounds_and_labels(table_of, tokenizer, tmp_
     table = table_of(write_jsonl(tmp_path / "a.jsonl", rows))
     reopened = pickle.loads(pickle.dumps(table))
     for found in (table, reopened):
-        assert found.format is RowFormat.group
+        assert found.format is FORMATS["group"]
         assert found.groups.tolist() == [0, 3, 4, 6]
         assert [None if np.isnan(one) else one for one in found.labels.tolist()] == [
             *labels[0],

@@ -13,7 +13,6 @@ from support.rows import TOKENIZE_TEMPLATE, numbered_chat, token_folders, write_
 
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
-from fxtune.data.read.formats import RowFormat
 from fxtune.data.tokenized import tokenize as tokens
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
@@ -70,7 +69,7 @@ def test_cache_is_used_only_for_same_content_and_settings(table_of, tokenizer, t
         base.fingerprint,
         table_of(path, chat_template=str(template)).fingerprint,
         table_of(path, limit=4).fingerprint,
-        table_of(path, format=RowFormat.text).fingerprint,
+        table_of(path, format="text").fingerprint,
     }
     assert table_of(path, columns={"text": "tag"}).fingerprint == base.fingerprint, "a chat has no text"
     write_jsonl(path, [{**numbered_chat(i), "text": "plain"} for i in range(10)])
@@ -100,7 +99,7 @@ def test_source_without_targets_is_an_error(table_of, tmp_path):
     with pytest.raises(DataError, match=r"none of the 2 rows can be used as text; the first, .*a\.jsonl:1:"):
         table_of(
             write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": 3}]),
-            format=RowFormat.text,
+            format="text",
             on_bad_row=OnBadRow.quarantine,
         )
     masked = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}])

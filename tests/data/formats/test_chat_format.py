@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fxtune.data.chat.normalize import RowError, read_conversation
-from fxtune.data.config import LearnConfig
-from fxtune.data.read.formats import RowFormat
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.row_format import LearnConfig, RowFormat
+from fxtune.data.formats.values import RowError
 
 USER = {"role": "user", "content": "u"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -20,11 +20,11 @@ CALLING = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name":
 def test_the_formats_agree() -> None:
     rows: list[tuple[RowFormat, dict[str, Any]]] = [
         (
-            RowFormat.messages,
+            FORMATS["messages"],
             {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}, ANSWER]},
         ),
         (
-            RowFormat.messages,
+            FORMATS["messages"],
             {
                 "messages": [
                     {"role": "system", "content": [{"type": "text", "text": "s"}]},
@@ -41,7 +41,7 @@ def test_the_formats_agree() -> None:
             },
         ),
         (
-            RowFormat.sharegpt,
+            FORMATS["sharegpt"],
             {
                 "conversations": [
                     {"from": "system", "value": "s"},
@@ -51,12 +51,12 @@ def test_the_formats_agree() -> None:
             },
         ),
         (
-            RowFormat.sharegpt,
+            FORMATS["sharegpt"],
             {"conversations": [{"from": "user", "value": "u\n\nv"}, {"from": "model", "value": "a"}], "system": "s"},
         ),
-        (RowFormat.alpaca, {"instruction": "u", "input": "v", "output": "a", "system": "s"}),
+        (FORMATS["alpaca"], {"instruction": "u", "input": "v", "output": "a", "system": "s"}),
         (
-            RowFormat.prompt_completion,
+            FORMATS["prompt_completion"],
             {
                 "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}],
                 "completion": [ANSWER],
@@ -64,7 +64,7 @@ def test_the_formats_agree() -> None:
         ),
     ]
     for format, row in rows:
-        chat = read_conversation(row, format)
+        chat = format.read(row, LearnConfig())
         assert chat.messages == [
             {"role": "system", "content": "s"},
             {"role": "user", "content": "u\n\nv"},
@@ -72,11 +72,6 @@ def test_the_formats_agree() -> None:
         ]
         assert chat.supervised == [False, False, True]
         assert chat.tools is None
-
-
-def test_alpaca_without_input() -> None:
-    for row in ({"instruction": "u", "output": "a"}, {"instruction": "u", "output": "a", "input": ""}):
-        assert read_conversation(row, RowFormat.alpaca).messages == [USER, ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -95,15 +90,10 @@ def test_alpaca_without_input() -> None:
     ],
 )
 def test_weight_and_train_select_learned_turns(turn: dict[str, Any], learned: bool) -> None:
-    assert read_conversation({"messages": [USER, {**ANSWER, **turn}]}, RowFormat.messages).supervised == [
+    assert FORMATS["messages"].read({"messages": [USER, {**ANSWER, **turn}]}, LearnConfig()).supervised == [
         False,
         learned,
     ]
-
-
-def test_assistant_turns_of_a_prompt_are_not_learned() -> None:
-    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
-    assert read_conversation(row, RowFormat.prompt_completion).supervised == [False, False, False, True]
 
 
 def test_tool_calls_reach_the_template_as_objects() -> None:
@@ -121,7 +111,7 @@ def test_tool_calls_reach_the_template_as_objects() -> None:
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
     ):
-        chat = read_conversation({"messages": [USER, turn]}, RowFormat.messages)
+        chat = FORMATS["messages"].read({"messages": [USER, turn]}, LearnConfig())
         assert chat.messages[1] == {"role": "assistant", "tool_calls": expected}
         assert chat.supervised == [False, True]
 
@@ -135,7 +125,7 @@ def test_a_call_without_arguments_has_an_empty_object(function: dict[str, Any]) 
         {"role": "assistant", "tool_calls": [{"id": "c1", "function": named}]},
         {"from": "function_call", "value": json.dumps(named)},
     ):
-        chat = read_conversation({"messages": [USER, turn]}, RowFormat.messages)
+        chat = FORMATS["messages"].read({"messages": [USER, turn]}, LearnConfig())
         (call,) = chat.messages[1]["tool_calls"]
         assert call["function"] == {"name": "f", "arguments": {}}
 
@@ -143,12 +133,10 @@ def test_a_call_without_arguments_has_an_empty_object(function: dict[str, Any]) 
 def test_an_empty_turn_is_used_where_it_is_not_learned() -> None:
     empty, call = {**ANSWER, "content": ""}, {"function": {"name": "f", "arguments": {}}}
     for turns in ([{**empty, "train": False}, USER, ANSWER], [{**empty, "tool_calls": [call]}, USER, ANSWER]):
-        read_conversation({"messages": [USER, *turns]}, RowFormat.messages)
+        FORMATS["messages"].read({"messages": [USER, *turns]}, LearnConfig())
     last = LearnConfig(last_turn_only=True)
-    assert (
-        read_conversation({"messages": [USER, empty, USER, ANSWER]}, RowFormat.messages, last).supervised[1] is False
-    )
-    read_conversation({"prompt": [USER, empty, USER], "completion": [ANSWER]}, RowFormat.prompt_completion)
+    assert FORMATS["messages"].read({"messages": [USER, empty, USER, ANSWER]}, last).supervised[1] is False
+    FORMATS["prompt_completion"].read({"prompt": [USER, empty, USER], "completion": [ANSWER]}, LearnConfig())
 
 
 NULLS = {"type": "object", "properties": {"city": {"type": "string"}, "date": None}}
@@ -163,7 +151,7 @@ def test_nulls_of_a_table_are_no_values_and_nulls_of_a_json_string_are(as_text: 
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}],
         "tools": json.dumps(tools) if as_text else tools,
     }
-    chat = read_conversation(row, RowFormat.messages)
+    chat = FORMATS["messages"].read(row, LearnConfig())
     learned = chat.messages[1]["tool_calls"][0]["function"]["arguments"]
     assert learned == (arguments if as_text else {"city": "Paris"})
     assert ("date" in chat.tools[0]["function"]["parameters"]["properties"]) is as_text
@@ -181,7 +169,7 @@ def test_openai_s_older_names_are_read() -> None:
         ],
         "functions": [function],
     }
-    chat = read_conversation(row, RowFormat.messages)
+    chat = FORMATS["messages"].read(row, LearnConfig())
     assert [message["role"] for message in chat.messages] == ["developer", "user", "assistant", "tool", "assistant"]
     assert chat.tools == [{"type": "function", "function": function}]
 
@@ -191,14 +179,14 @@ def test_tools_and_tool_results() -> None:
         "messages": [USER, CALLING, {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}],
         "tools": '[{"type": "function"}]',
     }
-    chat = read_conversation(row, RowFormat.messages)
+    chat = FORMATS["messages"].read(row, LearnConfig())
     assert chat.tools == [{"type": "function"}]
     assert chat.messages[2] == {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}
 
 
 def test_reasoning_is_read_under_all_its_names() -> None:
     for name in ("reasoning_content", "thinking", "reasoning"):
-        chat = read_conversation({"messages": [USER, {**ANSWER, name: "because"}]}, RowFormat.messages)
+        chat = FORMATS["messages"].read({"messages": [USER, {**ANSWER, name: "because"}]}, LearnConfig())
         assert chat.messages[1] == {**ANSWER, "reasoning_content": "because", "thinking": "because"}
 
 
@@ -226,7 +214,7 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
         ("messages", messages("a"), "messages[1] is a string, not an object"),
         ("messages", messages(USER), "no assistant turn"),
         ("messages", {"messages": []}, "messages is empty"),
-        ("messages", {"messages": "a"}, "messages is a string, not a list of messages"),
+        ("messages", {"messages": 3}, "messages is a number, not a list of messages"),
         ("messages", {"text": "a"}, "no list of messages: expected the key 'messages' or 'conversations'"),
         (
             "messages",
@@ -322,4 +310,4 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
 )
 def test_errors_name_the_wrong_key(format: str, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=re.escape(reason)):
-        read_conversation(row, RowFormat(format))
+        FORMATS[format].read(row, LearnConfig())

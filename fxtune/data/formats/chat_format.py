@@ -1,28 +1,24 @@
-"""Converts chat rows of each format to the list of messages that chat templates expect.
+"""Chats of each format as the list of messages that chat templates expect.
 
 messages, ShareGPT, Alpaca and prompt/completion differ in names only, so all become one list of messages with the keys
 that templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name. A row that
 cannot be read is a `RowError` whose message names the wrong key, because users' data must never end in a traceback.
 
 This file also decides what the model learns (`Conversation.supervised`): the turns that `data.learn` names, by default
-all assistant turns with their tool calls, except those that the row switches off (`weight: 0` or `train: false`) and
-those of a prompt. An assistant turn that the row switches on (`weight: 1` or `train: true`) is learned in any case.
+all assistant turns with their tool calls, except turns that the row switches off (`weight: 0` or `train: false`) and
+turns of a prompt. An assistant turn that the row switches on (`weight: 1` or `train: true`) is learned in any case.
 An empty answer, or a call that no program could run, is a bad row: the model would learn to write it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import reprlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from fxtune.data.config import ChatRole, LearnConfig
-from fxtune.data.read.formats import RowFormat
-from fxtune.data.read.row import TOO_DEEP, RepeatedKeyError, is_too_deep, type_name, unique_keys, without_nulls
-from fxtune.errors import DataError
+from fxtune.data.formats.row_format import ChatRole, Content, Conversation, LearnConfig, RowFormat
+from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name, without_nulls
 
 ROLES = tuple(role.value for role in ChatRole)
 
@@ -47,62 +43,38 @@ SHAREGPT_ROLES = {
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a system prompt. The second, OpenAI's newer name, stays only where a chat template knows it."""
 
-SURROGATE = re.compile("[\ud800-\udfff]")
 LIST_KEYS = ("messages", "conversations", "conversation")
 VARIABLES = "chat_template_kwargs"
 """The column with variables of the chat template, as the key of `data` with variables for all rows."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+CHAT_COLUMNS = frozenset((*LIST_KEYS, "tools", "functions", "parallel_tool_calls", VARIABLES, "prompt", "text"))
+"""Columns of chats: OpenAI's (`parallel_tool_calls` tells the service what to allow), and columns that repeat the
+first question or the rendered text."""
 
 
-class RowError(DataError):
-    """One row cannot be used. The message is the reason alone; the reader of the source adds the file and the line."""
+class ChatFormat(RowFormat):
+    """A format whose rows are chats."""
 
+    is_chat = True
+    has_lists: ClassVar[bool] = False
+    """Whether lists of messages may be JSON strings, as CSV has them."""
 
-@dataclass
-class Conversation:
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    switched: list[bool | None] = field(default_factory=list)
-    """For each message, whether the row itself says that it is learned; None: it does not say."""
-    places: list[str] = field(default_factory=list)
-    """For each message, where the row has its text, for a message to the user."""
-    supervised: list[bool] = field(default_factory=list)
-    """For each message, whether the model learns to write it."""
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools that the model may call, or None."""
-    variables: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template that the row sets."""
+    @abstractmethod
+    def turns(self, row: Mapping[str, Any]) -> Conversation:
+        """The messages of a row, with their places and switches. Raises RowError."""
 
-    def add(self, message: dict[str, Any], place: str, switched: bool | None = None) -> None:
-        self.messages.append(message)
-        self.places.append(place)
-        self.switched.append(switched)
-
-
-def read_conversation(
-    row: Mapping[str, Any], format: RowFormat, learn: LearnConfig | None = None, unused: Collection[str] = ()
-) -> Conversation:
-    """Read a chat row whose columns are already renamed.
-
-    `format`: messages, sharegpt, alpaca, or prompt_completion with lists of messages on both sides. `unused`: columns
-    that are left out on purpose. Raises RowError if a part is missing, unknown or of a wrong type, or if there is no
-    assistant turn.
-    """
-    if unused and not row.keys().isdisjoint(unused):
-        row = {key: value for key, value in row.items() if key not in unused}
-    if format is RowFormat.alpaca:
-        chat = _alpaca(row)
-    elif format is RowFormat.prompt_completion:
-        chat = _prompt_completion(row)
-    else:
-        assert format in (RowFormat.messages, RowFormat.sharegpt), f"{format} rows hold no conversation"
-        chat = _messages(row)
-    chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
-    chat.variables = _variables(row.get(VARIABLES))
-    if not any(message["role"] == "assistant" for message in chat.messages):
-        raise RowError("no assistant turn")
-    chat.supervised = _supervised(chat, learn or LearnConfig())
-    _require_answers(chat)
-    return chat
+    def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
+        row = with_parsed_lists(row) if self.has_lists else row
+        used = row if row.keys().isdisjoint(unused) else {key: row[key] for key in row if key not in unused}
+        chat = self.turns(used)
+        chat.row = row
+        chat.tools = _tools(used.get("tools")) or _functions(used.get("functions"))
+        chat.variables = _variables(used.get(VARIABLES))
+        if not any(message["role"] == "assistant" for message in chat.messages):
+            raise RowError("no assistant turn")
+        chat.supervised = _supervised(chat, learn)
+        _require_answers(chat)
+        return chat
 
 
 def _require_answers(chat: Conversation) -> None:
@@ -140,80 +112,11 @@ def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
 def with_parsed_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """`row` with its lists of messages parsed where they are JSON strings, as CSV has them. Raises RowError."""
     texts = {key: row[key] for key in LIST_KEYS if isinstance(row.get(key), str) and row[key].strip()}
-    return {**row, **{key: _parse_json(text, key) for key, text in texts.items()}} if texts else row
+    return {**row, **{key: parse_json(text, key) for key, text in texts.items()}} if texts else row
 
 
-def short(value: Any) -> str:
-    """A value of a row, shortened for a message."""
-    return reprlib.repr(value)
-
-
-def require_text(value: Any, where: str) -> str:
-    """`value`, which must be a string that UTF-8 can encode. Raises RowError that names `where`."""
-    if not isinstance(value, str):
-        raise RowError(f"{where} is {type_name(value)}" + ("" if value is None else ", not a string"))
-    if not value.isascii() and (lone := SURROGATE.search(value)):
-        code = ord(lone.group())
-        raise RowError(
-            f"{where} holds the lone surrogate \\u{code:04x} at character {lone.start()}: not valid Unicode"
-        )
-    return value
-
-
-def _messages(row: Mapping[str, Any]) -> Conversation:
-    key = next((name for name in LIST_KEYS if row.get(name) is not None), None)
-    if key is None:
-        raise RowError("no list of messages: expected the key 'messages' or 'conversations'")
-    chat = Conversation()
-    _add_turns(chat, row[key], key)
-    system = row.get("system")
-    if system is not None and chat.messages[0]["role"] not in SYSTEM_ROLES and require_text(system, "system"):
-        chat.messages.insert(0, {"role": "system", "content": system})
-        chat.places.insert(0, "system")
-        chat.switched.insert(0, None)
-    return chat
-
-
-def _alpaca(row: Mapping[str, Any]) -> Conversation:
-    chat = Conversation()
-    if row.get("system") is not None and require_text(row["system"], "system"):
-        chat.add({"role": "system", "content": row["system"]}, "system")
-    for index, (question, answer) in enumerate(_history(row.get("history"))):
-        chat.add({"role": "user", "content": question}, f"history[{index}][0]")
-        chat.add({"role": "assistant", "content": answer}, f"history[{index}][1]")
-    instruction = require_text(row.get("instruction"), "instruction")
-    extra = require_text("" if row.get("input") is None else row["input"], "input")
-    question = "\n\n".join(part for part in (instruction, extra) if part)
-    if not question.strip():
-        raise RowError("instruction is empty")
-    chat.add({"role": "user", "content": question}, "instruction")
-    chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, "output")
-    return chat
-
-
-def _history(history: Any) -> list[tuple[str, str]]:
-    """Earlier turns of an Alpaca row: [[question, answer], ...]."""
-    pairs = [] if history is None or history == "" else history
-    if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs
-    ):
-        raise RowError("history is not a list of [question, answer] pairs")
-    return [(require_text(ask, "history"), require_text(answer, "history")) for ask, answer in pairs]
-
-
-def _prompt_completion(row: Mapping[str, Any]) -> Conversation:
-    """Lists of messages on both sides. No turn of the prompt is learned, not even the assistant's."""
-    chat = Conversation()
-    _add_turns(chat, row.get("prompt"), "prompt")
-    start = len(chat.messages)
-    chat.switched = [False] * start
-    _add_turns(chat, row.get("completion"), "completion")
-    if not any(message["role"] == "assistant" for message in chat.messages[start:]):
-        raise RowError("no assistant turn in completion")
-    return chat
-
-
-def _add_turns(chat: Conversation, turns: Any, key: str) -> None:
+def add_turns(chat: Conversation, turns: Any, key: str) -> None:
+    """Add the messages of the list in column `key`. Raises RowError."""
     if not isinstance(turns, (list, tuple)):
         raise RowError(f"{key} is {type_name(turns)}, not a list of messages")
     if not turns:
@@ -308,7 +211,7 @@ def _content(content: Any, where: str) -> str:
 def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
     calls = turn.get("tool_calls")
     if isinstance(calls, str) and calls.strip():
-        calls = _parse_json(calls, f"{where}.tool_calls")
+        calls = parse_json(calls, f"{where}.tool_calls")
     if not calls and isinstance(turn.get("function_call"), Mapping):  # OpenAI's older form of a single call
         calls = [{"type": "function", "function": turn["function_call"]}]
     if not calls:
@@ -335,7 +238,7 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
     more."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
+        arguments = parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
     elif arguments is None:
         if others := [key for key in function if key not in ("name", "arguments")]:
             raise RowError(f"{where} has no arguments, but {', '.join(map(short, others))}")
@@ -349,7 +252,7 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
 
 def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
     """The calls that a ShareGPT turn holds as JSON: an object or a list of them."""
-    value = _parse_json(text, where) if isinstance(text, str) else text
+    value = parse_json(text, where) if isinstance(text, str) else text
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, Mapping) for call in calls):
         raise RowError(f"{where} is no call: an object with `name` and `arguments`, or a list of them")
@@ -359,7 +262,7 @@ def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
 def _tools(tools: Any, column: str = "tools") -> list[dict[str, Any]] | None:
     """The schemas. A null that stands in a JSON string is a value; elsewhere it fills a table's missing keys."""
     if from_text := isinstance(tools, str):
-        tools = _parse_json(tools, column) if tools.strip() else None
+        tools = parse_json(tools, column) if tools.strip() else None
     if tools is None or tools == []:
         return None
     if not isinstance(tools, (list, tuple)):
@@ -378,19 +281,19 @@ def _functions(functions: Any) -> list[dict[str, Any]] | None:
 
 def _variables(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
-        value = _parse_json(value, VARIABLES) if value.strip() else None
+        value = parse_json(value, VARIABLES) if value.strip() else None
     if value is not None and not isinstance(value, Mapping):
         raise RowError(f"{VARIABLES} is {type_name(value)}, not an object of variables")
     return {name: item for name, item in (value or {}).items() if item is not None}  # Parquet has null for no variable
 
 
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        value = json.loads(text, object_pairs_hook=unique_keys)
-    except RepeatedKeyError as error:
-        raise RowError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{where} is not valid JSON: {error}") from None
-    if is_too_deep(text, value):
-        raise RowError(f"{where}: {TOO_DEEP}")
-    return value
+def is_chat(value: Any, *keys: str) -> bool:
+    """Whether `value` is a non-empty list of objects that have all `keys`, or such a list as a JSON string."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)

@@ -4,7 +4,7 @@ import pytest
 from support.rows import write_jsonl
 
 from fxtune.data.config import SourceConfig
-from fxtune.data.read.formats import RowFormat, detect_format
+from fxtune.data.formats.registry import FORMATS, detect_format
 from fxtune.data.read.sources import open_source
 from fxtune.errors import DataError
 
@@ -12,20 +12,20 @@ from fxtune.errors import DataError
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"messages": [{"role": "user", "content": "a"}], "text": "rendered"}, RowFormat.messages),
-        ({"conversations": [{"from": "human", "value": "a"}]}, RowFormat.sharegpt),
-        ({"instruction": "a", "input": "", "output": "b", "text": "both"}, RowFormat.alpaca),
-        ({"prompt": "a", "completion": "b"}, RowFormat.prompt_completion),
+        ({"messages": [{"role": "user", "content": "a"}], "text": "rendered"}, FORMATS["messages"]),
+        ({"conversations": [{"from": "human", "value": "a"}]}, FORMATS["sharegpt"]),
+        ({"instruction": "a", "input": "", "output": "b", "text": "both"}, FORMATS["alpaca"]),
+        ({"prompt": "a", "completion": "b"}, FORMATS["prompt_completion"]),
         (
             {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
-            RowFormat.prompt_completion,
+            FORMATS["prompt_completion"],
         ),
-        ({"input_ids": [1, 2], "labels": [-100, 2], "text": "source"}, RowFormat.tokens),
-        ({"text": "a", "id": 4}, RowFormat.text),
-        ({"question": "a", "answer": "b"}, RowFormat.prompt_completion),
-        ({"prompt": "a", "response": "b"}, RowFormat.prompt_completion),
-        ({"messages": '[{"role": "user", "content": "a"}]'}, RowFormat.messages),
-        ({"text": "a", "question": "b", "answer": "c"}, RowFormat.text),
+        ({"input_ids": [1, 2], "labels": [-100, 2], "text": "source"}, FORMATS["tokens"]),
+        ({"text": "a", "id": 4}, FORMATS["text"]),
+        ({"question": "a", "answer": "b"}, FORMATS["prompt_completion"]),
+        ({"prompt": "a", "response": "b"}, FORMATS["prompt_completion"]),
+        ({"messages": '[{"role": "user", "content": "a"}]'}, FORMATS["messages"]),
+        ({"text": "a", "question": "b", "answer": "c"}, FORMATS["text"]),
     ],
 )
 def test_formats_are_detected(row, expected):

@@ -1,0 +1,44 @@
+"""A prompt and its completion: `prompt`, `completion`, two strings or two lists of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_turns, is_chat, require_answer
+from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText
+from fxtune.data.formats.values import RowError, require_text
+
+
+class PromptCompletion(ChatFormat):
+    """Lists are a chat; two strings are one text, of which the completion is learned, without a chat template."""
+
+    name = "prompt_completion"
+    columns = ("prompt", "completion")
+    aliases = (("question", "answer"), ("prompt", "response"))
+    covered = frozenset(("prompt", "completion", VARIABLES, "text"))
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        values = [row.get(column) for column in self.columns]
+        return all(isinstance(value, str) or is_chat(value, "role") for value in values)
+
+    def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
+            return super().read(row, learn, unused)
+        if row.get(VARIABLES):
+            raise RowError(f"{VARIABLES} is for chats, and this prompt is a text")
+        prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
+        require_answer(completion, "completion")
+        return PlainText(prompt + completion, len(prompt))
+
+    def turns(self, row: Mapping[str, Any]) -> Conversation:
+        """Lists of messages on both sides. No turn of the prompt is learned, not even the assistant's."""
+        chat = Conversation()
+        add_turns(chat, row.get("prompt"), "prompt")
+        start = len(chat.messages)
+        chat.switched = [False] * start
+        add_turns(chat, row.get("completion"), "completion")
+        if not any(message["role"] == "assistant" for message in chat.messages[start:]):
+            raise RowError("no assistant turn in completion")
+        return chat

@@ -1,0 +1,140 @@
+"""All row formats, in the order in which a row is tried, and how the format of a row is detected.
+
+To add a format: a file beside this one, and a line in FORMATS.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fxtune.data.formats.alpaca import Alpaca
+from fxtune.data.formats.chat_format import is_chat
+from fxtune.data.formats.group import Group
+from fxtune.data.formats.messages import Messages
+from fxtune.data.formats.prompt_completion import PromptCompletion
+from fxtune.data.formats.row_format import RowFormat
+from fxtune.data.formats.sharegpt import ShareGPT
+from fxtune.data.formats.text import Text
+from fxtune.data.formats.tokens import Tokens
+from fxtune.errors import DataError, nearest
+from fxtune.plugins import ROW_FORMATS
+
+AUTO = "auto"
+"""The `format` of a source whose rows tell it."""
+
+FORMATS: dict[str, RowFormat] = {
+    format.name: format
+    for format in (
+        Messages(),
+        ShareGPT(),
+        PromptCompletion(),
+        Alpaca(),
+        Tokens(),
+        Text(),  # late, because many chat datasets hold their rendered text as well
+        Group(),
+    )
+}
+"""Each format by its name. A row has the first format that fits."""
+
+ROW_FORMATS.reserve(FORMATS)
+
+SYNONYMS = {
+    "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
+    "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
+    "text": ("content", "body", "document", "raw_content", "code", "article"),
+}
+
+
+def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
+    """The format of most of `rows`. Raises DataError with their columns, and with those to rename if that may help."""
+    found = Counter(format.name for format in map(row_format, rows) if format is not None)
+    if found:
+        return FORMATS[found.most_common(1)[0][0]]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    rename = _suggested_renames(rows, columns)
+    pairs = ", ".join(f"{old}: {new}" for old, new in rename.items())
+    hint = f"Perhaps this source needs `columns: {{{pairs}}}`. " if rename else ""
+    known = "; ".join(f"{format.name}: {', '.join(format.columns)}" for format in FORMATS.values())
+    raise DataError(
+        f"{source}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
+        f"{hint}Known formats and the columns they need: {known}."
+    )
+
+
+def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
+    """Why a row of preferences (DPO, KTO) is refused; None for any other row."""
+    found = [
+        column
+        for column, value in row.items()
+        if value is not None
+        and column not in unused
+        and (
+            not {"chosen", "rejected"}.isdisjoint(column.lower().replace("-", "_").split("_"))
+            or (column in ("label", "kto_tag") and isinstance(value, bool))
+        )
+    ]
+    if not found:
+        return None
+    return (
+        f"a row of preferences ({', '.join(found)}): it says which answers are better, and fxtune learns every answer "
+        "that it is given. Make rows of the good answers alone, in one of the formats that fxtune reads"
+    )
+
+
+def row_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """The format of one row; None if it has none."""
+    found = _by_columns(row)
+    if found is None and (renamed := _renamed(row)):
+        found = renamed[0]
+    return found
+
+
+def _by_columns(row: Mapping[str, Any]) -> RowFormat | None:
+    return next((format for format in FORMATS.values() if format.fits(row)), None)
+
+
+def with_format_names(row: dict[str, Any]) -> dict[str, Any]:
+    """`row`, with other common names of columns replaced by names that a format has, unless its columns are a format
+    already."""
+    found = _renamed(row)
+    if found is None or _by_columns(row) is not None:
+        return row
+    return {found[1].get(key, key): value for key, value in row.items()}
+
+
+def _renamed(row: Mapping[str, Any]) -> tuple[RowFormat, dict[str, str]] | None:
+    """The first format under one of whose aliases a row has its texts, and the names that it has for them."""
+    for format in FORMATS.values():
+        for names in format.aliases:
+            if all(isinstance(row.get(name), str) for name in names):
+                return format, dict(zip(names, format.columns, strict=True))
+    return None
+
+
+def _suggested_renames(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, str]:
+    """The `columns` setting that may make these rows readable; empty if there is no guess."""
+    for column in columns:
+        value = next((row[column] for row in rows if row.get(column)), None)
+        if is_chat(value, "role") and column != "messages":
+            return {column: "messages"}
+        if is_chat(value, "from", "value") and column != "conversations":
+            return {column: "conversations"}
+    rename: dict[str, str] = {}
+    for wanted in ("prompt", "completion"):
+        found = _closest_column(wanted, [column for column in columns if column not in rename])
+        if found is not None:
+            rename[found] = wanted
+    if len(rename) == 2:
+        return {old: new for old, new in rename.items() if old != new}
+    found = _closest_column("text", columns)
+    return {found: "text"} if found not in (None, "text") else {}
+
+
+def _closest_column(wanted: str, columns: list[str]) -> str | None:
+    lower = {column.lower(): column for column in columns}
+    for name in (wanted, *SYNONYMS[wanted]):
+        if name in lower:
+            return lower[name]
+    return nearest(wanted, columns)

@@ -1,0 +1,124 @@
+"""What a row format is: the columns that a row needs, and what a row of it holds.
+
+A format knows nothing of tokenizers and chat templates. It turns a row into one of four contents, and the encoder
+(data/chat/encode.py) makes tokens of that: a chat, a plain text, token ids, or a group of other rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+
+class ChatRole(str, Enum):
+    system = "system"
+    user = "user"
+    assistant = "assistant"
+    tool = "tool"
+
+
+@dataclass
+class LearnConfig:
+    """Which turns of a chat the model learns to write. A turn's own `train` or `weight` (0 or 1) overrides this."""
+
+    roles: list[ChatRole] = field(default_factory=lambda: [ChatRole.assistant])
+    """Whose turns are learned."""
+    tool_calls: bool = True
+    """Learn assistant turns that call tools. False: they are context only."""
+    last_turn_only: bool = False
+    """Learn only the last of these turns in each chat."""
+    since_last_question: bool = False
+    """Learn only the turns after the last answered question: the last answer, and the tool rounds before it."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("last_turn_only", "since_last_question")
+    """A word in place of this section, as in `data.learn=since_last_question`, sets this key to true."""
+
+
+@dataclass
+class Conversation:
+    """A chat, for the chat template."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    switched: list[bool | None] = field(default_factory=list)
+    """For each message, whether the row itself says that it is learned; None: it does not say."""
+    places: list[str] = field(default_factory=list)
+    """For each message, where the row has its text, for a message to the user."""
+    supervised: list[bool] = field(default_factory=list)
+    """For each message, whether the model learns to write it."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools that the model may call, or None."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the row sets."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The row, with its lists of messages parsed."""
+
+    def add(self, message: dict[str, Any], place: str, switched: bool | None = None) -> None:
+        self.messages.append(message)
+        self.places.append(place)
+        self.switched.append(switched)
+
+
+@dataclass
+class PlainText:
+    """A text without a chat template."""
+
+    text: str
+    first: int = 0
+    """The characters from here on are learned."""
+
+
+@dataclass
+class TokenIds:
+    ids: list[int]
+    supervised: list[bool]
+    """For each id, whether the model learns to write it."""
+
+
+@dataclass
+class RowGroup:
+    """Rows in other formats whose documents stay together, in this order."""
+
+    rows: list[Mapping[str, Any]]
+    labels: list[float]
+    """A label for each row's document; NaN: none."""
+
+
+Content = Conversation | PlainText | TokenIds | RowGroup
+
+
+class RowFormat(ABC):
+    """A built-in row format, and all that the rest of the code knows about it."""
+
+    name: ClassVar[str]
+    """The value of the source's `format`."""
+    columns: ClassVar[tuple[str, ...]]
+    """The columns that a row needs."""
+    aliases: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Names so common that rows whose texts have them are read as `columns`. Others need the source's `columns`."""
+    covered: ClassVar[frozenset[str]]
+    """Columns that are read, and columns that often repeat what others hold: the rendered text, the first question.
+    Any other column must be in the text (data/chat/coverage.py)."""
+    is_chat: ClassVar[bool] = False
+    """Whether rows are chats, in which only answers are learned. Long chats are split between turns."""
+    is_group: ClassVar[bool] = False
+    """Whether a row holds several documents, which stay together: they are never cut."""
+    needs_template: ClassVar[bool] = False
+    """Whether each row needs a chat template."""
+    is_question: ClassVar[bool] = True
+    """Whether a row has a question and an answer, so that a model can be asked (data.questions)."""
+    nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"
+    """Why no token of a whole source may be supervised."""
+
+    @abstractmethod
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has the columns of this format, with such values. Later rows may still be wrong."""
+
+    @abstractmethod
+    def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
+        """What a row holds; its columns are already renamed. `unused`: columns that are left out on purpose.
+
+        Raises RowError, with the wrong column or turn, if a part is missing, unknown or of a wrong type.
+        """

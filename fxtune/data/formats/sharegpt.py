@@ -1,0 +1,19 @@
+"""Chats in ShareGPT's format: `conversations: [{from, value}, ...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxtune.data.formats.chat_format import is_chat
+from fxtune.data.formats.messages import Messages
+
+
+class ShareGPT(Messages):
+    """Only the names of columns, keys and roles differ from `messages`, and a row may mix them."""
+
+    name = "sharegpt"
+    columns = ("conversations",)
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        return is_chat(row.get("conversations"), "from", "value")

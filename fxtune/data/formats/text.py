@@ -1,0 +1,28 @@
+"""Plain text: `text`, every token of which is supervised."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fxtune.data.formats.chat_format import LIST_KEYS
+from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat
+from fxtune.data.formats.values import RowError, require_text
+
+
+class Text(RowFormat):
+    name = "text"
+    columns = ("text",)
+    covered = frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion"))
+    """With the chats beside a text that the user has chosen to train on."""
+    is_question = False
+    nothing_learned = "no text has a token"
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        return isinstance(row.get("text"), str)
+
+    def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
+        text = require_text(row.get("text"), "text")
+        if not text.strip():
+            raise RowError("text is empty")
+        return PlainText(text)

@@ -1,0 +1,104 @@
+"""Values of rows as JSON has them: names of their types, depth, nulls, repeated keys, and the reasons of bad rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fxtune.errors import DataError
+
+MAX_DEPTH = 100
+"""A row with lists and objects nested deeper than this is a bad row."""
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+    tuple: "a list",
+}
+
+
+class RowError(DataError):
+    """One row cannot be used. The message is the reason alone; the reader of the source adds the file and the line."""
+
+
+def short(value: Any) -> str:
+    """A value of a row, shortened for a message."""
+    return reprlib.repr(value)
+
+
+def require_text(value: Any, where: str) -> str:
+    """`value`, which must be a string that UTF-8 can encode. Raises RowError that names `where`."""
+    if not isinstance(value, str):
+        raise RowError(f"{where} is {type_name(value)}" + ("" if value is None else ", not a string"))
+    if not value.isascii() and (lone := SURROGATE.search(value)):
+        code = ord(lone.group())
+        raise RowError(
+            f"{where} holds the lone surrogate \\u{code:04x} at character {lone.start()}: not valid Unicode"
+        )
+    return value
+
+
+def parse_json(text: str, where: str) -> Any:
+    try:
+        value = json.loads(text, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise RowError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{where} is not valid JSON: {error}") from None
+    if is_too_deep(text, value):
+        raise RowError(f"{where}: {TOO_DEEP}")
+    return value
+
+
+class RepeatedKeyError(ValueError):
+    """An object of a JSON text has the same key twice."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text: the `object_pairs_hook` of every reader of rows.
+
+    Raises RepeatedKeyError for a key that stands twice, because Python would keep the last value alone.
+    """
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise RepeatedKeyError(f"an object has the key {reprlib.repr(repeated)} twice; keep one of its values")
+    return value
+
+
+def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
+    """`value` without the keys of objects that hold null, except `keep`. Nulls in lists stay."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item, keep) for key, item in value.items() if item is not None or key in keep}
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # not lists of token ids
+        return [without_nulls(item, keep) for item in value]
+    return value
+
+
+def is_too_deep(text: str, value: Any) -> bool:
+    """Whether `value`, parsed from `text`, is nested deeper than MAX_DEPTH."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for item in level if isinstance(item, (list, dict))]
+        if not level:
+            return False
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+    return True
+
+
+def type_name(value: Any) -> str:
+    """The JSON type of a value, for messages."""
+    return _TYPE_NAMES.get(type(value), f"of type {type(value).__name__}")

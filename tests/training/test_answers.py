@@ -186,7 +186,7 @@ def test_limit_takes_the_first_rows(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "error", "words"),
     [
-        ([{"text": "Once."}], DataError, "plain text"),
+        ([{"text": "Once."}], DataError, "rows of format text"),
         ([ROWS["messages"], '{"messages": [\n'], DataError, "questions.jsonl:2"),
         ([ROWS["messages"], {"messages": [{"role": "user", "content": "One?"}]}], DataError, "questions.jsonl:2"),
         (

@@ -104,10 +104,17 @@ class Case:
     """Full fine-tuning in place of LoRA; sharded over the cards, if there are several."""
     most_gpus: Optional[int] = None
     """The most cards that the case runs on; None: any number."""
+    context: bool = False
+    """Whether the cards share each row (parallel.context), in place of rows for each card."""
 
     def keys(self, gpus: int) -> tuple[str, ...]:
         """fxtune's own keys on `gpus` cards."""
-        return self.ours if gpus == 1 or self.several is None else self.several
+        keys = self.ours if gpus == 1 or self.several is None else self.several
+        return (*keys, f"parallel.context={gpus}") if self.context and gpus > 1 else keys
+
+    def step_rows(self, gpus: int) -> int:
+        """Rows of a step, on all cards together."""
+        return self.rows if self.context else self.rows * gpus
 
 
 CASES = {
@@ -120,7 +127,9 @@ CASES = {
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
     "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
-    "70b_1x4096_fp8": Case("70b", 4096, 1, FP8),
+    "8b_1x131072": Case("8b", 131072, 1, steps=1, warm_up=2, context=True),
+    "70b_1x4096": Case("70b", 4096, 1, FAST, (*FAST, "parallel.replicate=1")),
+    "70b_1x4096_fp8": Case("70b", 4096, 1, FP8, (*FP8, "parallel.replicate=1")),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "moe_4x4096_fp8": Case("moe", 4096, 4, MIXED_FP8, peer_case="moe_4x4096"),
     "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
@@ -324,7 +333,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         f"run.gpus={gpus}",
         *(["run.device=cpu"] if args.smoke and not torch.cuda.is_available() else []),
         f"train.micro_batch_size={case.rows}",
-        f"train.global_batch_size={case.rows * gpus}",
+        f"train.global_batch_size={case.step_rows(gpus)}",
         "train.log_every=10",
         "optimizer.lr=1e-4",
         "optimizer.weight_decay=0",
@@ -433,7 +442,7 @@ def needs_missing_package(variant: tuple[str, ...]) -> bool:
 
 def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
     """The JSONL file with a case's documents, enough for all steps. Writes the file if it does not exist."""
-    count = (steps + case.warm_up) * case.rows * gpus
+    count = (steps + case.warm_up) * case.step_rows(gpus)
     file = folder / f"{'chats' if case.chats else 'random'}-{case.length}-{count}.jsonl"
     if not file.exists():
         made = (

@@ -1,13 +1,14 @@
 """Compares fxtune on several cards with fxtune on one: the same case of bench_peers.py, measured by the same process.
 
-    python scripts/bench/scaling.py --gpus 2 --json scaling.json                    # 8B LoRA, 4 x 4,096 a card
-    python scripts/bench/scaling.py --gpus 2 --cases 8b_4x4096,8b_4x4096_fp8 --set techniques.lora.fused=off
-    python scripts/bench/scaling.py --gpus 2 --smoke                                # a short test of two CPU processes
+    python scripts/bench/scaling.py --gpus 1,2,4 --json scaling.json                # 8B LoRA, 4 x 4,096 a card
+    python scripts/bench/scaling.py --gpus 1,2 --cases 8b_4x4096,8b_4x4096_fp8 --set techniques.lora.fused=off
+    python scripts/bench/scaling.py --gpus 1,2 --smoke                              # a short test of two CPU processes
 
-Each card has the same rows in both runs. The table has tokens/s in all, their ratio to N times one card, how far the
-slowest rank is behind the others, and the time of a step in which the first card does nothing but exchange with the
-others (NCCL kernels that no other kernel hides, by torch's profiler in two further steps). docs/distributed.md has
-figures of two cards.
+Each card has the same rows on any number of cards; in a case of `context`, the cards share each row. The table has
+tokens/s in all, their ratio to N times one card, how far the slowest rank is behind the others, and the share of a step
+in which the first card does nothing but exchange with the others (NCCL kernels that no other kernel hides, by torch's
+profiler in two further steps). What the file of --json already holds does not run again. docs/distributed.md has
+figures of two and four cards.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     args.scratch.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text())
     for name in args.cases:
-        for gpus in (1, args.gpus):
+        for gpus in args.gpus:
+            if str(gpus) in found.setdefault(name, {}):
+                continue
             if why := bench_peers.reason_not_to_run("fxtune", args.smoke, gpus):
                 sys.exit(f"{name} on {gpus}: {why}")
             print(f"{name} on {gpus} ...", flush=True)
-            found.setdefault(name, {})[gpus] = measure(name, gpus, args)
+            found[name][str(gpus)] = measure(name, gpus, args)
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1))
     print(table(found))
@@ -49,7 +54,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2, help="cards to compare with one (2)")
+    parser.add_argument("--gpus", type=counts, default=[1, 2], help="numbers of cards to compare (1,2)")
     parser.add_argument("--cases", type=lambda text: text.split(","), help=f"of {', '.join(bench_peers.CASES)}")
     parser.add_argument("--steps", type=int, help="measured steps; default: those of the case")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -60,9 +65,15 @@ def arguments() -> argparse.Namespace:
     args.cases = args.cases or (["smoke"] if args.smoke else ["8b_4x4096"])
     if unknown := set(args.cases) - set(bench_peers.CASES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(bench_peers.CASES)}")
-    if args.gpus < 2:
-        parser.error("--gpus: give 2 or more")
     return args
+
+
+def counts(text: str) -> list[int]:
+    """The numbers of cards in a list such as 1,2,4."""
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
 
 
 def measure(name: str, gpus: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -78,21 +89,22 @@ def measure(name: str, gpus: int, args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in figures.items() if key not in ("kernels", "techniques")}
 
 
-def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
-    """The table in Markdown."""
+def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The table in Markdown. The ratio stays empty where one card was not measured."""
     lines = [
         "| case | cards | tokens/s | of N times one | slowest rank | exchange not hidden | peak GiB |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, runs in found.items():
-        one = runs[1]["tokens_per_second"]
-        for gpus, figures in runs.items():
+        one = runs.get("1", {}).get("tokens_per_second")
+        for gpus, figures in sorted(runs.items(), key=lambda run: int(run[0])):
             speed, behind, exchange = (
                 figures[key] for key in ("tokens_per_second", "slowest_behind", "exchange_seconds")
             )
             share = "" if exchange is None else f"{exchange / figures['step_seconds']:.2%}"
+            ratio = f"{speed / one / int(gpus):.3f}" if one else ""
             lines.append(
-                f"| {name} | {gpus} | {speed:,.0f} | {speed / one / gpus:.3f} | "
+                f"| {name} | {gpus} | {speed:,.0f} | {ratio} | "
                 f"{'' if behind is None else f'{behind:+.1%}'} | {share} | {figures['memory_gib']:.1f} |"
             )
     return "\n".join(lines)

@@ -4,8 +4,9 @@
     python scripts/faults/kill.py --operations --modes lora  # not at random: one kill before each file operation of a run
     python scripts/faults/kill.py --ranks 2 --kills 100      # runs of two ranks: a rank, the launcher or all are killed
     python scripts/faults/kill.py --ranks 2 --shard 2        # and full fine-tuning with Muon whose weights they divide
+    python scripts/faults/kill.py --ranks 4 --device cuda    # four cards
 
-Each run trains a two-layer Llama on a CPU. SIGKILL ends it one to four times, and the same command starts it again.
+Each run trains a two-layer Llama on a CPU, or with --ranks on cards. SIGKILL ends it one to four times, and the same command starts it again.
 Half of the instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a
 short run is its start. One kill in four ends only the main process, like the kernel's out-of-memory killer, and its
 workers must notice that.
@@ -128,14 +129,17 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outc
                 shutil.rmtree(place)
 
 
-def campaign_of_ranks(ranks: int, shard: int, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]) -> int:
-    """Kill processes of runs of `ranks` ranks until `kills` kills are done. `shard`: over how many of them weights are
-    divided. Returns how many runs went wrong."""
+def campaign_of_ranks(
+    ranks: int, shard: int, device: str, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]
+) -> int:
+    """Kill processes of runs of `ranks` ranks until `kills` kills are done. `shard`: number of ranks over which weights
+    are divided. Returns how many runs went wrong."""
     draw, bad, number = random.Random(f"{seed}/ranks"), 0, 0
+    sizes = ["train.micro_batch_size=1", f"train.global_batch_size={max(4, ranks)}"]
     mode, title = ("lora", f"{ranks} ranks") if shard == 1 else ("full", f"{ranks} ranks, weights divided by {shard}")
 
     def words_in(place: Path) -> list[str]:
-        return [*prepare(place, mode), f"run.gpus={ranks}", f"parallel.shard={shard}", "run.device=cpu"]
+        return [*prepare(place, mode), f"run.gpus={ranks}", f"parallel.shard={shard}", f"run.device={device}", *sizes]
 
     reference, seconds = finish(words_in(folder / "reference"), folder / "reference")
     steps = steps_logged(folder / "reference")
@@ -249,6 +253,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder of the runs; those that differ are kept")
     parser.add_argument("--ranks", type=int, default=1, help="kill runs of so many ranks, in one mode")
     parser.add_argument("--shard", type=int, default=1, help="with --ranks: divide the weights over so many of them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --ranks: where the ranks run")
     given = parser.parse_args()
     modes = given.modes.split(",")
     if unknown := set(modes) - set(MODES):
@@ -257,7 +262,7 @@ def main() -> int:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-kills-"))
     if given.ranks > 1:
         rows: list[dict[str, Any]] = []
-        bad_runs = campaign_of_ranks(given.ranks, given.shard, given.kills, given.seed, folder, rows)
+        bad_runs = campaign_of_ranks(given.ranks, given.shard, given.device, given.kills, given.seed, folder, rows)
         if given.json:
             given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 1 if bad_runs else 0

@@ -18,7 +18,7 @@ sys.path.remove(str(SCRIPTS))
 def test_speed_is_compared_with_that_of_as_many_single_cards():
     one = dict(tokens_per_second=100.0, slowest_behind=None, exchange_seconds=0.0, step_seconds=1.0, memory_gib=70.0)
     two = {**one, "tokens_per_second": 196.0, "slowest_behind": 0.02, "exchange_seconds": 0.005}
-    lines = scaling.table({"8b_4x4096": {1: one, 2: two}}).splitlines()
+    lines = scaling.table({"8b_4x4096": {"1": one, "2": two}}).splitlines()
     assert lines[2:] == [
         "| 8b_4x4096 | 1 | 100 | 1.000 |  | 0.00% | 70.0 |",
         "| 8b_4x4096 | 2 | 196 | 0.980 | +2.0% | 0.50% | 70.0 |",

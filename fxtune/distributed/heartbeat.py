@@ -1,7 +1,7 @@
 """What each rank is doing, in a small file that the launcher reads when a rank dies or hangs.
 
 The file is a memory map of 256 bytes, so a note costs a microsecond and survives a SIGKILL of its writer. A thread
-counts in it every second. If it stops counting, the process is stopped, or the machine is.
+counts in it every second. If it stops counting, the process or the machine is stopped, or a call holds Python's lock.
 """
 
 from __future__ import annotations

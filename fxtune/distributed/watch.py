@@ -15,22 +15,21 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from fxtune.distributed import failure
-from fxtune.distributed.heartbeat import PULSE_SECONDS, STEP, Beat, Heartbeat
+from fxtune.distributed.heartbeat import HOST, PULSE_SECONDS, STEP, Beat, Heartbeat
 from fxtune.errors import RankError
 
 STALL_SECONDS = 45.0
-"""A rank that does not move while the others wait for it is named after this time, and ended if its process does not
-run at all: it is stopped, or the machine swaps."""
-FIRST_SECONDS = 300.0
-"""The same for a rank that has not had a pulse yet: a busy machine takes long to start its thread."""
-SILENT_SECONDS = 5.0
-"""A rank without a pulse for this time is not named: its process does not run, and it is ended soon."""
+"""A rank that does not move while the others wait for it is named after this time, and ended if its process is
+stopped."""
 STEP_SECONDS = 1800.0
-"""A rank whose process runs is ended if the others have waited for it this long in one step. Outside of steps there is
-no limit: a large data set is tokenized, or a large model is exported, for hours."""
+"""A rank that is not stopped is ended if the others have waited for it this long in one step, or if it had no pulse
+for this long: a driver's call can hold Python's lock until a card has done all its work, which takes minutes with rows
+of a million tokens. A rank with a pulse has no limit outside of steps: a large data set is tokenized, or a large model
+is exported, for hours."""
 AGAIN = "The same command goes on from the last checkpoint."
 
 
@@ -52,9 +51,9 @@ class Watch:
         for rank, (_, rounds) in self._pulses.items():
             if rank not in beats:
                 continue
-            limit = STALL_SECONDS if beats[rank].pulse else FIRST_SECONDS
-            if rounds * PULSE_SECONDS >= limit:
-                why = f"has not run for {limit:.0f} s (stopped, or the machine swaps)"
+            silent, stopped = rounds * PULSE_SECONDS, is_stopped(beats[rank])
+            if silent >= (STALL_SECONDS if stopped else STEP_SECONDS):
+                why = f"has not run for {silent:.0f} s" + " (its process is stopped)" * stopped
                 return rank, _sentence(rank, beats[rank], why)
         if (found := stalled(beats, now)) is None:
             return None
@@ -62,8 +61,8 @@ class Watch:
         if beat.doing == STEP and now - beat.since > STEP_SECONDS:
             why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
             return rank, _sentence(rank, beat, why)
-        if self._pulses[rank][1] * PULSE_SECONDS >= SILENT_SECONDS:
-            return None  # its process does not run: it is ended soon, and named then
+        if is_stopped(beat):
+            return None  # it is ended soon, and named then
         if beat.since > self._named:
             self._named = now
             print(
@@ -72,6 +71,16 @@ class Watch:
                 flush=True,
             )
         return None
+
+
+def is_stopped(beat: Beat) -> bool:
+    """Whether the process of a rank is stopped, by a signal or a debugger. Known only on this host, and on Linux."""
+    if beat.host != HOST:
+        return False
+    try:
+        return Path(f"/proc/{beat.process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def stalled(beats: dict[int, Beat], now: float) -> tuple[int, Beat] | None:

@@ -1,11 +1,14 @@
 """Which rank the launcher names and which it ends, by the heartbeats of all ranks."""
 
+import os
 import re
+import signal
+import subprocess
 
 import pytest
 
 from fxtune.distributed.heartbeat import STEP, Beat
-from fxtune.distributed.watch import FIRST_SECONDS, STALL_SECONDS, STEP_SECONDS, Watch, stalled
+from fxtune.distributed.watch import STALL_SECONDS, STEP_SECONDS, Watch, is_stopped, stalled
 
 
 def test_the_rank_that_all_others_wait_for_is_named():
@@ -17,25 +20,48 @@ def test_the_rank_that_all_others_wait_for_is_named():
     assert stalled({0: busy, 1: busy}, late) is None
 
 
-def test_rank_whose_process_does_not_run_is_ended_and_named_once(capsys):
+@pytest.fixture
+def process():
+    """A process that does nothing."""
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        yield sleeper
+        sleeper.kill()
+
+
+def beats_without_pulse(process, second):
+    """Rank 0 waits for rank 1, whose process has no pulse."""
+    return {0: Beat(5, "deciding", True, 0.0, os.getpid(), second), 1: Beat(5, STEP, False, 0.0, process.pid, 3)}
+
+
+def test_rank_whose_process_is_stopped_is_ended_and_named_once(process, capsys):
     """The clock is ahead of the heartbeats, as on a busy machine."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
     watch, found = Watch(), None
     for second in range(int(STALL_SECONDS) + 1):
         assert found is None
-        beats = {0: Beat(5, "deciding", True, 0.0, 10, second), 1: Beat(5, STEP, False, 0.0, 11, 3)}
-        found = watch.look(beats, 5.0 * second)
+        found = watch.look(beats_without_pulse(process, second), 5.0 * second)
     assert found[0] == 1
     assert capsys.readouterr().err.count("all ranks have waited for rank 1") == 0
-    assert re.match(r"Rank 1 of this run \(.*, process 11\) has not run for 45 s .* at step 5, forward", found[1])
+    assert re.match(
+        rf"Rank 1 of this run \(.*, process {process.pid}\) has not run for 45 s .* at step 5, f", found[1]
+    )
 
 
-def test_rank_without_a_first_pulse_has_more_time():
+def test_rank_inside_a_call_that_holds_the_lock_of_python_is_named_and_has_the_time_of_a_step(process, capsys):
+    """Its thread cannot count while, for instance, a driver waits for a card."""
     watch = Watch()
-    for second in range(int(FIRST_SECONDS)):
-        assert watch.look({0: Beat(process=10, pulse=second), 1: Beat(process=11)}, 1.0) is None
-    rank, why = watch.look({0: Beat(process=10, pulse=-1), 1: Beat(process=11)}, 1.0)
+    for second in range(int(STEP_SECONDS)):
+        assert watch.look(beats_without_pulse(process, second), 1.0 * second) is None
+    assert capsys.readouterr().err.count("all ranks have waited for rank 1") == 1
+    rank, why = watch.look(beats_without_pulse(process, int(STEP_SECONDS)), STEP_SECONDS)
     assert rank == 1
-    assert "process 11) has not run for 300 s" in why
+    assert "has not run for 1800 s" in why
+
+
+def test_rank_of_another_host_is_never_taken_for_a_stopped_one():
+    assert not is_stopped(Beat(process=os.getpid(), host="another"))
+    assert not is_stopped(Beat(process=os.getpid()))
 
 
 @pytest.mark.parametrize(("doing", "ends"), [("tokenizing", False), (STEP, True)])

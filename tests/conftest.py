@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,19 @@ def ranks(forks):
     from support.ranks import Ranks
 
     return Ranks(forks)
+
+
+@pytest.fixture
+def leave_unfinished(monkeypatch) -> Callable[[Config], None]:
+    """Trains the run of a config to its last checkpoint. It is unfinished: the same config resumes it."""
+    from fxtune.training import trainer
+
+    def leave(config: Config) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
+            trainer.run(config)
+
+    return leave
 
 
 @pytest.fixture

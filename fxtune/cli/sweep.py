@@ -180,17 +180,13 @@ def table(sweep: Sweep) -> Any:
     for trial in sweep.ranking():
         entrant = trial.entrant
         steps = trial.step() if entrant.state is State.running else trial.step_of(entrant.reached)
-        state = entrant.state.value + (f": {_first_line(entrant.reason)}" if entrant.reason else "")
+        state = entrant.state.value + (f": {entrant.reason.strip().splitlines()[0]}" if entrant.reason else "")
         loss = f"{entrant.loss:.4f}" if entrant.losses else ""
         values = [shown(value) for value in trial.values.values()]
         rows.append([str(entrant.number), *values, f"{steps}/{trial.steps}" if trial.steps else "", loss, state])
     keys = [one.key.removeprefix("techniques.") for one in sweep.plan.space]
     title = f"Sweep of {sweep.plan.trials} configurations, {sweep.plan.method.value}; {sweep.runs:.3g} whole runs"
     return console.table(title, ["trial", *keys, "steps", "held-out loss", ""], rows)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 def results(sweep: Sweep) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_fp8_is_faster_than_bfloat16_and_torchao():
         layer = torch.compile(MLP(hidden, inner, maker).to("cuda", torch.bfloat16), fullgraph=True, dynamic=False)
         given = x.clone().requires_grad_()
         trained = [given, *layer.parameters()]
-        times[name] = milliseconds(
+        times[name] = reference.milliseconds(
             lambda layer=layer, given=given, trained=trained: torch.autograd.grad(layer(given), trained, dy)
         )
     print(times)
@@ -124,15 +124,3 @@ class MLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-def milliseconds(run) -> float:
-    for _ in range(3):
-        run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 10

@@ -231,24 +231,11 @@ def test_compiled_layers_equal_eager_layers(fused):
     assert apart["grads"] < 0.12, apart
 
 
-WIDE = dict(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=8192,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    rms_norm_eps=1e-5,
-    num_hidden_layers=4,
-)
-
-
 def test_wide_layers_are_built_with_little_extra_memory():
     """The loss falls as far as in the same bfloat16 steps from the same weights."""
-    given = reference.batch(WIDE, lengths=(700, 600, 748))
-    model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=WIDE)
+    sizes = dict(reference.LAYERS_OF_8B, num_hidden_layers=4)
+    given = reference.batch(sizes, lengths=(700, 600, 748))
+    model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=sizes)
     ends = {}
     for quantized in (False, True):
         gc.collect()
@@ -324,18 +311,6 @@ def test_a_model_with_fp8_embeddings_and_head():
     assert apart["logits"] < 0.12, apart
 
 
-def milliseconds(run) -> float:
-    for _ in range(3):
-        run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 10
-
-
 @pytest.mark.timed
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="for Hopper and newer"
@@ -346,8 +321,8 @@ def test_fp8_is_faster_than_bfloat16():
     weight = random(14336, 4096, scale=0.02)
     stored = fp8.quantize_weight(weight)
     times = {
-        "bfloat16": milliseconds(lambda: torch.autograd.grad(F.linear(x, weight), x, dy)),
-        "fp8": milliseconds(lambda: torch.autograd.grad(fp8.linear(x, stored), x, dy)),
+        "bfloat16": reference.milliseconds(lambda: torch.autograd.grad(F.linear(x, weight), x, dy)),
+        "fp8": reference.milliseconds(lambda: torch.autograd.grad(fp8.linear(x, stored), x, dy)),
     }
     print(times)
     assert times["fp8"] < 0.75 * times["bfloat16"], times

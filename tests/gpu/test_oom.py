@@ -32,14 +32,6 @@ from fxtune.tracking.display import display
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train
 
-SHAPE = dict(
-    reference.SHAPES["llama"],
-    vocab_size=1024,
-    num_hidden_layers=4,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_attention_heads=4,
-)
 ROWS, LENGTH = 16, 1024
 WORKSPACES = 256 << 20
 """Bytes that libraries keep after their first use, partly per stream. cuBLAS alone keeps 32 MiB or more."""
@@ -89,7 +81,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
 
     monkeypatch.chdir(tmp_path)
     AutoTokenizer.from_pretrained(Path(train.__file__).parents[1] / "assets" / "tiny").save_pretrained("base")
-    reference._config(SHAPE).save_pretrained("base")
+    reference._config(reference.SMALL).save_pretrained("base")
     with Path("chats.jsonl").open("w") as out:
         for number in range(3000):
             turns = [

@@ -127,23 +127,10 @@ def test_dora_and_generation_work_with_quantized_weights(kind):
     assert all(torch.isfinite(gradient).all() for gradient in again.grads.values())
 
 
-WIDE = dict(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=8192,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    rms_norm_eps=1e-5,
-)
-
-
 @pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (5, 1.9, "host")])
 def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit, home):
     """Two layers (0.9 GiB) are drawn on the GPU, five (2.1 GiB) in host memory, since the GPU limit is 1.9 GiB."""
-    sizes = dict(WIDE, num_hidden_layers=layers)
+    sizes = dict(reference.LAYERS_OF_8B, num_hidden_layers=layers)
     model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=sizes)
     given = reference.batch(sizes, lengths=(700, 600, 748))
     asked = qlora("nf4")

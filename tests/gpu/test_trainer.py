@@ -28,14 +28,6 @@ from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train
 from fxtune.training.step_monitor import StepStatistics
 
-SMALL = dict(
-    reference.SHAPES["llama"],
-    vocab_size=1024,
-    num_hidden_layers=4,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_attention_heads=4,
-)
 SYNCHRONIZE = "torch.cuda.synchronize"
 OPTIMIZERS = {
     "adamw": {},
@@ -87,9 +79,9 @@ def _with_tokenizer(folder: Path) -> Path:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(Path(train.__file__).parents[1] / "assets" / "tiny").save_pretrained(folder)
-    reference._config(SMALL).save_pretrained(folder)
+    reference._config(reference.SMALL).save_pretrained(folder)
     save_file(
-        {name: tensor.bfloat16() for name, tensor in reference.weights(SMALL).items()},
+        {name: tensor.bfloat16() for name, tensor in reference.weights(reference.SMALL).items()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -65,6 +65,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
 }
+LAYERS_OF_8B = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=8192,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-5,
+)
+"""Layers as wide as those of Llama 3's 8B; a test sets their number."""
+SMALL = dict(
+    SHAPES["llama"],
+    vocab_size=1024,
+    num_hidden_layers=4,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_attention_heads=4,
+)
 Shape = str | dict[str, Any]
 """A name in SHAPES, or an architecture."""
 
@@ -103,6 +123,19 @@ def relative_errors(one: Result, other: Result) -> dict[str, float]:
         "logits": relative(one.logits, other.logits),
         "grads": relative(*flat),
     }
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """How long `run` takes on the GPU: the mean of ten calls after three."""
+    for _ in range(3):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 10
 
 
 def small(shape: str) -> dict[str, Any]:

@@ -19,12 +19,10 @@ from fxtune.training.resume_check import ResumeCheck
 
 
 @pytest.fixture
-def unfinished_run(small, cwd, monkeypatch) -> Config:
+def unfinished_run(small, cwd, leave_unfinished) -> Config:
     """An unfinished run in `run`, with both its steps saved."""
     small.run.dir, small.train.max_steps = "run", 2
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
+    leave_unfinished(small)
     return small
 
 
@@ -49,11 +47,9 @@ def test_another_torch_version_is_noted(unfinished_run, said):
     assert [text for text in said if "machine.torch: 1.0 -> " in text and "may differ in their last digits" in text]
 
 
-def test_another_torch_version_is_refused_in_a_deterministic_run(small, cwd, monkeypatch):
+def test_another_torch_version_is_refused_in_a_deterministic_run(small, cwd, leave_unfinished):
     small.run.dir, small.run.deterministic, small.train.max_steps = "run", True, 1
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
+    leave_unfinished(small)
     changed("machine", "torch", "1.0")
     with pytest.raises(
         ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "
@@ -68,30 +64,26 @@ def test_another_model_is_refused_with_each_difference(unfinished_run, section, 
         trainer.run(unfinished_run)
 
 
-def test_another_number_of_experts_is_one_message(narrow, cwd, monkeypatch):
+def test_another_number_of_experts_is_one_message(narrow, cwd, leave_unfinished):
     narrow.run.dir, narrow.train.max_steps = "run", 1
     for experts in (4, 8):
         narrow.model = mixture("qwen3_moe", vocab_size=1024, max_position_embeddings=256, num_experts=experts)
         narrow.model.tokenizer = "builtin:tiny"
         if experts == 4:
-            with monkeypatch.context() as patch:
-                patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-                trainer.run(narrow)
+            leave_unfinished(narrow)
     with pytest.raises(
         ConfigError, match=r"model\.architecture\.num_experts: 4 -> 8\nPut these back, or set run\.dir"
     ):
         trainer.run(narrow)
 
 
-def test_changed_base_weights_are_refused(small, cwd, monkeypatch):
+def test_changed_base_weights_are_refused(small, cwd, leave_unfinished):
     import shutil
 
     own = cwd / "base"
     shutil.copytree(Path(trainer.__file__).parents[1] / "assets" / "tiny", own)
     small.model.path, small.run.dir, small.train.max_steps = str(own), "run", 1
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
+    leave_unfinished(small)
     weights = next(own.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-2000:] = bytes(2000)
@@ -161,11 +153,9 @@ def test_recorded_values_run_no_code(tmp_path, was, message):
     assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today) is None
 
 
-def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said):
+def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, leave_unfinished, said):
     small.run.dir, small.train.max_steps, small.data.packing = "run", 2, "auto"
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
+    leave_unfinished(small)
     assert json.loads(Path("run/setting.json").read_text())["rows"] == {"packing": True, "buckets": []}
     monkeypatch.setattr(
         "fxtune.techniques.attention.isolation.why_not_isolated", lambda *_: "a newer transformers leaks"
@@ -175,7 +165,7 @@ def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, said
     assert not [text for text in said if text.startswith("packing: ")]
 
 
-def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkeypatch):
+def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkeypatch, leave_unfinished):
     """Setting the number, even to the number that torch has, changes the order of MKL's sums."""
     small.run.dir, small.train.max_steps, small.checkpoint.every = "run", 4, 2
     events: list[int | str] = []
@@ -185,9 +175,7 @@ def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkey
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("fxtune.system.threads.cores", lambda: 4)
     inner(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
+    leave_unfinished(small)
     assert set(events[: events.index("build")]) == {2}
     assert events[-1] == "build"
     events.clear()
@@ -198,11 +186,9 @@ def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkey
     assert events[-1] == "build"
 
 
-def test_learning_rate_that_auto_chose_stays_when_the_rule_changes(small, cwd, monkeypatch, said):
+def test_learning_rate_that_auto_chose_stays_when_the_rule_changes(small, cwd, leave_unfinished, said):
     small.run.dir, small.train.max_steps, small.optimizer.lr = "run", 2, "auto"
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
-        trainer.run(small)
+    leave_unfinished(small)
     (line,) = [text for text in said if "optimizer.lr: auto chose 0.00249 = " in text]
     assert json.loads(Path("run/setting.json").read_text())["rate"] == {"lr": 0.00249}
     changed("rate", "lr", 0.002)  # as another rule might have it

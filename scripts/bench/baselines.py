@@ -75,6 +75,10 @@ class Measurement:
     joules_per_token: float | None = None
     base_tokens_per_second: float | None = None
     """Speed of the run that this row is compared with, if that run is not in the file."""
+    cards: int | None = None
+    """Cards of this row, where the rows of a file have different numbers of cards."""
+    exchange_share: float | None = None
+    """Share of a step in which the first card only exchanges with the others, 0 to 1."""
     error: str = ""
     """Why there are no figures: `does not fit`."""
 

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
+import baselines  # noqa: E402
 import bench_peers  # noqa: E402
+from baselines import Measurement  # noqa: E402
 
 from fxtune.system.process_group import run_process  # noqa: E402
 from fxtune.tuning import trial  # noqa: E402
@@ -50,6 +53,31 @@ def main() -> None:
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1))
     print(table(found))
+    baselines.save(args.baseline, [measurement(name, gpus, run) for name, gpus, run in runs(found)], max(args.gpus))
+
+
+def runs(found: dict[str, dict[str, dict[str, Any]]]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(case, cards, figures) of each run, by the number of cards."""
+    for name, counts in found.items():
+        for gpus, figures in sorted(counts.items(), key=lambda run: int(run[0])):
+            yield name, int(gpus), figures
+
+
+def measurement(name: str, gpus: int, figures: dict[str, Any]) -> Measurement:
+    """A run as a file of benchmarks/baselines holds it."""
+    case, exchange = bench_peers.CASES[name], figures["exchange_seconds"]
+    return Measurement(
+        name,
+        shape=case.shape,
+        rows=case.rows,
+        length=case.length,
+        tokens_per_second=round(figures["tokens_per_second"]),
+        step_ms=round(1e3 * figures["step_seconds"]),
+        memory_gib=round(figures["memory_gib"], 1),
+        seconds_to_second_step=figures["second_step_seconds"] and round(figures["second_step_seconds"], 1),
+        cards=gpus,
+        exchange_share=None if exchange is None else round(exchange / figures["step_seconds"], 4),
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -58,6 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=lambda text: text.split(","), help=f"of {', '.join(bench_peers.CASES)}")
     parser.add_argument("--steps", type=int, help="measured steps; default: those of the case")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    baselines.add_option(parser)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further key")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "fxtune-peers")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape; works without a GPU")
@@ -95,18 +124,15 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
         "| case | cards | tokens/s | of N times one | slowest rank | exchange not hidden | peak GiB |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, runs in found.items():
-        one = runs.get("1", {}).get("tokens_per_second")
-        for gpus, figures in sorted(runs.items(), key=lambda run: int(run[0])):
-            speed, behind, exchange = (
-                figures[key] for key in ("tokens_per_second", "slowest_behind", "exchange_seconds")
-            )
-            share = "" if exchange is None else f"{exchange / figures['step_seconds']:.2%}"
-            ratio = f"{speed / one / int(gpus):.3f}" if one else ""
-            lines.append(
-                f"| {name} | {gpus} | {speed:,.0f} | {ratio} | "
-                f"{'' if behind is None else f'{behind:+.1%}'} | {share} | {figures['memory_gib']:.1f} |"
-            )
+    for name, gpus, figures in runs(found):
+        one = found[name].get("1", {}).get("tokens_per_second")
+        speed, behind, exchange = (figures[key] for key in ("tokens_per_second", "slowest_behind", "exchange_seconds"))
+        share = "" if exchange is None else f"{exchange / figures['step_seconds']:.2%}"
+        ratio = f"{speed / one / gpus:.3f}" if one else ""
+        lines.append(
+            f"| {name} | {gpus} | {speed:,.0f} | {ratio} | "
+            f"{'' if behind is None else f'{behind:+.1%}'} | {share} | {figures['memory_gib']:.1f} |"
+        )
     return "\n".join(lines)
 
 

@@ -158,6 +158,17 @@ def ablation(shape: str) -> str:
     return table(head, rows)
 
 
+def scaling(name: str) -> str:
+    """The rows of scaling.py: speed on several cards beside as many times the speed of one card."""
+    rows, one = [], {row.case: row.tokens_per_second for row in read(name).measurements if row.cards == 1}
+    for row in read(name).measurements:
+        speed, alone = row.tokens_per_second or 0.0, one.get(row.case)
+        share = "" if row.exchange_share is None else f"{row.exchange_share:.1%}"
+        ratio = figure(speed / alone / row.cards, 3) if alone and row.cards else ""
+        rows.append([f"`{row.case}`", str(row.cards), figure(speed), ratio, share, figure(row.memory_gib, 1)])
+    return table(["case", "cards", "tokens/s", "of N times one card", "exchange not hidden", "peak GiB a card"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "first_step": first_step,
@@ -172,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_slower_card": partial(peers, "h200_peers_slower_card"),
     "peers_first": partial(peers, "h200_peers_first"),
     "two_cards": partial(peers, "h100_two_cards"),
+    "four_cards": partial(scaling, "h200_four_cards"),
 }
 
 

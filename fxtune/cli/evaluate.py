@@ -88,7 +88,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     figures: dict[str, Any] = {}
     if plan is not None:
         with closing(builder.held_out(plan, language_model, config.objective)) as held_out:
-            means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure)
+            multiple = plan.stream.rows_of_group
+            means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure, multiple)
         figures.update({f"eval/{name}": value for name, value in means.items()})
     answers = answer(
         language_model.prepared, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes

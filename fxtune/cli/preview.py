@@ -139,15 +139,16 @@ def print_statistics(plan: Plan, console: Console) -> None:
         row_length = f"of {', '.join(f'{length:,}' for length in lengths)} tokens"
     changed = " / ".join(f"{summary[name]:,}" for name in ("split", "truncated", "dropped"))
     epochs = f"{summary['epochs']:.4g} epochs of {summary['steps_per_epoch']:,.1f} steps"
+    noun, pieces = ("groups", "groups") if plan.stream.is_grouped else ("documents", "documents or pieces")
     rows = {
-        "documents": f"{summary['documents']:,}",
+        noun: f"{summary['documents']:,}",
         "rows": f"{summary['rows']:,} ({row_length})",
         "tokens": f"{summary['tokens']:,}",
         "long documents": "",
         "supervised": f"{summary['supervised_share']:.1%} of the tokens ({summary['supervised_tokens']:,})",
         "padding": f"{summary['padding_share']:.1%} of the rows",
-        "split / truncated / dropped": f"{changed} documents longer than {most:,} tokens",
-        "without targets": f"{summary['without_targets']:,} documents or pieces, left out",
+        "split / truncated / dropped": f"{changed} {noun} longer than {most:,} tokens",
+        "without targets": f"{summary['without_targets']:,} {pieces}, left out",
         "steps": f"{summary['steps']:,} ({epochs})",
         "stages": str(plan.step_rows) if len(plan.step_rows.starts) > 1 else "",
     }
@@ -156,7 +157,7 @@ def print_statistics(plan: Plan, console: Console) -> None:
         rows["long documents"] = f"{mix['share']:.1%} of the tokens, {spread} (over {mix['threshold']:,} tokens each)"
     console.print()
     console.print(screen.table("The first epoch", ["", ""], [row for row in rows.items() if row[1]]))
-    columns = ["source", "documents", "segments", "supervised tokens", "share", "times seen", "bad rows"]
+    columns = ["source", noun, "segments", "supervised tokens", "share", "times seen", "bad rows"]
     cells = [
         [
             source["name"],

@@ -215,11 +215,12 @@ class _Comparison:
         return off
 
     def _splits(self) -> list[int]:
-        """Micro-batch sizes: the configured one, one row, one in the middle, and all rows."""
+        """Micro-batch sizes: the configured one, one row (or group), one in the middle, and all rows."""
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
-        divisors = [size for size in range(1, total + 1) if total % size == 0]
+        least = self.plan.stream.rows_of_group
+        divisors = [size for size in range(least, total + 1, least) if total % size == 0]
         middle = min(divisors, key=lambda size: abs(math.log(size) - math.log(total) / 2))
-        return list(dict.fromkeys([configured, 1, middle, total]))
+        return list(dict.fromkeys([configured, least, middle, total]))
 
     def _run_plain(self, pipeline: Pipeline, name: str, float32: bool = False) -> _Result:
         """Each document of the step alone. If its activations do not fit, with transformers' own checkpointing. Of
@@ -266,10 +267,11 @@ class _Comparison:
             return _collect(model, loss)
 
     def _each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for batch in self._batches(1):
-            starts = [*(batch.position_ids[0] == 0).nonzero().flatten().tolist(), batch.input_ids.shape[1]]
-            for begin, end in pairwise(starts):
-                yield batch.input_ids[0, begin:end], batch.targets[0, begin:end]
+        for batch in self._batches(self.plan.stream.rows_of_group):
+            for ids, targets, positions in zip(batch.input_ids, batch.targets, batch.position_ids, strict=True):
+                starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+                for begin, end in pairwise(starts):
+                    yield ids[begin:end], targets[begin:end]
 
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
         """The training step with the techniques of `pipeline`, once for each micro-batch size."""

@@ -94,14 +94,15 @@ def free_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def halved(rows: int, total: int | None = None) -> int | None:
+def halved(rows: int, total: int | None = None, multiple: int = 1) -> int | None:
     """Half of `rows`, rounded up; with `total` the largest divisor of `total` up to that, so that all micro-batches
-    have one shape. None for a single row.
+    have one shape. `multiple`: rows that stay together, which divide the result. None for so few rows or a single row.
     """
-    if rows <= 1:
+    if rows <= multiple:
         return None
     half = (rows + 1) // 2
-    return half if total is None else next(part for part in range(half, 0, -1) if total % part == 0)
+    parts = range(max(half - half % multiple, multiple), 0, -multiple)
+    return next(part for part in parts if total is None or total % part == 0)
 
 
 def out_of_memory_message(part: str, rows: int, reason: str) -> str:
@@ -133,27 +134,36 @@ class BatchSizes:
         """The rows per forward pass of `part`. `configured`: the recipe's value."""
         return min(self.reduced.get(part, configured), configured)
 
-    def run(self, part: str, configured: int, work: Callable[[int], Result]) -> Result:
-        """Call work(rows), halving the rows until it fits. Raises `error` if a single row does not fit."""
+    def run(self, part: str, configured: int, work: Callable[[int], Result], multiple: int = 1) -> Result:
+        """Call work(rows), halving the rows until it fits. Raises `error` if a single row, or `multiple` rows that
+        stay together, do not fit."""
         while True:
             rows = self.rows(part, configured)
             result = catch_out_of_memory(partial(work, rows))
             if not isinstance(result, MemoryExhausted):
                 return result
             self.free_memory()
-            self.halve(part, rows, result)
+            self.halve(part, rows, result, multiple=multiple)
 
     def free_memory(self) -> None:
         """Free the memory of the failed work, and memory that can be recreated."""
         self.drop()
         free_cached_memory(self.device)
 
-    def halve(self, part: str, rows: int, found: MemoryExhausted, total: int | None = None, hint: str = "") -> int:
+    def halve(
+        self,
+        part: str,
+        rows: int,
+        found: MemoryExhausted,
+        total: int | None = None,
+        hint: str = "",
+        multiple: int = 1,
+    ) -> int:
         """Reduce `part` to about half of `rows`, note it with `hint`, and return the new rows; or raise `error`.
 
-        `total`: see halved().
+        `total`, `multiple`: see halved().
         """
-        fewer = halved(rows, total)
+        fewer = halved(rows, total, multiple)
         if fewer is None or self.note is None:
             raise self.error(part, rows, found.reason)
         self.reduced[part] = fewer

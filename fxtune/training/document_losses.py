@@ -96,7 +96,7 @@ def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_i
             with closing(loader):
                 return document_losses(language_model, loader, builder.techniques.precision)
 
-        found.append(sizes.run("evaluation", config.train.micro_batch_size, losses))
+        found.append(sizes.run("evaluation", config.train.micro_batch_size, losses, plan.stream.rows_of_group))
         if not np.isfinite(found[-1].summed).all():
             raise NumbersError(
                 f"{weights}: the loss of {int((~np.isfinite(found[-1].summed)).sum()):,} documents is not finite. Use "

@@ -543,7 +543,14 @@ class Trainer:
         sizes = self.plan.sizes
         again = f"Step {index + 1} is repeated; its {self.plan.rows(index)} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
-        rows = self.batch_sizes.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
+        rows = self.batch_sizes.halve(
+            "training",
+            sizes.micro_batch_size,
+            found,
+            sizes.global_batch_size,
+            again,
+            multiple=self.plan.stream.rows_of_group,
+        )
         self._set_plan(self.plan.with_micro_batch_size(rows))
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
 
@@ -660,7 +667,8 @@ class Trainer:
         with self.clock.evaluation(), self.train_step.optimizer.averaged(), self._interruptible():
             if self.held_out is not None:
                 measure, rows = self.held_out.measure, self.config.train.micro_batch_size
-                means = self.batch_sizes.run("evaluation", rows, measure)
+                multiple = self.held_out.loader.plan.stream.rows_of_group
+                means = self.batch_sizes.run("evaluation", rows, measure, multiple)
                 figures = {f"eval/{name}": value for name, value in means.items()}
             if self.end.by_match:
                 self._exact_match()

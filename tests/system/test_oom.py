@@ -120,6 +120,17 @@ def test_halved_rows_divide_the_batch(rows, times):
     assert sizes[-1] == 1
 
 
+@given(st.integers(1, 9), st.integers(1, 16), st.integers(1, 16))
+def test_halved_rows_are_whole_groups(each, groups, times):
+    whole = each * groups * times
+    sizes = [each * groups]
+    while (less := halved(sizes[-1], whole, each)) is not None:
+        assert less < sizes[-1]
+        assert whole % less == less % each == 0
+        sizes.append(less)
+    assert sizes[-1] == each
+
+
 def test_rows_are_halved_until_the_work_fits():
     rows, notes, tried = {"questions": 50}, [], []
 

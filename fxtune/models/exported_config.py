@@ -7,7 +7,6 @@ at the top of the config: without them they take a theta of 10,000 and no scalin
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from fxtune.models.exported_tokenizer import CONFIG as TOKENIZER
 from fxtune.models.exported_tokenizer import ONLY_5
 
 CONFIG = "config.json"
-PROCESSORS = "*processor_config.json"
 ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -41,14 +39,6 @@ def write_rope_for_4(folder: Path, config: Any) -> None:
         same = False
     if not same:  # a family that keeps these keys as something else
         file.write_text(before, encoding="utf-8")
-
-
-def copy_processors(config: Any, folder: Path) -> None:
-    """Copy the files with which a model prepares images, from the folder of its base. Raises OSError."""
-    source = Path(str(getattr(config, "name_or_path", "") or ""))
-    if (source / CONFIG).is_file():
-        for file in source.glob(PROCESSORS):
-            shutil.copyfile(file, folder / file.name)
 
 
 def versions_of_readers(folder: Path) -> str:

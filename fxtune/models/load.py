@@ -25,6 +25,8 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
+from fxtune.models.kinds.base import Kind
+from fxtune.models.kinds.known import families, kind_of, why_none
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
@@ -122,7 +124,7 @@ def load_config(model: ModelConfig) -> Any:
         ) from error
     if model.add_tokens:
         text = config.get_text_config()
-        text.vocab_size = rows_for(_read_tokenizer(model, text.vocab_size), text.vocab_size)
+        text.vocab_size = rows_for(_read_tokenizer(model, kind_of(config), text.vocab_size), text.vocab_size)
     return with_changes_of(adapter, config) if adapter else config
 
 
@@ -179,8 +181,9 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
     generation passes its own attention mask.
     """
-    rows = (hf_config or load_config(model)).get_text_config().vocab_size
-    tokenizer = _read_tokenizer(model, rows_of_base(model) if model.add_tokens else rows)
+    hf_config = hf_config or load_config(model)
+    rows = hf_config.get_text_config().vocab_size
+    tokenizer = _read_tokenizer(model, kind_of(hf_config), rows_of_base(model) if model.add_tokens else rows)
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
     if beyond:
         key = "model.path" if model.tokenizer is None else "model.tokenizer"
@@ -196,10 +199,8 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     return tokenizer
 
 
-def _read_tokenizer(model: ModelConfig, rows: int) -> Any:
+def _read_tokenizer(model: ModelConfig, kind: Kind, rows: int) -> Any:
     """The tokenizer with model.add_tokens. `rows`: tokens that the model embeds."""
-    from transformers import AutoTokenizer
-
     own = model.tokenizer is None
     key, name = ("model.path", model.path or "builtin:tiny") if own else ("model.tokenizer", str(model.tokenizer))
     code = own and model.trust_remote_code
@@ -211,7 +212,7 @@ def _read_tokenizer(model: ModelConfig, rows: int) -> Any:
             "model.tokenizer."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=code)
+        tokenizer = kind.read_tokenizer(origin.folder, code)
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
         _explain_code(error, origin, "tokenizer_config.json")
         raise StorageError(
@@ -367,7 +368,6 @@ def _locate(model: ModelConfig) -> Origin:
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name, file = f"model.path={model.path}", origin.folder / "config.json"
     inspect_folder(origin.folder, name)
@@ -384,9 +384,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
             f"{name}: {file} cannot be used: {first_line(error)}. A model newer than this transformers needs a newer "
             "one; one with code of its own needs model.trust_remote_code."
         ) from error
-    remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
-        raise ConfigError(f"{name} is a {config.model_type} model, {_why_not_causal(config.model_type)}.")
+    kind_of(config, name, own_code=model.trust_remote_code)
     if getattr(config, "quantization_config", None):
         if not weights.unpacks(origin, config):
             raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
@@ -400,28 +398,19 @@ def _explain_code(error: Exception, origin: Origin, config: str) -> None:
         raise remote_code.refusal(origin.folder, code) from error
 
 
-def _why_not_causal(kind: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
-
-    if kind in WITH_IMAGES:
-        return "which transformers trains with images only. Use a text model of its family"
-    return "which is no causal language model"
-
-
 def _config_of_type(architecture: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    kind = architecture["model_type"]
-    if kind in CONFIG_MAPPING and kind not in CAUSAL:
-        raise ConfigError(f"model.architecture.model_type={kind} is a {kind} model, {_why_not_causal(kind)}.")
-    if kind not in CAUSAL:
-        hint = did_you_mean(str(kind), CAUSAL)
+    family, known = architecture["model_type"], families()
+    if family in CONFIG_MAPPING and family not in known:
+        raise ConfigError(f"model.architecture.model_type={family} is a {family} model, {why_none(family)}.")
+    if family not in known:
+        hint = did_you_mean(str(family), known)
         raise ConfigError(
-            f"model.architecture.model_type={kind} is no causal language model that this transformers has{hint}"
+            f"model.architecture.model_type={family} is no model that fxtune trains and this transformers has{hint}"
         )
     values = {name: value for name, value in architecture.items() if name != "model_type"}
-    return _make_config(CONFIG_MAPPING[kind], values, values)
+    return _make_config(CONFIG_MAPPING[family], values, values)
 
 
 def _edited_config(config: Any, changes: dict[str, Any]) -> Any:
@@ -455,7 +444,6 @@ def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
     constructor reads it, as Qwen3-MoE's reads `head_dim`.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     wrong_value = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
     read = set()
@@ -469,9 +457,9 @@ def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
         config = Recorded(**values)
         if name not in vars(config):
             return True
+        build = kind_of(config).model_class(kind)
         read.clear()
         with torch.device("meta"):
-            build: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
             build(config)
     except (*wrong_value, StrictDataclassError):
         return False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import observed
 
 TOKENS = 8
@@ -40,7 +41,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     `nudge`: the relative change of each number of the embedded tokens.
     """
     device = next(model.parameters()).device
-    ids = torch.arange(TOKENS, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    row = kind_of(model.config).small_row(model, TOKENS)
     # Without a mask transformers would look for documents in the positions, which have no values on the meta device.
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device) if device.type == "meta" else None
 
@@ -51,7 +52,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     hook = model.get_input_embeddings().register_forward_hook(moved)
     try:
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            logits: torch.Tensor = model(**row, attention_mask=mask, use_cache=False).logits
     finally:
         hook.remove()
     return logits

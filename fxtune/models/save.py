@@ -14,9 +14,10 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.models.export_proof import prove
-from fxtune.models.exported_config import copy_processors, write_rope_for_4
+from fxtune.models.exported_config import write_rope_for_4
 from fxtune.models.exported_tokenizer import write_tokenizer
 from fxtune.models.exported_weights import ExportedWeights, LoadMismatch, Mismatch, on_main
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.model_card import write_card
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
@@ -76,7 +77,7 @@ def save_model(
     def complete() -> None:
         write_rope_for_4(staging, model.module.config)
         if not hasattr(model.module, "peft_config"):
-            copy_processors(model.module.config, staging)
+            kind_of(model.module.config).write_beside(model.module.config, staging)
         write_tokenizer(tokenizer, staging)
 
     def prove_files() -> Proof:

@@ -33,6 +33,7 @@ from fxtune.distributed.chunks import chunk_of, local
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
+from fxtune.models.kinds.known import kind_of
 from fxtune.system.hub import Origin
 from fxtune.upstream.transformers import not_in_files
 
@@ -57,11 +58,9 @@ Read = Callable[[str, int, int], torch.Tensor]
 
 def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
     """The model of `hf_config` with its parameters on the meta device and its buffers on world.device."""
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
+            model: Any = kind_of(hf_config).auto.from_config(hf_config, dtype=dtype, trust_remote_code=code)
     except (ImportError, ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(f"A {hf_config.model_type} of this config cannot be built: {first_line(error)}") from error
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face causal language model: its decoder, its layers, and the same model without weights."""
+"""The parts of a Hugging Face model: its decoder, its layers, and the same model without weights."""
 
 from __future__ import annotations
 
@@ -14,32 +14,20 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError, first_line
+from fxtune.models.kinds.known import kind_of
 from fxtune.system.oom import out_of_memory_reason
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a causal language model, with or without adapters, first to last."""
-    return [layer for layers in _layer_lists(_decoder(_base(model)), model.config) for layer in layers]
+    """The decoder layers of a model, with or without adapters, first to last."""
+    base = _base(model)
+    return kind_of(base.config).layers(base)
 
 
-def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
-    """The lists of layers in a decoder: one as long as the config says or, where that number counts something else
-    (passes through a layer in HRM, its attentions in LongCat), the largest lists of one class."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if as_long := [layers for layers in lists if len(layers) == depth]:
-        return as_long[:1]
-    inner = {id(part) for layers in lists for layer in layers for part in layer.modules()}
-    outer = [layers for layers in lists if id(layers) not in inner]
-    assert outer, f"{type(decoder).__name__} has no list of layers"
-    largest = max(outer, key=lambda layers: sum(weight.numel() for weight in layers.parameters()))
-    return [layers for layers in outer if type(layers[0]) is type(largest[0])]
-
-
-def _decoder(base: Any) -> nn.Module:
-    """What transformers takes for the decoder, unless that is the head (ModernBERT)."""
-    decoder: nn.Module = base.get_decoder()
-    return decoder if any(isinstance(module, nn.ModuleList) for module in decoder.modules()) else base.base_model
+def backbone(model: nn.Module) -> nn.Module:
+    """The part of a model that makes hidden states of tokens, with or without adapters: all but the head."""
+    base = _base(model)
+    return kind_of(base.config).backbone(base)
 
 
 def _base(model: Any) -> Any:
@@ -64,15 +52,16 @@ def skeleton(config: dict[str, Any]) -> nn.Module | None:
 
 @functools.lru_cache(maxsize=4)
 def _skeleton(architecture: str) -> nn.Module:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     values = json.loads(architecture)
-    kind = values.pop("model_type")
+    family = values.pop("model_type")
     try:
+        config = CONFIG_MAPPING[family](**values)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
+            model: nn.Module = kind_of(config).auto.from_config(config)
     except ImportError as error:
-        raise ConfigError(f"model.path: {kind} in transformers needs a package: {first_line(error)}") from error
+        raise ConfigError(f"model.path: {family} in transformers needs a package: {first_line(error)}") from error
     return model
 
 
@@ -85,16 +74,6 @@ def normalizes_queries(config: dict[str, Any]) -> bool:
 @functools.lru_cache(maxsize=4)
 def _normalizes_queries(model: nn.Module) -> bool:
     return any(path.endswith((".q_norm", ".q_layernorm")) for path, _ in model.named_modules())
-
-
-def backbone(model: nn.Module) -> nn.Module:
-    """The decoder of a causal language model, with or without adapters: tokens in, last hidden states out, no head."""
-    base = _base(model)
-    decoder = _decoder(base)
-    if decoder is base:  # Llama 4's
-        layers = _layer_lists(base, model.config)[0]
-        decoder = next(module for module in base.modules() if layers in module.children())
-    return decoder
 
 
 def cache_keyword(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
+from fxtune.models.kinds.known import kind_of
 from fxtune.system.hub import Origin, fetch
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream.transformers import forget_conversions
@@ -31,10 +32,8 @@ def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool
 
 def bytes_of(hf_config: Any, dtype: torch.dtype, code: bool) -> int:
     """Bytes of a model's weights in `dtype`."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=code)
+        skeleton = kind_of(hf_config).auto.from_config(copy.deepcopy(hf_config), trust_remote_code=code)
     return sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
 
 
@@ -50,13 +49,11 @@ def unpacks(origin: Origin, hf_config: Any) -> bool:
 
 def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool) -> Any:
     """A model with random weights."""
-    from transformers import AutoModelForCausalLM
-
     cards = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cards), world.device:
         torch.manual_seed(seed)
         try:
-            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
+            return kind_of(hf_config).auto.from_config(hf_config, dtype=dtype, trust_remote_code=code)
         except (ImportError, ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
             if out_of_memory_reason(error):
                 raise
@@ -68,10 +65,9 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
 def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, path: str) -> Any:
     """A model with the weights in the folder of `origin`. `path`: model.path, for messages."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
-    loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks output_loading_info
+    loader: Any = kind_of(hf_config).auto.from_pretrained
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
     if unpacked := unpacks(origin, hf_config):
         hf_config = copy.deepcopy(hf_config)

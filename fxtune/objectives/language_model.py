@@ -30,6 +30,7 @@ from fxtune.kernels.linear_cross_entropy import (
     scale_and_cap,
 )
 from fxtune.kernels.matmul import CUBLAS
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, observed, running_on_text
@@ -48,6 +49,8 @@ LOGIT_FACTORS = {
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest difference from the model's own logits, relative to their norm, by the dtype of the head's output."""
 TF32_TOLERANCE = 2e-3
+SMALL_ROW = 24
+"""Tokens of the row on which the constructor compares logits."""
 
 
 class LanguageModel:
@@ -87,8 +90,9 @@ class LanguageModel:
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].
 
-        0 for documents without supervised tokens and for the unused slots of `cu_seqlens`. Raises ConfigError for a
-        piece of rows, which may have only a part of a document.
+        0 for documents without supervised tokens and for the unused slots of `cu_seqlens`. An objective that calls
+        this method sets `Needs.whole_documents`. Raises ConfigError for a piece of rows, which may have only a part of
+        a document.
         """
         if batch.pieces > 1:
             raise ConfigError("parallel.context: this objective needs whole documents. Set it to 1.")
@@ -176,10 +180,11 @@ class LanguageModel:
     def _compare(self) -> Evidence:
         """Compare the logits and losses of a small row with those of the model's own forward; sets `own_forward`."""
         device = next(self.model.parameters()).device
-        ids = (torch.arange(24, device=device) * 7919 + 3) % self.model.config.get_text_config().vocab_size
-        starts = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
-        inputs = model_inputs(self.model, ids[None], torch.arange(len(ids), device=device)[None], starts)
-        labels = ids.roll(-1)
+        row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
+        starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
+        positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
+        inputs = {**row, **model_inputs(self.model, row["input_ids"], positions, starts)}
+        labels = row["input_ids"][0].roll(-1)
         with observed(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
                 own = self.model(**inputs).logits.flatten(0, 1)

@@ -17,6 +17,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config
 from fxtune.optim import config as update_rule
 from fxtune.settle import in_backward
@@ -141,8 +142,8 @@ def _remarks(config: Config, techniques: Pipeline, facts: Facts, hf_config: Any,
         for package, reason in facts.broken.items()
         if not any(reason in line for line in decided)
     ]
-    if hf_config.get_text_config() is not hf_config and not techniques.lora.enabled:
-        remarks.append("model: its decoder and head are trained; parts for images or sound stay as they are")
+    if not techniques.lora.enabled and (untrained := kind_of(hf_config).untrained_parts(hf_config)):
+        remarks.append(f"model: {untrained}")
     if facts.ships_mxfp4 and not techniques.keeps_mxfp4(facts.model):
         remarks.append(
             f"model: its experts are stored in MXFP4 and unpacked to {facts.dtype} as they are read, the same numbers"

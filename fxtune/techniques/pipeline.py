@@ -23,6 +23,7 @@ from fxtune.facts.options import AUTO, AutoOptions, Techniques, Type
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
@@ -373,9 +374,8 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
 def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:
     """One row of 24 fixed tokens for verify(), on the model's device: documents of 7, 8 and 9 tokens, or one of 24."""
     device = next(model.parameters()).device
-    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     lengths = (7, 8, 9) if packing else (24,)
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    ids = (torch.arange(24) * 7919 + 3) % vocabulary
+    row = kind_of(model.config).small_row(model, sum(lengths))
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    return model_inputs(model, ids.unsqueeze(0).to(device), positions.to(device), starts.to(device))
+    return {**row, **model_inputs(model, row["input_ids"], positions.to(device), starts.to(device))}

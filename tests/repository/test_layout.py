@@ -21,6 +21,7 @@ ELSEWHERE = {
     "kernels/swiglu_reduce_triton.py": "test_fused_lora.py, in Triton's interpreter",
     "kernels/triton_matrix.py": "runs inside Triton kernels only",
     "objectives/base.py": "a protocol",
+    "models/kinds/base.py": "a contract; its implementations are tested",
     "techniques/base.py": "a contract; its implementations are tested",
     "system/units.py": "a constant",
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",

@@ -33,6 +33,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.all_to_all import all_to_all
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.models.dims import position_limit
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import observed
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.attention.backends import SINKS, offers
@@ -182,8 +183,7 @@ def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evide
     row. All ranks of `world` call it together, under training's autocast. `packing`: with documents to separate."""
     ranks, device = world.context_ranks, next(model.parameters()).device
     length = PROBE * ranks
-    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    ids = ((torch.arange(length, device=device) * 7919 + 3) % text.vocab_size).unsqueeze(0)
+    ids = kind_of(model.config).small_row(model, length)["input_ids"]
     # The second document reaches over every border.
     bounds = [0, 3, length - 2, length] if packing else [0, length]
     starts = torch.tensor(bounds, dtype=torch.int32, device=device)

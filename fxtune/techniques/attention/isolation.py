@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import observed
 from fxtune.techniques.attention import packed, recurrent
 from fxtune.techniques.attention.inputs import model_inputs
@@ -108,15 +109,13 @@ def try_small_model(text: Any, by_bounds: bool = False) -> Trial:
 
 @functools.lru_cache(maxsize=4)
 def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
-    from transformers import AutoModelForCausalLM
-
     text = kind(**{key: value for key, value in json.loads(values).items() if key != "model_type"})
     name = text.model_type
     try:
         config = _small(text)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = kind_of(config).auto.from_config(config, dtype=torch.float32)
             recurrent.separate(model)
             ids = torch.arange(2, 26).unsqueeze(0)
             positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)

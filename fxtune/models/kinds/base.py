@@ -1,0 +1,76 @@
+"""What the rest of fxtune asks a kind of model: how it is read, where its parts are, and what a small input of it is.
+
+A kind is what is alike in all families of one auto class of transformers: decoders of text are one kind, whether Llama
+or Qwen. Decoders that also read images would be another kind, with a processor beside the tokenizer, pixels in the
+small row, and parts outside of the text model. A head that gives a number for a document makes another kind, too: it
+has an auto class and a `head` of its own, and `architectures` in its config names its class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Kind(ABC):
+    auto_class: str
+    """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
+    tokenizer_class: str = "AutoTokenizer"
+    """The name of the class that reads the tokenizer."""
+
+    @property
+    @abstractmethod
+    def families(self) -> Collection[str]:
+        """The values of `model_type` that this transformers has."""
+
+    @abstractmethod
+    def why_not(self, family: str) -> str:
+        """Why a model of this `model_type` is not of this kind, as the end of a sentence."""
+
+    def is_in_own_code(self, config: Any) -> bool:
+        """Whether the author of the model of this config ships code for it that is of this kind."""
+        return self.auto_class in (getattr(config, "auto_map", None) or {})
+
+    @property
+    def auto(self) -> Any:
+        """transformers' auto class."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+    @abstractmethod
+    def model_class(self, config_class: type) -> Any:
+        """The class of models with configs of this class. Raises KeyError if there is none."""
+
+    def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
+        """The tokenizer in `folder`. Raises what transformers raises."""
+        import transformers
+
+        return getattr(transformers, self.tokenizer_class).from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+    @abstractmethod
+    def backbone(self, model: Any) -> nn.Module:
+        """The part of a model without adapters that makes hidden states of its inputs: all but the head."""
+
+    @abstractmethod
+    def layers(self, model: Any) -> list[nn.Module]:
+        """The decoder layers of a model without adapters, first to last."""
+
+    @abstractmethod
+    def small_row(self, model: Any, tokens: int) -> dict[str, torch.Tensor]:
+        """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and what else a
+        forward pass needs beside positions and masks."""
+
+    @abstractmethod
+    def untrained_parts(self, config: Any) -> str:
+        """A line on the parts that full fine-tuning leaves as they are; empty if there are none."""
+
+    @abstractmethod
+    def write_beside(self, config: Any, folder: Path) -> None:
+        """Write into the folder of an exported whole model what it needs beside weights, config and tokenizer. Raises
+        OSError."""

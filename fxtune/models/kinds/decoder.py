@@ -1,0 +1,89 @@
+"""Decoders that predict the next token of a text: AutoModelForCausalLM of transformers.
+
+Some checkpoints of this auto class also hold a tower for images or sound (Gemma 3). Their text model is trained, and
+the files that prepare images go into an export as they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.models.kinds.base import Kind
+
+PROCESSORS = "*processor_config.json"
+"""The files with which a model prepares images."""
+
+
+class Decoder(Kind):
+    auto_class = "AutoModelForCausalLM"
+
+    @property
+    def families(self) -> Collection[str]:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    def why_not(self, family: str) -> str:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
+
+        if family in WITH_IMAGES:
+            return "which transformers trains with images only. Use a text model of its family"
+        return "which is no causal language model"
+
+    def model_class(self, config_class: type) -> Any:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        return MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+    def backbone(self, model: Any) -> nn.Module:
+        decoder = _decoder(model)
+        if decoder is model:  # Llama 4's
+            layers = _layer_lists(model, model.config)[0]
+            decoder = next(module for module in model.modules() if layers in module.children())
+        return decoder
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        return [layer for layers in _layer_lists(_decoder(model), model.config) for layer in layers]
+
+    def small_row(self, model: Any, tokens: int) -> dict[str, torch.Tensor]:
+        device = next(model.parameters()).device
+        ids = (torch.arange(tokens, device=device) * 7919 + 3) % model.config.get_text_config().vocab_size
+        return {"input_ids": ids.unsqueeze(0)}
+
+    def untrained_parts(self, config: Any) -> str:
+        if config.get_text_config() is config:
+            return ""
+        return "its decoder and head are trained; parts for images or sound stay as they are"
+
+    def write_beside(self, config: Any, folder: Path) -> None:
+        source = Path(str(getattr(config, "name_or_path", "") or ""))
+        if (source / "config.json").is_file():
+            for file in source.glob(PROCESSORS):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
+    """The lists of layers in a decoder: one as long as the config says or, where that number counts something else
+    (passes through a layer in HRM, its attentions in LongCat), the largest lists of one class."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if as_long := [layers for layers in lists if len(layers) == depth]:
+        return as_long[:1]
+    inner = {id(part) for layers in lists for layer in layers for part in layer.modules()}
+    outer = [layers for layers in lists if id(layers) not in inner]
+    assert outer, f"{type(decoder).__name__} has no list of layers"
+    largest = max(outer, key=lambda layers: sum(weight.numel() for weight in layers.parameters()))
+    return [layers for layers in outer if type(layers[0]) is type(largest[0])]
+
+
+def _decoder(model: Any) -> nn.Module:
+    """What transformers takes for the decoder, unless that is the head (ModernBERT)."""
+    decoder: nn.Module = model.get_decoder()
+    has_layers = any(isinstance(module, nn.ModuleList) for module in decoder.modules())
+    return decoder if has_layers else model.base_model

@@ -1,0 +1,67 @@
+"""The parts of a decoder of text, with towers beside it or without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.architectures import tiny_model
+from transformers import AutoModelForCausalLM, Gemma3Config
+
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.load import load_config
+
+GEMMA3 = {
+    "text_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 96,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_small_row_runs_and_head_after_backbone_gives_the_logits(family):
+    model = AutoModelForCausalLM.from_config(load_config(tiny_model(family))).eval()
+    kind = kind_of(model.config)
+    row = kind.small_row(model, 9)
+    assert row["input_ids"].shape == (1, 9)
+    with torch.no_grad():
+        hidden = kind.backbone(model)(**row)[0]
+        assert torch.equal(model.get_output_embeddings()(hidden), model(**row).logits)
+    assert len(kind.layers(model)) == model.config.num_hidden_layers
+    assert kind.untrained_parts(model.config) == ""
+
+
+def test_text_model_of_a_checkpoint_with_a_tower_is_the_decoder(tmp_path):
+    config = Gemma3Config(**GEMMA3)
+    model = AutoModelForCausalLM.from_config(config)
+    kind = kind_of(config)
+    assert len(kind.layers(model)) == 2
+    assert not any("vision" in name for name, _ in kind.backbone(model).named_modules())
+    assert "parts for images" in kind.untrained_parts(config)
+
+
+def test_files_that_prepare_images_go_with_an_export(tmp_path):
+    base, export = tmp_path / "base", tmp_path / "export"
+    for folder in (base, export):
+        folder.mkdir()
+    config = Gemma3Config(**GEMMA3)
+    config.save_pretrained(base)
+    (base / "preprocessor_config.json").write_text("{}")
+    config.name_or_path = str(base)
+    kind_of(config).write_beside(config, export)
+    assert [file.name for file in export.iterdir()] == ["preprocessor_config.json"]

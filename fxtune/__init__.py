@@ -18,6 +18,7 @@ from fxtune.system import remote_code
 if TYPE_CHECKING:
     from fxtune.api import Run, load_recipe, plan, preview, train, verify
     from fxtune.objectives.base import Objective
+    from fxtune.objectives.needs import Needs
     from fxtune.plugins import Group, load_plugin, metric, objective, row_format, technique
     from fxtune.techniques.base import Evidence, Technique
 
@@ -34,13 +35,15 @@ remote_code.install_guard()
 _MODULES = {
     "fxtune.api": ("Run", "load_recipe", "plan", "preview", "train", "verify"),
     "fxtune.objectives.base": ("Objective",),
+    "fxtune.objectives.needs": ("Needs",),
     "fxtune.plugins": ("Group", "load_plugin", "metric", "objective", "row_format", "technique"),
     "fxtune.techniques.base": ("Evidence", "Technique"),
 }
-"""The modules of the public names. The last three have what the author of a plugin needs (docs/plugins.md)."""
+"""The modules of the public names. The last four have what the author of a plugin needs (docs/plugins.md)."""
 __all__ = [
     "Evidence",
     "Group",
+    "Needs",
     "Objective",
     "Run",
     "Technique",

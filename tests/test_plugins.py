@@ -69,7 +69,7 @@ def refused(capsys, *words: str, code: int = 2) -> str:
 
 
 def test_page_has_an_example_of_each_kind():
-    assert sorted(EXAMPLES) == ["focal.py", "neftune.py", "numbers.py", "ranked.py", "tickets.py"]
+    assert sorted(EXAMPLES) == ["focal.py", "listwise.py", "neftune.py", "numbers.py", "ranked.py", "tickets.py"]
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_names_options_and_objectives_are_checked_before_anything_is_read(exampl
         "objective.gama=1": "unknown key `objective.gama`; did you mean `objective.gamma`?",
         "objective.gamma=-1": "`objective.gamma=-1.0` must be at least 0",
         "objective.gamma=1": "`objective.gamma` is an option of objective=focal, and this is objective=causal_lm",
-        "objective.name=focl": "`objective.name=focl` is not one of causal_lm, focal; did you mean `focal`?",
+        "objective.name=focl": "`objective.name=focl` is not one of causal_lm, focal, listwise; did you mean `focal`?",
     }.items():
         assert message in refused(capsys, *examples, "+recipe=quickstart", word)
     said = refused(capsys, "+recipe=quickstart", USED[1])

@@ -72,7 +72,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
     world = builder.world
     tokenizer = world.main_first(partial(models.load_tokenizer, config.model), "waiting for the tokenizer")
-    prepare = partial(prepare_evaluation, data, tokenizer, config.train.micro_batch_size, progress=world.main)
+    rows, require = config.train.micro_batch_size, config.objective.require_fit
+    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, require=require)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:

@@ -63,11 +63,13 @@ UNICODE, ASCII = Signs("⟦", "⟧", "↵", "…", "─"), Signs("[[", "]]", "\\
 
 
 def run(config: Config, console: Optional[Console] = None) -> None:
-    """Print samples and statistics of the data of a run. Raises as the run itself does."""
+    """Print samples and statistics of the data of a run. Raises as the run itself does, but shows rows that its
+    objective cannot learn from, with a line that says so."""
     console = console or screen.console()
     tokenizer = load_tokenizer(config.model)
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
     settled = settle(config, machine, checks=False)
+    misfits: list[str] = []
     data = prepare_data(
         settled.config.data,
         tokenizer,
@@ -77,6 +79,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         epochs=config.train.epochs,
         ramp=config.train.batch_ramp,
         seed=config.run.seed,
+        require=lambda tables: misfits.extend(config.objective.needs.misfits(config.objective.name, tables)),
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     print_samples(data.training, TokenTexts(tokenizer, signs), console)
@@ -89,7 +92,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"
         notes = [*notes, f"Held out for evaluation: {held['documents']:,} documents, {supervised}."]
-    for note in notes:
+    for note in [*notes, *(f"A run is refused: {misfit}" for misfit in misfits)]:
         console.print(screen.plain(note), soft_wrap=True)
 
 

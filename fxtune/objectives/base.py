@@ -10,16 +10,20 @@ An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import OmegaConf
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.parallel import Degrees
+from fxtune.errors import ConfigError
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.needs import Needs
 from fxtune.plugins import OBJECTIVES
 
 CONTRACT = "a float32 sum that can be differentiated, and float32 sums without gradient"
@@ -31,6 +35,7 @@ class Objective:
 
     name: str = field(default="causal_lm", metadata={"kind": str, "words": OBJECTIVES})
     """`causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
+    needs: ClassVar[Needs] = Needs()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without
@@ -49,6 +54,15 @@ class Objective:
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
         return {}
+
+    def refusals(self, degrees: Degrees) -> Iterator[str]:
+        """Yield each reason, with its key, why it cannot run on ranks of these degrees."""
+        yield from self.needs.refusals(self.name, degrees)
+
+    def require_fit(self, tables: Iterable[TokenTable]) -> None:
+        """Raise one ConfigError that names each table whose rows are not what it learns from."""
+        if misfits := list(self.needs.misfits(self.name, tables)):
+            raise ConfigError("\n".join(misfits))
 
 
 def from_options(options: Mapping[str, Any]) -> Objective:

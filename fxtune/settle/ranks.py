@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -86,7 +87,8 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
 
     def can(degrees: Degrees) -> bool:
         shared = replace(facts, degrees=degrees)
-        return not [*techniques.unshareable(shared), *update_rule.check(config.optimizer, shared)]
+        reasons = update_rule.check(config.optimizer, shared), config.objective.refusals(degrees)
+        return not [*techniques.unshareable(shared), *chain(*reasons)]
 
     uncut = replace(parallel, context="1") if parallel.context == AUTO else parallel
     whole = [one for count in counts for one in possible(count) if agrees(uncut, one) and can(one)]

@@ -1,114 +1,13 @@
-"""The training step, and a second objective trained by it: a preference between the two documents of a pair."""
+"""The training step: sums over micro-batches, steps that are not finite, dropout."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-import pytest
 import torch
-from safetensors.torch import load_file
-from support.runs import history
-from torch.nn import functional as F
 
-from fxtune.data.config import SourceConfig
-from fxtune.facts.options import Switch
-from fxtune.objectives.base import Objective
 from fxtune.objectives.causal_lm import CausalLM
-from fxtune.training import trainer as train
 from fxtune.training.builder import RunBuilder
-
-
-@dataclass
-class PairPreference(Objective):
-    """-log sigmoid of the difference of two documents' log-probabilities. The preferred document has the larger sum of token ids."""
-
-    def loss(self, model, batch):
-        even = len(batch.input_ids) // 2 * 2
-        log_probs = model.segment_log_probs(batch)[:even].view(-1, 2)
-        rank = batch.targets.clamp(min=0).sum(1)[:even].view(-1, 2)
-        sign = torch.sign(rank[:, 0] - rank[:, 1])
-        margin = sign * (log_probs[:, 0] - log_probs[:, 1])
-        return -(F.logsigmoid(margin) * sign.abs()).sum(), {"accuracy": ((margin > 0) | (sign == 0)).float().sum()}
-
-    def normalizer(self, plan, step):
-        rows = (len(plan.contents(step, micro)) for micro in range(plan.micro_batches(step)))
-        return float(sum(count // 2 for count in rows))
-
-    def derived(self, means):
-        return {"error": 1 - means["accuracy"]}
-
-
-@pytest.fixture
-def pairs(narrow, cwd):
-    """Eight rows a step, one document each, with one of two answers."""
-    with Path("pairs.jsonl").open("w") as out:
-        for number in range(64):
-            answer = "It is 7." if number % 2 else "It is 3."
-            turns = [{"role": "user", "content": f"Which number? {number}"}, {"role": "assistant", "content": answer}]
-            out.write(json.dumps({"messages": turns}) + "\n")
-    narrow.data.sources, narrow.data.packing = [SourceConfig(path="pairs.jsonl")], False
-    narrow.train.max_steps, narrow.train.epochs = 12, None
-    narrow.train.micro_batch_size, narrow.train.global_batch_size = 4, 8
-    narrow.optimizer.lr, narrow.objective = 1e-2, PairPreference()
-    return narrow
-
-
-@pytest.mark.parametrize("fused", [Switch.off, Switch.on])
-@pytest.mark.parametrize("lora", [True, False])
-def test_pair_objective_learns_in_the_unchanged_trainer(pairs, lora, fused):
-    pairs.techniques.lora.enabled = lora
-    pairs.techniques.liger.enabled = fused is Switch.on
-    pairs.techniques.liger.fused_linear_cross_entropy = fused
-    pairs.data.eval_fraction, pairs.run.dir = 0.25, "run"
-    figures = train.run(pairs)
-    lines = [line for line in history(Path("run")) if "train/loss" in line]
-    losses, accuracies = ([line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy"))
-    assert sum(losses[:3]) > 5 * sum(losses[-3:])
-    assert accuracies[0] < 1
-    assert sum(accuracies[-3:]) / 3 > 0.9
-    assert figures["eval/accuracy"] > 0.8
-    assert figures["eval/error"] == pytest.approx(1 - figures["eval/accuracy"])
-    assert "eval/perplexity" not in figures
-
-
-@pytest.mark.slow
-def test_pair_objective_trains_alike_with_fused_and_plain_head(pairs):
-    pairs.train.max_steps, losses = 6, {}
-    for fused in (Switch.off, Switch.on):
-        pairs.techniques.liger.enabled = fused is Switch.on
-        pairs.techniques.liger.fused_linear_cross_entropy, pairs.run.dir = fused, fused.value
-        train.run(pairs)
-        losses[fused] = [line["train/loss"] for line in history(Path(fused.value)) if "train/loss" in line]
-    assert losses[Switch.on] == pytest.approx(losses[Switch.off], rel=1e-4)
-
-
-def test_run_with_objective_metrics_resumes_bit_for_bit(pairs, monkeypatch):
-    """Also where the checkpoint falls between two log lines."""
-    pairs.train.max_steps, pairs.train.log_every, pairs.checkpoint.every = 6, 4, 2
-    pairs.run.dir = "undisturbed"
-    train.run(pairs)
-    pairs.run.dir = "interrupted"
-    step = train.Trainer.step
-
-    def interrupt(self, given, lr):
-        if given.index == 3:
-            raise KeyboardInterrupt
-        return step(self, given, lr)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            train.run(pairs)
-    train.run(pairs)
-    one, other = (
-        [(line["train/loss"], line["train/accuracy"]) for line in history(Path(run)) if "train/loss" in line]
-        for run in ("undisturbed", "interrupted")
-    )
-    assert one == other
-    weights = [load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("undisturbed", "interrupted")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def built(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -127,9 +127,11 @@ def prepare_data(
     micro_batch_size: int,
     quarantine: Optional[Path] = None,
     progress: bool = True,
+    require: Callable[[Sequence[TokenTable]], None] = lambda tables: None,
     **sizes: Any,
 ) -> PreparedData:
-    """Tokenize every source, or take it from the cache, and plan the run. `sizes`: as plan_training() takes them."""
+    """Tokenize every source, or take it from the cache, and plan the run. `sizes`: as plan_training() takes them.
+    `require`: raises if the tables are not what the run learns from."""
     data.validate()
     if not data.sources:
         raise ConfigError(
@@ -139,6 +141,7 @@ def prepare_data(
     tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
     pad_id = tokenizer.pad_token_id or 0
     held_out = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.eval_sources]
+    require([*tables, *held_out])
     duplicates = find_duplicates(tables, held_out, data)
     if progress:
         for line in describe(duplicates, tables, held_out, data):
@@ -163,6 +166,7 @@ def prepare_evaluation(
     tokenizer: Any,
     micro_batch_size: int,
     progress: bool = True,
+    require: Callable[[Sequence[TokenTable]], None] = lambda tables: None,
 ) -> Optional[Plan]:
     """The plan of the held-out data, as prepare_data() makes it; None if the config holds nothing out."""
     if not data.holds_out:
@@ -172,6 +176,7 @@ def prepare_evaluation(
     tables, held_out = (
         [tokenize(source, data, tokenizer, None, progress) for source in side] for side in (sources, data.eval_sources)
     )
+    require([*tables, *held_out])
     near = find_duplicates(tables, held_out, data).near
     return _evaluation(data, tables, held_out, near, micro_batch_size, tokenizer.pad_token_id or 0)
 

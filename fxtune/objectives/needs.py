@@ -1,0 +1,78 @@
+"""What an objective needs of the data and of the run, checked before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.parallel import Degrees
+
+
+@dataclass(frozen=True)
+class Needs:
+    documents: tuple[int, int | None] = (1, 1)
+    """The fewest and the most documents of a group; None: any number."""
+    labels: bool = False
+    """Whether each group has a label on at least one of its documents; False: labels are refused, as nothing would
+    read them."""
+    whole_documents: bool = False
+    """Whether it reads a number for each document, so that no document may be cut over ranks. True for groups."""
+
+    def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
+        """Yield each reason, with its key, why the objective `name` cannot run on ranks of these degrees."""
+        if degrees.context > 1 and (self.whole_documents or self.documents != (1, 1) or self.labels):
+            yield (
+                f"parallel.context: objective={name} reads whole documents, and {degrees.context} ranks would divide "
+                "each row. Set parallel.context=1."
+            )
+
+    def misfits(self, name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
+        """Yield a message for each table whose groups the objective `name` cannot learn from."""
+        fewest, most = self.documents
+        for table in tables:
+            sizes = np.diff(table.groups)
+            wrong = sizes[(sizes < fewest) | (sizes > (most or len(table)))]
+            have = _documents(int(wrong.min()), int(wrong.max())) if len(wrong) else ""
+            if len(wrong) and most == 1:
+                yield (
+                    f"{table.name}: {_some(len(wrong), len(sizes))} {have}, and "
+                    f"objective={name} learns from one document a row. Choose an objective for groups "
+                    "(`fxtune help objective`), or rows of one document."
+                )
+            elif len(wrong):
+                yield (
+                    f"{table.name}: {_some(len(wrong), len(sizes))} {have}, and "
+                    f"objective={name} learns from groups of {_documents(fewest, most)}. Give rows with so many "
+                    "`documents` (docs/data.md), or choose another objective."
+                )
+            elif not self.labels and table.labels is not None and not np.isnan(table.labels).all():
+                yield (
+                    f"{table.name}: its rows have `labels`, which objective={name} does not read. Leave them out, or "
+                    "choose an objective that learns from labels."
+                )
+            elif self.labels and (without := _without_label(table)):
+                yield (
+                    f"{table.name}: {_some(without, len(sizes))} no label, and objective={name} learns from labels. "
+                    "Give them in `labels` (docs/data.md)."
+                )
+
+
+def _without_label(table: TokenTable) -> int:
+    """How many groups have no label."""
+    if table.labels is None or not len(table):
+        return len(table.groups) - 1
+    labelled = np.add.reduceat((~np.isnan(table.labels)).astype(np.int64), table.groups[:-1])
+    return int((labelled == 0).sum())
+
+
+def _some(count: int, total: int) -> str:
+    return "its rows have" if count == total else f"{count:,} of its {total:,} rows have"
+
+
+def _documents(fewest: int, most: int | None) -> str:
+    if most is None:
+        return f"{fewest} or more documents"
+    return f"{fewest} to {most} documents" if fewest < most else f"{fewest} document{'s' * (fewest > 1)}"

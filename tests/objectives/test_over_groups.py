@@ -1,0 +1,171 @@
+"""An objective over groups of three documents with labels, the plugin `listwise` of docs/plugins.md: it trains, evaluates
+and resumes, on ranks and in any micro-batches, and no line of the trainer, of packing or of the plan knows it."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.documents import EXAMPLES
+from support.runs import history
+from torch.nn import functional as F
+
+from fxtune.cli.main import main
+from fxtune.config.compose import load
+from fxtune.data.batches.loader import Loader
+from fxtune.facts.options import Switch
+from fxtune.plugins import files_used
+from fxtune.training.builder import RunBuilder
+from fxtune.training.evaluation import evaluate
+
+PLUGINS = ["--plugin", "ranked.py", "--plugin", "listwise.py"]
+NARROW = (
+    "{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+)
+WORDS = [
+    "objective=listwise",
+    "data.sources=[{path: rows.jsonl, format: ranked}]",
+    "data.sequence_length=160",
+    "data.cache_dir=cache",
+    "model.init=random",
+    f"model.architecture={NARROW}head_dim: 16}}",
+    "techniques.lora.enabled=true",
+    "train.micro_batch_size=3",
+    "train.global_batch_size=12",
+    "train.max_steps=6",
+    "optimizer.lr=1e-2",
+    "tracking.display=plain",
+    "run.report=false",
+    "run.device=cpu",
+]
+
+TEMPERATURE = 32
+"""Scores of about -200 in float32 are exact to 1e-5, so their softmax needs a temperature to be exact to 1e-6."""
+
+
+@pytest.fixture
+def rows(cwd):
+    """96 questions with three answers of different lengths, of which one is right; two plugins that read and rank them."""
+    for name in ("ranked.py", "listwise.py"):
+        Path(name).write_text(EXAMPLES[name])
+    draw = random.Random(0)
+    with Path("rows.jsonl").open("w") as out:
+        for number in range(96):
+            candidates = [("It is seven.", 1), ("It is a lamp.", 0), ("Ask me again.", 0)]
+            draw.shuffle(candidates)
+            texts, relevance = zip(*candidates, strict=True)
+            row = {"query": f"Which number? {number}", "candidates": texts, "relevance": relevance}
+            out.write(json.dumps(row) + "\n")
+
+
+def train(*words: str) -> None:
+    assert main([*PLUGINS, *WORDS, *words]) == 0
+
+
+def steps(run: str) -> list[tuple[float, ...]]:
+    lines = [line for line in history(Path(run)) if "train/loss" in line]
+    return [(line["train/loss"], line["train/accuracy"], line["train/grad_norm"]) for line in lines]
+
+
+@pytest.mark.parametrize("fused", [Switch.off, Switch.on])
+@pytest.mark.parametrize("packing", [True, False])
+def test_objective_learns_by_the_public_command(rows, fused, packing):
+    head = [
+        f"techniques.liger.enabled={fused is Switch.on}",
+        f"techniques.liger.fused_linear_cross_entropy={fused.value}",
+    ]
+    train("run.dir=run", f"data.packing={packing}", "data.eval_fraction=0.25", "train.max_steps=16", *head)
+    found = steps("run")
+    assert sum(step[0] for step in found[-3:]) < 0.5 * sum(step[0] for step in found[:3])
+    assert sum(step[1] for step in found[-3:]) / 3 > 0.9
+    figures = json.loads(Path("run/result.json").read_text())
+    assert figures["eval/accuracy"] > 0.9
+    assert "eval/perplexity" not in figures
+    assert main(["eval", *PLUGINS, "run"]) == 0
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_run_resumes_bit_for_bit(rows, packing):
+    """Also where the checkpoint falls between two log lines."""
+    words = [f"data.packing={packing}", "train.log_every=2"]
+    train("run.dir=whole", *words)
+    train("run.dir=paused", "train.pause_after=3", *words)
+    train("run.dir=paused", *words)
+    assert steps("paused") == steps("whole")
+    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "paused"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
+def test_two_ranks_learn_what_one_process_learns(rows, ranks, cwd, packing):
+    words = [*WORDS, f"data.packing={packing}"]
+    train("run.dir=alone", f"data.packing={packing}")
+    assert ranks.run([*PLUGINS, *words, "run.dir=together"], cwd) == [0, 0]
+    for one, other in zip(steps("alone"), steps("together"), strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def plain(model, tables, documents, labels) -> torch.Tensor:
+    """The loss of one group by plain transformers, one document at a time."""
+    scores = []
+    for source, at in documents:
+        table = tables[source]
+        ids, marks = (
+            torch.tensor(array[table.offsets[at] : table.offsets[at + 1]]) for array in (table.ids, table.supervised)
+        )
+        log_probs = model(input_ids=ids.long()[None]).logits[0, :-1].log_softmax(-1)
+        scores.append(log_probs.gather(1, ids[1:].long()[:, None])[marks[1:], 0].sum())
+    return F.cross_entropy(torch.stack(scores)[None] / TEMPERATURE, torch.tensor([labels.index(1)]))
+
+
+def test_loss_and_gradients_are_those_of_plain_transformers_in_any_micro_batches(rows):
+    with files_used(["ranked.py", "listwise.py"]):
+        config = load([*WORDS, "techniques.lora.enabled=false", f"objective.temperature={TEMPERATURE}"])
+        for packing, sizes in ((True, (12, 4, 1)), (False, (12, 6, 3))):
+            builder = RunBuilder(replace(config, data=replace(config.data, packing=packing)))
+            plan = builder.read()[1].training
+            language = builder.language_model(builder.build())
+            language.model.train()
+            step = builder.train_step(language, builder.config.objective)
+            groups: dict[tuple[int, int], list] = {}
+            for micro in range(plan.micro_batches(0)):
+                for row in plan.contents(0, micro):
+                    for part in row:
+                        groups.setdefault((micro, part.group), []).append((part.source, part.document))
+            assert len(groups) == plan.groups(0)
+            assert {len(documents) for documents in groups.values()} == {3}
+            losses = []
+            for documents in groups.values():
+                labels = [plan.tables[source].labels[at] for source, at in documents]
+                losses.append(plain(language.model, plan.tables, documents, labels) / len(groups))
+                losses[-1].backward()
+            loss = sum(one.item() for one in losses)
+            wanted = torch.cat([parameter.grad.flatten() for parameter in step.optimizer.names])
+            step.optimizer.drop()
+            for size in sizes:
+                cut = plan.with_micro_batch_size(size)
+                batches = [cut.batch(0, micro) for micro in range(cut.micro_batches(0))]
+                metrics = step.backward(batches, step.objective.normalizer(cut, 0))
+                gradient = torch.cat([parameter.grad.flatten() for parameter in step.optimizer.names])
+                step.optimizer.drop()
+                assert metrics["loss"].item() == pytest.approx(loss, rel=1e-5)
+                assert (gradient - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_held_out_loss_does_not_depend_on_packing(rows):
+    found = []
+    with files_used(["ranked.py", "listwise.py"]):
+        for packing in (True, False):
+            config = load([*WORDS, f"data.packing={packing}", "data.eval_fraction=0.5"])
+            builder = RunBuilder(config)
+            data = builder.read()[1]
+            model = builder.language_model(builder.build())
+            loader = Loader(data.evaluation, config.loader, builder.world.device)
+            found.append(evaluate(model, config.objective, loader, builder.techniques.precision))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -24,7 +24,7 @@ import torch
 from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
-from fxtune.diagnostics.energy import Energy
+from fxtune.system.energy import EnergyMeter
 from fxtune.system.profiler import kernel_times
 from fxtune.system.progress import phase
 from fxtune.system.startup import FIRST_STEPS, STARTUP
@@ -150,7 +150,8 @@ def _measure(
         torch.cuda.reset_peak_memory_stats(device)
     report = train_step.rank_report
     world.agree(0, "beginning the measured steps together")
-    with Energy(device) as energy:
+    with contextlib.closing(EnergyMeter(device, hosts=False)) as energy:
+        energy.start()
         meter.read()  # resets it
         report.restart()
         times_of_steps.mark()
@@ -167,13 +168,14 @@ def _measure(
                 statistics.post()
         _synchronize(device)
         figures = meter.read()
+        own_joules, source = energy.read().gpu_joules, energy.source
     statistics.settle()
     if world.size > 1:
         report.agree(0)
         figures["train/data_wait"] = min((report.longest_wait() or 0.0) / (figures["train/step_seconds"] * steps), 1.0)
     figures |= report.figures()
-    peaks, joules = zip(*world.gather((peak, energy.joules), "collecting figures"), strict=True)
-    energy.joules = None if None in joules else sum(joules)
+    peaks, all_joules = zip(*world.gather((peak, own_joules), "collecting figures"), strict=True)
+    joules = None if None in all_joules else sum(all_joules)
     kernels = exchanging = None
     if profile:
         times = kernel_times(lambda: list(taken))
@@ -206,9 +208,9 @@ def _measure(
         memory_reserved_gib=figures.get("train/memory_reserved_gib"),
         step_memory_gib=figures["train/memory_gib"],
         data_wait=figures["train/data_wait"],
-        joules_per_token=energy.joules / tokens if energy.joules else None,
-        watts=energy.joules / seconds if energy.joules else None,
-        energy=energy.how,
+        joules_per_token=joules / tokens if joules else None,
+        watts=joules / seconds if joules else None,
+        energy=source,
         first_step_seconds=sum(starts[0].values()),
         second_step_seconds=sum(starts[1].values()),
         startup_seconds=starts[1],

@@ -165,6 +165,16 @@ class EnergyMeter:
                 (self._processors.joules() if self._processors else None) or None,
             )
 
+    @property
+    def source(self) -> str:
+        """Where the card's joules come from; begins with "not measured" if there are none, and says why."""
+        if self._card.missing:
+            return f"not measured: {self._card.missing}"
+        if self._counter is None and not self._power:
+            return "not measured: this GPU reports neither energy nor power"
+        found = "the GPU's energy counter" if self._counter is not None else f"the GPU's power, each {INTERVAL:g} s"
+        return found if self.read().gpu_joules else f"not measured: {found} did not change"
+
     def close(self) -> None:
         """End the thread. Safe to call twice."""
         self._over.set()

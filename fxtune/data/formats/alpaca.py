@@ -10,7 +10,7 @@ from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, require_text
 
 
-class Alpaca(ChatFormat):
+class AlpacaFormat(ChatFormat):
     name = "alpaca"
     columns = ("instruction", "output")
     covered = frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text"))

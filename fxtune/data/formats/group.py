@@ -11,7 +11,7 @@ from fxtune.data.formats.row_format import Content, LearnConfig, RowFormat, RowG
 from fxtune.data.formats.values import RowError, short, type_name
 
 
-class Group(RowFormat):
+class GroupFormat(RowFormat):
     name = "group"
     columns = ("documents",)
     covered = frozenset(("documents", "labels"))

@@ -10,7 +10,7 @@ from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, require_text
 
 
-class Messages(ChatFormat):
+class MessagesFormat(ChatFormat):
     name = "messages"
     columns = ("messages",)
     covered = CHAT_COLUMNS

@@ -10,7 +10,7 @@ from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, P
 from fxtune.data.formats.values import RowError, require_text
 
 
-class PromptCompletion(ChatFormat):
+class PromptCompletionFormat(ChatFormat):
     """Lists are a chat; two strings are one text, of which the completion is learned, without a chat template."""
 
     name = "prompt_completion"

@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats.alpaca import Alpaca
+from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import is_chat
-from fxtune.data.formats.group import Group
-from fxtune.data.formats.messages import Messages
-from fxtune.data.formats.prompt_completion import PromptCompletion
+from fxtune.data.formats.group import GroupFormat
+from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import RowFormat
-from fxtune.data.formats.sharegpt import ShareGPT
-from fxtune.data.formats.text import Text
-from fxtune.data.formats.tokens import Tokens
+from fxtune.data.formats.sharegpt import ShareGPTFormat
+from fxtune.data.formats.text import TextFormat
+from fxtune.data.formats.tokens import TokensFormat
 from fxtune.errors import DataError, nearest
 from fxtune.plugins import ROW_FORMATS
 
@@ -27,13 +27,13 @@ AUTO = "auto"
 FORMATS: dict[str, RowFormat] = {
     format.name: format
     for format in (
-        Messages(),
-        ShareGPT(),
-        PromptCompletion(),
-        Alpaca(),
-        Tokens(),
-        Text(),  # late, because many chat datasets hold their rendered text as well
-        Group(),
+        MessagesFormat(),
+        ShareGPTFormat(),
+        PromptCompletionFormat(),
+        AlpacaFormat(),
+        TokensFormat(),
+        TextFormat(),  # late, because many chat datasets hold their rendered text as well
+        GroupFormat(),
     )
 }
 """Each format by its name. A row has the first format that fits."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxtune.data.formats.chat_format import is_chat
-from fxtune.data.formats.messages import Messages
+from fxtune.data.formats.messages import MessagesFormat
 
 
-class ShareGPT(Messages):
+class ShareGPTFormat(MessagesFormat):
     """Only the names of columns, keys and roles differ from `messages`, and a row may mix them."""
 
     name = "sharegpt"

@@ -10,7 +10,7 @@ from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowF
 from fxtune.data.formats.values import RowError, require_text
 
 
-class Text(RowFormat):
+class TextFormat(RowFormat):
     name = "text"
     columns = ("text",)
     covered = frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion"))

@@ -12,7 +12,7 @@ IGNORE_INDEX = -100
 """The label of tokens that are not targets, as in PyTorch."""
 
 
-class Tokens(RowFormat):
+class TokensFormat(RowFormat):
     name = "tokens"
     columns = ("input_ids",)
     covered = frozenset(

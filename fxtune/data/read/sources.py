@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.data.config import SourceConfig, TextUnit
-from fxtune.data.formats.registry import FORMATS, detect_format, preference_columns
+from fxtune.data.formats.registry import FORMATS, detect_format, preference_columns, row_format
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.read import files, folders, hub_datasets, splits
 from fxtune.data.read.arrow import parquet_rows
@@ -128,12 +128,13 @@ class Source:
 
     def format(self) -> RowFormat:
         """The configured format, or the format of the first rows. Raises DataError if they have none."""
-        head = self.head()
+        head, given = self.head(), FORMATS.get(self.config.format)
         for row in head:
-            if reason := preference_columns(row, self.config.unused):
+            own = given or row_format(row)
+            if reason := preference_columns(row, {*self.config.unused, *(own.covered if own else ())}):
                 raise DataError(f"{self.name}: {reason}.")
-        if self.config.format in FORMATS:
-            return FORMATS[self.config.format]
+        if given is not None:
+            return given
         # If all rows are bad, any format will do: the first bad row becomes the error.
         return detect_format(head, self.name) if head else FORMATS["text"]
 

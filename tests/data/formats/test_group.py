@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxtune.data.formats.group import Group
+from fxtune.data.formats.group import GroupFormat
 from fxtune.data.formats.row_format import LearnConfig, RowGroup
 from fxtune.data.formats.values import RowError
 
@@ -15,20 +15,20 @@ TEXTS = [{"text": "two"}, {"text": "four"}]
 
 
 def test_labels_are_numbers_or_null() -> None:
-    found = Group().read({"documents": TEXTS, "labels": [1, None]}, LearnConfig())
+    found = GroupFormat().read({"documents": TEXTS, "labels": [1, None]}, LearnConfig())
     assert isinstance(found, RowGroup)
     assert found.rows == TEXTS
     assert found.labels[0] == 1
     assert math.isnan(found.labels[1])
-    unlabelled = Group().read({"documents": TEXTS}, LearnConfig())
+    unlabelled = GroupFormat().read({"documents": TEXTS}, LearnConfig())
     assert isinstance(unlabelled, RowGroup)
     assert all(map(math.isnan, unlabelled.labels))
 
 
 def test_a_row_with_other_columns_is_no_group() -> None:
-    assert Group().fits({"documents": TEXTS, "labels": [1, 0]})
-    assert not Group().fits({"documents": TEXTS, "question": "a", "answer": "b"})
-    assert not Group().fits({"documents": ["two", "four"]})
+    assert GroupFormat().fits({"documents": TEXTS, "labels": [1, 0]})
+    assert not GroupFormat().fits({"documents": TEXTS, "question": "a", "answer": "b"})
+    assert not GroupFormat().fits({"documents": ["two", "four"]})
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_a_row_with_other_columns_is_no_group() -> None:
 )
 def test_rows_that_cannot_be_used_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
-        Group().read(row, LearnConfig())
+        GroupFormat().read(row, LearnConfig())

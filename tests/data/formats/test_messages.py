@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxtune.data.formats.messages import Messages
+from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.row_format import Conversation, LearnConfig
 from fxtune.data.formats.values import RowError
 
@@ -14,17 +14,19 @@ USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content"
 
 
 def test_a_column_system_begins_the_chat_that_has_none() -> None:
-    chat = Messages().read({"messages": [USER, ANSWER], "system": "s"}, LearnConfig())
+    chat = MessagesFormat().read({"messages": [USER, ANSWER], "system": "s"}, LearnConfig())
     assert isinstance(chat, Conversation)
     assert chat.messages[0] == {"role": "system", "content": "s"}
     own = {"role": "system", "content": "own"}
-    chat = Messages().read({"messages": [own, USER, ANSWER], "system": "s"}, LearnConfig())
+    chat = MessagesFormat().read({"messages": [own, USER, ANSWER], "system": "s"}, LearnConfig())
     assert isinstance(chat, Conversation)
     assert chat.messages[0]["content"] == "own"
 
 
 def test_a_column_named_unused_is_not_read() -> None:
-    chat = Messages().read({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, LearnConfig(), unused=["tools"])
+    chat = MessagesFormat().read(
+        {"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, LearnConfig(), unused=["tools"]
+    )
     assert isinstance(chat, Conversation)
     assert chat.tools is None
 
@@ -39,4 +41,4 @@ def test_a_column_named_unused_is_not_read() -> None:
 )
 def test_rows_that_cannot_be_used_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
-        Messages().read(row, LearnConfig())
+        MessagesFormat().read(row, LearnConfig())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxtune.data.formats.prompt_completion import PromptCompletion
+from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import Conversation, LearnConfig, PlainText
 from fxtune.data.formats.values import RowError
 
@@ -14,8 +14,10 @@ USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content"
 
 
 def test_strings_are_one_text_and_lists_a_chat() -> None:
-    assert PromptCompletion().read({"prompt": "two ", "completion": "four"}, LearnConfig()) == PlainText("two four", 4)
-    chat = PromptCompletion().read({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, LearnConfig())
+    assert PromptCompletionFormat().read({"prompt": "two ", "completion": "four"}, LearnConfig()) == PlainText(
+        "two four", 4
+    )
+    chat = PromptCompletionFormat().read({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, LearnConfig())
     assert isinstance(chat, Conversation)
     assert chat.supervised == [False, False, False, True], "assistant turns of a prompt are not learned"
 
@@ -30,7 +32,7 @@ def test_strings_are_one_text_and_lists_a_chat() -> None:
     ],
 )
 def test_which_rows_fit(row: dict[str, Any], fits: bool) -> None:
-    assert PromptCompletion().fits(row) is fits
+    assert PromptCompletionFormat().fits(row) is fits
 
 
 @pytest.mark.parametrize(
@@ -47,4 +49,4 @@ def test_which_rows_fit(row: dict[str, Any], fits: bool) -> None:
 )
 def test_rows_that_cannot_be_used_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
-        PromptCompletion().read(row, LearnConfig())
+        PromptCompletionFormat().read(row, LearnConfig())

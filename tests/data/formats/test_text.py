@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from fxtune.data.formats.row_format import LearnConfig, PlainText
-from fxtune.data.formats.text import Text
+from fxtune.data.formats.text import TextFormat
 from fxtune.data.formats.values import RowError
 
 
 def test_text_is_learned_from_its_first_character() -> None:
-    assert Text().fits({"text": "two"})
-    assert Text().read({"text": " two "}, LearnConfig()) == PlainText(" two ", 0)
+    assert TextFormat().fits({"text": "two"})
+    assert TextFormat().read({"text": " two "}, LearnConfig()) == PlainText(" two ", 0)
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_text_is_learned_from_its_first_character() -> None:
 )
 def test_rows_that_cannot_be_used_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
-        Text().read(row, LearnConfig())
+        TextFormat().read(row, LearnConfig())

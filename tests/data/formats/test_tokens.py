@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fxtune.data.formats.row_format import LearnConfig, TokenIds
-from fxtune.data.formats.tokens import Tokens
+from fxtune.data.formats.tokens import TokensFormat
 from fxtune.data.formats.values import RowError
 
 
@@ -20,8 +20,8 @@ from fxtune.data.formats.values import RowError
     ],
 )
 def test_labels_and_masks_say_which_ids_are_learned(row: dict[str, Any], supervised: list[bool]) -> None:
-    assert Tokens().fits(row)
-    assert Tokens().read(row, LearnConfig()) == TokenIds([5, 6, 7], supervised)
+    assert TokensFormat().fits(row)
+    assert TokensFormat().read(row, LearnConfig()) == TokenIds([5, 6, 7], supervised)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_labels_and_masks_say_which_ids_are_learned(row: dict[str, Any], supervi
 )
 def test_rows_that_cannot_be_used_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
-        Tokens().read(row, LearnConfig())
+        TokensFormat().read(row, LearnConfig())

@@ -97,7 +97,9 @@ class Registry(Mapping[str, Value]):
             raise ConfigError(f"{plugin.file}: fxtune has a {self.kind} `{name}` of its own. Choose another name.")
         if name in self._added:
             other = self._added[name][1]
-            raise ConfigError(f"{plugin.file}: {other.file} has a {self.kind} `{name}`, too. Use one of the two.")
+            raise ConfigError(
+                f"{plugin.file}: {other.file} has a {self.kind} `{name}`, too. Use one of the two plugins."
+            )
         self._added[name] = (value, plugin)
         return value
 

@@ -360,9 +360,7 @@ class Checkpoints:
             raise save.error  # a bug in fxtune, or the device or another rank died
         reason = f"The checkpoint of step {save.step} could not be written to {self.folder}: {save.error}."
         if report:
-            self.note(
-                f"{reason} Earlier ones are intact, and training goes on; the next one that is due is tried again."
-            )
+            self.note(f"{reason} Earlier checkpoints are intact, and training goes on; the next due save tries again.")
         self.failure = StorageError(
             f"{reason} Earlier checkpoints are intact. Free space there, or set run.dir to another disk."
         )

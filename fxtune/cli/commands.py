@@ -236,7 +236,7 @@ COMMANDS = {
             "--temperature": {
                 "metavar": "T",
                 "type": positive_number("the temperature at which tokens are drawn"),
-                "help": "draw tokens at random instead of the most likely ones",
+                "help": "draw tokens at random instead of the most likely tokens",
             },
             **_TRUST,
         },
@@ -254,7 +254,7 @@ COMMANDS = {
     ),
     "diff": Command(
         "fxtune.cli.diff",
-        "what two runs differ in, and from which step on: diff RUN RUN",
+        "how two runs differ, and from which step on: diff RUN RUN",
         positional="run",
         positional_only=True,
         options=_JSON,
@@ -274,13 +274,13 @@ COMMANDS = {
     ),
     "why": Command(
         "fxtune.cli.why",
-        "what the time of a run is made of, and what to change: why RUN",
+        "where the time of a run went, and what to change: why RUN",
         positional="run",
         positional_only=True,
         options=_JSON,
     ),
     "sync": Command(
-        "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN", positional="run", positional_only=True
+        "fxtune.cli.sync", "send W&B the missing steps of a run: sync RUN", positional="run", positional_only=True
     ),
     "recipes": Command(
         "fxtune.cli.recipes",

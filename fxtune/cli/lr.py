@@ -50,7 +50,7 @@ def run(
         say(note)
     say(curve_table(found))
     if found.epochs > 1:
-        say(f"The test saw the data {found.epochs:.1f} times, so a low loss may be that of rows seen before.")
+        say(f"The test saw the data {found.epochs:.1f} times, so a low loss may come from rows seen before.")
     say(verdict(found))
     if plot is not None:
         write_text(plot, draw(found, config.run.name), "--plot")

@@ -259,7 +259,7 @@ def stored_dtype(hf_config: Any, path: str) -> DType:
     if stored not in (known := [kind.value for kind in DType if kind is not DType.auto]):
         raise ConfigError(
             f"The base {path} is stored in {stored[:40]} (dtype in its config.json); fxtune merges into "
-            f"{', '.join(known)}. Save it in one of these."
+            f"{', '.join(known)}. Save the base in one of these dtypes."
         )
     return DType(stored)
 

@@ -54,10 +54,10 @@ EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11, REPLACED: 12}
 FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
 """Keys of `data` that a refresh may set. The others say what the old rows are."""
 DECIDED = {
-    "run.dir": "the folder is beside that of the run",
+    "run.dir": "the folder is beside the run's folder",
     "run.resume": "the same command goes on by itself",
-    **dict.fromkeys(("model.path", "model.revision", "model.init"), "the model is that of the run"),
-    "model.adapter": "the adapter is that of the run",
+    **dict.fromkeys(("model.path", "model.revision", "model.init"), "a refresh takes the run's model"),
+    "model.adapter": "a refresh takes the run's adapter",
     "train.epochs": "refresh.epochs says how long it trains",
     "train.max_steps": "refresh.epochs says how long it trains",
     "train.pause_after": "a refresh trains to the end",

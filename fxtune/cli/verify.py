@@ -114,7 +114,7 @@ def saved(run: str) -> None:
             say(f"{one}: as it was proven. {proof.sentence()}")
     if changed:
         raise CheckError(
-            f"{len(changed)} files are not those that were proven:\n" + "\n".join(changed) + "\nExport them again "
+            f"{len(changed)} files differ from the proven files:\n" + "\n".join(changed) + "\nExport them again "
             "(fxtune merge RUN/step-N), or use another copy."
         )
 
@@ -284,8 +284,8 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
     return Evidence(
         "data",
         "documents of a real row do not see each other",
-        f"other tokens in one of {len(counts)} documents changed its own loss by {moved:.2g} nats, that of the others "
-        f"by {leaked:.2g}",
+        f"other tokens in one of {len(counts)} documents changed its loss by {moved:.2g} nats, the loss of the "
+        f"other documents by {leaked:.2g}",
         moved > 0 and leaked <= 1e-3 * moved,
     )
 

@@ -67,7 +67,7 @@ def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "")
         raise ConfigError(
             f"A step has {parts} (train.global_batch_size / train.micro_batch_size), and "
             f"{f'{subject} needs' if subject else f'{ranks} ranks need'} a number that {degrees.data_ranks} divides"
-            f"{shared}. Change one of the three, or use run.gpus=auto{cut}."
+            f"{shared}. Change one of the three numbers, or use run.gpus=auto{cut}."
         )
 
 

@@ -382,7 +382,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
         _explain_code(error, origin, file.name)
         raise ConfigError(
             f"{name}: {file} cannot be used: {first_line(error)}. A model newer than this transformers needs a newer "
-            "one; one with code of its own needs model.trust_remote_code."
+            "transformers; a model with its own code needs model.trust_remote_code."
         ) from error
     kind_of(config, name, own_code=model.trust_remote_code)
     if getattr(config, "quantization_config", None):

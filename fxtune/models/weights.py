@@ -156,7 +156,7 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
     if not broken:
         return (
             f"weights that are finite in its files are too large for {dtype}, where they become infinite. Set "
-            "model.dtype to what they were saved in: bfloat16 or float32."
+            "model.dtype to the dtype of the files: bfloat16 or float32."
         )
     key, file = broken[0]
     return (

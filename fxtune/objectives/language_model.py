@@ -201,7 +201,7 @@ class LanguageModel:
                     raise
                 differences, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
             else:
-                why = f"its logits are not those of its head (relative difference {differences[0]:.1e})"
+                why = f"its logits differ from its head's logits (relative difference {differences[0]:.1e})"
         self.own_forward = not max(differences) <= limit
         requested = "cross-entropy of supervised rows only, " + ("fused with the head" if self.fused else "plain")
         if self.own_forward:

@@ -49,7 +49,7 @@ def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
     like = next((name for name in EXPONENTS if family.startswith(name)), "llama")
     exponent = EXPONENTS[like]
     rate = BASE * (HIDDEN / hidden) ** exponent
-    whose = "" if family.startswith(like) else f", as of {like}: {family} has none of its own"
+    whose = "" if family.startswith(like) else f", as of {like}: {family} has no exponent of its own"
     factors = [f"{BASE:g}", f"({HIDDEN} / hidden size {hidden})^{exponent:g}{whose}"]
     if lora.enabled:
         alpha = lora.alpha * (math.sqrt(lora.r) if lora.rslora else 1.0)

@@ -45,7 +45,7 @@ def refuse_halved(asked: Switch, rows: int) -> str:
     why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
     if asked is Switch.on:
         raise ConfigError(
-            f"optimizer.in_backward: {why}, and keep all of them. Set it to off, or start another run: run.dir=NEW."
+            f"optimizer.in_backward: {why}, and keep all gradients. Set it to off, or start another run: run.dir=NEW."
         )
     return f"optimizer: weights are not updated in the backward pass, because {why}"
 
@@ -90,7 +90,7 @@ def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield (
             key,
             f"steps of {train.largest_batch} rows in micro-batches of {train.micro_batch_size} add up gradients, so "
-            "all of them are kept",
+            "all gradients are kept",
             "train.batch_ramp=[]" if train.batch_ramp else f"train.global_batch_size={train.micro_batch_size}",
         )
     if facts.degrees.ranks > 1:

@@ -118,7 +118,7 @@ def _builtin(name: str, key: str) -> Origin:
     folder = assets / name.removeprefix(BUILTIN)
     if not (folder / "config.json").exists():
         there = ", ".join(sorted(BUILTIN + path.parent.name for path in assets.glob("*/config.json"))) or "none"
-        raise ConfigError(f"{key}={name} does not ship with this fxtune (those that do: {there}).")
+        raise ConfigError(f"{key}={name} does not ship with this fxtune (it ships {there}).")
     return Origin(folder, str(folder.resolve()))
 
 

@@ -348,7 +348,9 @@ class Quantize(QuantizeOptions, Technique):
         if skipped := [
             skip for skip in self.skip for name in TENSORS for path in paths if is_named(f"{path}.{name}", skip)
         ]:
-            return f"techniques.quantize.skip={skipped[0]} names a part of them, and they are quantized whole"
+            return (
+                f"techniques.quantize.skip={skipped[0]} names a part of the experts, and experts are quantized whole"
+            )
         library = self._library(facts)
         kind = self._experts_type(facts.ships_mxfp4).value, library.value if library else ""
         return next(filter(None, (experts_obstacle(one, *kind) for one in experts_of(model))), None)

@@ -189,7 +189,7 @@ class Tracker:
             except Stopped:  # the run is finished; the signal stops only the upload
                 if not client.finish(exit_code, self._summary, SHORT_PATIENCE):
                     again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
-                    self._notes.put(f"W&B was left behind. To send it what it does not have: {again}")
+                    self._notes.put(f"W&B was left behind. To send the missing steps: {again}")
         self._pass_notes_on()
 
     def __enter__(self) -> Tracker:

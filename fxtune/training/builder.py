@@ -151,7 +151,7 @@ class RunBuilder:
         model, grown = self.config.model, self.facts.text["vocab_size"]
         ids = {token: tokenizer.convert_tokens_to_ids(token) for token in model.add_tokens}
         rows, named = models.rows_of_base(model), ", ".join(f"{token} ({id_})" for token, id_ in ids.items())
-        where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new ones start as the mean"
+        where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new rows start as the mean"
         yield f"model.add_tokens: {named}; {where if grown > rows else 'spare rows of the base'}"
         if unused := [token for token, id_ in ids.items() if id_ not in self.special_tokens]:
             yield (

@@ -65,7 +65,7 @@ class ResumeCheck:
                 self.before = read_json(folder / SETTING)
             except ValueError as error:
                 raise StorageError(
-                    f"{folder}: {error}. It holds the run's decisions for each `auto` and what it was trained on. "
+                    f"{folder}: {error}. It holds the run's decision for each `auto` and the fingerprint of its data. "
                     "Restore it; or remove it, and the run resumes without this comparison."
                 ) from error
 

@@ -271,7 +271,7 @@ class RunEnd:
             text += f", because there is no time for {whole}"
         if origin != step:
             text += (
-                f", from the best weights, those of step {origin}. Steps {origin + 1} to {step} are dropped, and "
+                f", from the best weights, of step {origin}. Steps {origin + 1} to {step} are dropped, and "
                 "training takes their rows again from there"
             )
         branch = schedule.decaying(step, origin - schedule.dropped, decay)

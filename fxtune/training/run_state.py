@@ -93,8 +93,8 @@ class RunState:
             self.train_step.load_rank_states([found[rank] for rank in range(len(found))], scalars)
             if len(found) != self.world.size:
                 self.note(
-                    f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. The state that each "
-                    "rank had of its own cannot be kept exactly, so losses differ from here on (docs/distributed.md)."
+                    f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. The separate state "
+                    "of each rank cannot be kept exactly, so losses differ from here on (docs/distributed.md)."
                 )
 
     def _restore(self, saved: Checkpoint) -> None:

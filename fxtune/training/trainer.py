@@ -144,7 +144,7 @@ def _require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
         for rank, other in enumerate(world.gather(recipe, "comparing recipes")):
             if lines := differences(other, recipe):
                 raise ConfigError(
-                    f"The recipe of rank {world.rank} differs from that of rank {rank}:\n"
+                    f"The recipe of rank {world.rank} differs from the recipe of rank {rank}:\n"
                     + "\n".join(lines)
                     + "\nStart all ranks with the same command and files."
                 )

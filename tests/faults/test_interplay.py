@@ -430,7 +430,7 @@ def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, sa
     assert trainer.run(run_)["train/step"] == 6
     assert Path("run/result.json").exists()
     assert waited == [None, 3.0]
-    assert said[-1] == "W&B was left behind. To send it what it does not have: fxtune sync run"
+    assert said[-1] == "W&B was left behind. To send the missing steps: fxtune sync run"
 
 
 @pytest.mark.vital

@@ -69,7 +69,7 @@ def test_full_disk_keeps_earlier_checkpoints_and_the_next_save_is_tried(tmp_path
         checkpoints.save(TrainState(step=4), {"w": torch.zeros(4 * MIB)}, {})  # like a run, which does not wait
         assert checkpoints.settle()
         assert len(notes) == 1
-        assert "Earlier ones are intact, and training goes on" in notes[0]
+        assert "Earlier checkpoints are intact, and training goes on" in notes[0]
 
 
 def test_disk_that_fills_during_a_save_keeps_no_partial_checkpoint(tmp_path, monkeypatch):

@@ -246,7 +246,7 @@ def test_model_with_unknown_logits_keeps_its_own_forward():
     loss = LanguageModel(PreparedModel(model))
     assert loss.own_forward
     assert loss.evidence[0].acted
-    assert "Shifted: its logits are not those of its head" in loss.evidence[0].observed
+    assert "Shifted: its logits differ from its head's logits" in loss.evidence[0].observed
     same(model, loss, batch())
     with pytest.raises(ConfigError, match=r"loss: asked for .*fused with the head; seen: Shifted"):
         require_acted(LanguageModel(PreparedModel(model), FUSED).evidence)

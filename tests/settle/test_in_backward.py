@@ -42,8 +42,8 @@ BATCHES = "optimizer.in_backward: steps of 16 rows in micro-batches of 8 add up 
     ("keys", "facts", "said"),
     [
         ({"train.max_grad_norm": 1.0}, {}, "Set train.max_grad_norm=0, or in_backward=off."),
-        ({"train.global_batch_size": 16}, {}, f"{BATCHES}, so all of them are kept. Set train.global_batch_size=8,"),
-        ({"train.batch_ramp": [[0.5, 16]]}, {}, f"{BATCHES}, so all of them are kept. Set train.batch_ramp=[],"),
+        ({"train.global_batch_size": 16}, {}, f"{BATCHES}, so all gradients are kept. Set train.global_batch_size=8,"),
+        ({"train.batch_ramp": [[0.5, 16]]}, {}, f"{BATCHES}, so all gradients are kept. Set train.batch_ramp=[],"),
         ({"techniques.lora.enabled": True}, {}, "adapters' gradients are small"),
         ({}, {"degrees": Degrees(2, 1, 1)}, "Set run.gpus=1, or in_backward=off."),
         ({"optimizer.name": OptimizerName.apex_adamw}, {}, "apex_adamw counts steps for all weights together"),

@@ -225,7 +225,7 @@ def test_skip_keeps_experts_with_a_tensor_of_that_name_in_16_bits():
     pipeline.quantize.skip = ["down_proj"]
     decided, said = resolved(mixture("glm4_moe"), pipeline)
     assert decided.experts is Switch.off
-    assert "skip=down_proj names a part of them" in said
+    assert "skip=down_proj names a part of the experts" in said
 
 
 def test_a_model_without_experts_has_none_in_fp8():

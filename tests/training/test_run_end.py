@@ -70,7 +70,7 @@ def test_early_stop_decays_from_the_best_weights_like_a_shorter_run(stopping, sc
     result = train.run(stopping)
     assert [result[name] for name in ("train/step", "eval/best_step", "train/ended_early")] == [12, 12, "early"]
     assert any(
-        "Early stopping after step 10" in line and "from the best weights, those of step 6. Steps 7 to 10" in line
+        "Early stopping after step 10" in line and "from the best weights, of step 6. Steps 7 to 10" in line
         for line in said
     )
     stopping.run.dir, stopping.train.max_steps, stopping.train.stop.patience = "plain", 8, 0

@@ -200,8 +200,8 @@ class EpochStream(RowSequence):
         if settings.weights and 0 in self.supply:
             name = self.tables[self.supply.index(0)].name
             raise DataError(
-                f"{name} has no supervised tokens, and the weights of data.sources are shares of those. Remove the "
-                "weights."
+                f"{name} has no supervised tokens, and the weights of data.sources are shares of "
+                "supervised tokens. Remove the weights."
             )
         # Each epoch draws other segments then, so the number of rows differs a little.
         self.has_equal_epochs = settings.weights is None and settings.mix is None

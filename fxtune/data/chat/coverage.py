@@ -48,7 +48,9 @@ TURN_KEYS = frozenset(
     ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")
 ) | frozenset(REASONING_KEYS)
 
-REASONING_REMARK = "the chat template writes reasoning only in the last turns, so that of earlier ones is left out"
+REASONING_REMARK = (
+    "the chat template writes reasoning only in the last turns, so the reasoning of earlier turns is left out"
+)
 CONTENT_REMARK = "the chat template writes no text beside a tool call, so that text is left out"
 
 

@@ -128,7 +128,7 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
             for kind, paths in kinds.items()
         )
         raise DataError(
-            f"{written} holds files of several kinds ({mixed}). Make each kind a source of its own, with a glob "
+            f"{written} holds files of several kinds ({mixed}). Make each kind a separate source, with a glob "
             f"such as {Path(written.split('*')[0]) / '**' / '*.jsonl'}."
         )
     ((kind, paths),) = kinds.items()
@@ -153,7 +153,7 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
 def require_file(path: Path) -> None:
     """Raise DataError if `path` exists and is not a regular file."""
     if (found := kind_of(path)) not in (None, FILE):
-        raise DataError(f"{path} is {found}, not a file. Write what it holds to a file and name that.")
+        raise DataError(f"{path} is {found}, not a file. Write its content to a file and name the file.")
 
 
 def expand_path(written: str) -> Path:

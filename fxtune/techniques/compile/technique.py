@@ -117,7 +117,7 @@ class Compile(CompileOptions, Technique):
         if why_not is None and seconds > LAUNCH_SECONDS:
             why_not = f"{busy}, longer than its launches take"
         self.cuda_graphs = Switch.off if why_not else Switch.on
-        reason = why_not or f"{busy}, about what its launches take"
+        reason = why_not or f"{busy}, about as long as its launches"
         return f"cuda_graphs {self.cuda_graphs.value} ({reason})" if facts.device == "cuda" else None
 
     def _reasons_against_recording(self, facts: Facts) -> Iterator[str]:

@@ -42,7 +42,7 @@ def obstacle(facts: Facts) -> str | None:
     if not lora.enabled:
         return "techniques.lora.enabled=false leaves no adapters to fuse"
     if lora.dropout:
-        return f"techniques.lora.dropout={lora.dropout} gives each adapter an input of its own"
+        return f"techniques.lora.dropout={lora.dropout} gives each adapter a different input"
     if lora.dora:
         return "techniques.lora.dora=true scales each weight anew in every step"
     if quantize.enabled and quantize.compute_dtype.value not in ("auto", facts.compute_dtype):

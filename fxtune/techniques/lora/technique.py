@@ -188,7 +188,7 @@ class Lora(LoraOptions, Technique):
                 f"model.adapter={adapter} was made with other options:\n  techniques.lora.train_tokens: "
                 f"{tokens or None} in the recipe, {names or None} in the adapter\n"
                 "To train this adapter further, set techniques.lora.train_tokens="
-                f"{AUTO + ', which takes those of the adapter' if saved else 'null'}."
+                f"{AUTO + ', which takes the tokens of the adapter' if saved else 'null'}."
             )
 
     def choose_tokens(self, base: Any, tokenizer: Callable[[], Any], special_tokens: Sequence[int]) -> None:

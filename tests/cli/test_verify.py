@@ -120,7 +120,7 @@ def test_an_adapter_that_no_gradient_reaches_is_named(cwd, monkeypatch):
 
     def build(self, *arguments):
         model = original(self, *arguments)
-        module = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
+        module = model.module.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
         module.register_forward_hook(lambda module, inputs, output: output.detach())
         return model
 
@@ -138,9 +138,8 @@ def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
     original = Lora.apply
 
     def apply(self, model, world):
-        made = original(self, model, world)
-        made.get_submodule("base_model.model.model.norm").weight.requires_grad_(True)
-        return made
+        original(self, model, world)
+        model.module.get_submodule("base_model.model.model.norm").weight.requires_grad_(True)
 
     monkeypatch.setattr(Lora, "apply", apply)
     code, found = verified(cwd)

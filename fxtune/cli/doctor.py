@@ -17,25 +17,28 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from rich.text import Text
 
 from fxtune.cli.options import write_json
-from fxtune.config.root import Config
 from fxtune.diagnostics import links, system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.host import cores
+from fxtune.system.packages import CHECKS, PACKAGES, Package
 from fxtune.system.redact import redact
 from fxtune.system.tested_versions import outside_tested_range
 from fxtune.system.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
+
+if TYPE_CHECKING:  # the page must also come where torch, which this imports, is broken
+    from fxtune.config.root import Config
 
 TIMEOUT = 45.0
 """Seconds for a package check on a machine without a GPU."""
@@ -47,44 +50,6 @@ DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files that show a GPU if nvidia-smi is not installed."""
 
 
-@dataclass(frozen=True)
-class Package:
-    check: str
-    """Its name in package_checks."""
-    install: str
-    purpose: str
-    distributions: tuple[str, ...] = ()
-    """Names under which its version may be found, if not under `check`."""
-
-    @property
-    def version(self) -> str:
-        return _version(*(self.distributions or (self.check,)))
-
-
-FLASH, QUANT = "pip install 'fxtune[flash]'", "pip install 'fxtune[quant]'"
-HOPPER = "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
-APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
-PACKAGES = (
-    Package("triton", "pip install triton", "torch.compile and Liger on a GPU"),
-    Package("liger-kernel", FLASH, "techniques.liger"),
-    Package("flash-attn-4", FLASH, "attention on Hopper and Blackwell"),
-    Package("quack-kernels", "pip install 'quack-kernels[cu13]==0.6.5'", "techniques.lora.matmul on Hopper"),
-    Package(
-        "flash-attn-3",
-        f"pip install {HOPPER} --no-build-isolation",
-        "built from source; flash-attn-4 replaces it",
-        ("flash-attn-3", "flash_attn_3"),
-    ),
-    Package(
-        "flash-attn",
-        "pip install flash-attn --no-build-isolation",
-        "built from source, an hour; torch has it built in",
-    ),
-    Package("kernels", "pip install kernels", "attention kernels of the Hugging Face hub"),
-    Package("bitsandbytes", QUANT, "a base in 4 or 8 bits, 8-bit AdamW"),
-    Package("torchao", QUANT, "the alternative to bitsandbytes"),
-    Package("apex", APEX, "NVIDIA's fused optimizers, built from source"),
-)
 COMPILERS = "apt install g++ python3-dev"
 SIGNS = {
     State.works: ("✓", "ok", "green"),
@@ -118,13 +83,13 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
     timeout = TIMEOUT_GPU if gpu else TIMEOUT
     folders = (config.run.dir, config.data.cache_dir) if config is not None else ()
     with ThreadPoolExecutor(min(4, max(2, cores()))) as pool, ThreadPoolExecutor(2) as network:
-        checks = {name: pool.submit(run_check, name, gpu, timeout) for name in package_checks.CHECKS}
+        checks = {name: pool.submit(run_check, name, gpu, timeout) for name in CHECKS}
         servers = [network.submit(server) for server in (system_report.hub, system_report.wandb)]
         torch = _torch(checks["torch"].result(), bool(cards))
         machine = [*cards, *torch, *system_report.host(), *system_report.disks(*folders), *_shared_memory(config)]
         yield "Machine", machine
         yield "Network", [server.result() for server in servers]
-        packages = [_package(package, checks[package.check].result()) for package in PACKAGES]
+        packages = [_package(package, checks[package.name].result()) for package in PACKAGES.values()]
         yield "Packages", [_compiler(checks["torch.compile"].result()), *packages, *tested_range()]
     facts = checks["torch"].result().get("facts") or {}
     if facts.get("device") == "cuda":  # for the runs that follow
@@ -167,7 +132,7 @@ def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
 
 
 def _package(package: Package, answer: dict[str, Any]) -> Finding:
-    name, version, seen = package.check, package.version, answer["seen"]
+    name, version, seen = package.name, _version(*(package.distributions or (package.name,))), answer["seen"]
     if answer["state"] == "missing" and version:  # PyPI's apex
         seen = f"{version} is another project of that name ({package.purpose})"
         return Finding(name, seen, State.missing, f"pip uninstall {name}; {package.install}")

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.errors import StorageError
+from fxtune.system import packages
 from fxtune.system.host import cache_home
 from fxtune.upstream import flash_attn
 
-VERSION = "4.0.0b36"
+VERSION = packages.FLASH4_VERSION
 """The release of flash-attn-4 whose internal functions are called here."""
 MIN_BOUND = 1024
 """The least bound on the length. Smaller ones select other variants of the kernels, which only a probe would use."""

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fxtune.system import packages
+
 CUBLAS, CUTE = "cublas", "cute"
-VERSION = "0.6.5"
+VERSION = packages.QUACK_VERSION
 """The release of quack-kernels whose inner function is called here."""
 CAPABILITY = (9, 0)
 TILE = (256, 192)

@@ -12,21 +12,15 @@ import shutil
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from fxtune.system import packages
+
 PACKAGES = (
     "torch",
     "transformers",
     "peft",
     "datasets",
     "tokenizers",
-    "liger-kernel",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "quack-kernels",
-    "kernels",
-    "bitsandbytes",
-    "torchao",
-    "apex",
+    *(package.name for package in packages.PACKAGES.values() if not package.with_torch),
     "wandb",
     "tensorboard",
     "lion-pytorch",

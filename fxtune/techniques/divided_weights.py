@@ -22,7 +22,7 @@ from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize import OLDEST, WITHOUT_FP8
 
 
-def refuses(facts: Facts) -> Iterator[str]:
+def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why weights cannot be divided under `facts`, with what to change."""
     techniques, whole = facts.techniques, "or parallel.shard=1"
     lora, compile = techniques.lora, techniques.compile

@@ -167,9 +167,9 @@ class Pipeline(Techniques):
         """Each reason why ranks cannot share the work as `facts.degrees` says."""
         facts, degrees = replace(facts, techniques=self), facts.degrees
         if degrees.context > 1:
-            yield from (f"parallel.context={degrees.context}: {reason}" for reason in context.refuses(facts))
+            yield from (f"parallel.context={degrees.context}: {reason}" for reason in context.refusals(facts))
         if degrees.shard > 1:
-            yield from (f"parallel.shard={degrees.shard}: {reason}" for reason in divided_weights.refuses(facts))
+            yield from (f"parallel.shard={degrees.shard}: {reason}" for reason in divided_weights.refusals(facts))
 
     def _missing(self, facts: Facts) -> Iterator[str]:
         """A reason for each disabled technique that this run needs."""

@@ -27,7 +27,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.settle.settled import settle
 from fxtune.system.units import GIB
-from fxtune.techniques.attention.backends import BACKENDS
+from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
@@ -187,8 +187,8 @@ def checkpointing(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def attention(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    for name in BACKENDS:
-        if name != "eager" or context.facts.sequence_length < MAX_EAGER_TOKENS:
+    for name, backend in BACKENDS.items():
+        if backend.fused or context.facts.sequence_length < MAX_EAGER_TOKENS:
             yield {"techniques.attention.backend": name}
 
 

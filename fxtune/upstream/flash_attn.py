@@ -11,7 +11,7 @@ def forward(interface: Any) -> Callable[..., Any]:
 
     What: _flash_attn_fwd of flash_attn.cute.interface.
     Why: torch.compile cannot trace the public functions.
-    Gone: not in the release that fxtune asks for; attention/backends.py refuses every other one.
+    Gone: not in the release that fxtune asks for; attention/backends/flash4.py refuses every other one.
     """
     found: Callable[..., Any] = interface._flash_attn_fwd
     return found

@@ -485,7 +485,7 @@ def attention_operator(name: str) -> Callable[..., Any]:
 
     What: torch.ops.aten._flash_attention_forward and _scaled_dot_product_cudnn_attention.
     Why: scaled_dot_product_attention takes no packed documents, and chooses its kernel itself.
-    Gone: AttributeError of the first call, in the proof before the first step; backends.py does not choose it.
+    Gone: AttributeError of the first call, in the proof before the first step; attention/backends does not choose it.
     """
     found: Callable[..., Any] = getattr(torch.ops.aten, name)
     return found

@@ -94,7 +94,7 @@ def test_a_working_machine_exits_with_0_and_everything_has_a_line(cwd, checked, 
         "Hugging Face hub",
         "W&B",
         "torch.compile",
-        *(package.check for package in doctor.PACKAGES),
+        *(package.name for package in doctor.PACKAGES.values()),
     } <= set(found)
     assert found["torch"]["state"] == "works"
     assert "a matmul in bfloat16, forward and backward" in found["torch"]["seen"]
@@ -162,14 +162,14 @@ def test_pypi_s_apex_is_named_as_another_project(fakes, monkeypatch):
     fakes("apex", "")
     assert doctor.run_check("apex", False, 60.0)["state"] == "missing"
     monkeypatch.setattr(doctor, "_version", lambda *names: "0.9")
-    package = next(one for one in doctor.PACKAGES if one.check == "apex")
+    package = next(one for one in doctor.PACKAGES.values() if one.name == "apex")
     found = doctor._package(package, {"state": "missing", "seen": ""})
     assert "another project" in found.seen
     assert found.state is State.missing
 
 
 def test_a_broken_quack_is_reinstalled_in_the_version_that_is_called():
-    package = next(one for one in doctor.PACKAGES if one.check == "quack-kernels")
+    package = next(one for one in doctor.PACKAGES.values() if one.name == "quack-kernels")
     assert package.install.endswith(f"=={matmul.VERSION}'")
     broken = doctor._package(package, {"state": "broken", "seen": "x"})
     assert f"--force-reinstall --no-deps 'quack-kernels[cu13]=={matmul.VERSION}'" in broken.remedy
@@ -177,11 +177,10 @@ def test_a_broken_quack_is_reinstalled_in_the_version_that_is_called():
 
 def test_install_commands_name_extras_that_contain_the_package():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for package in doctor.PACKAGES:
+    for package in doctor.PACKAGES.values():
         if "fxtune[" in package.install:
             extra = package.install.partition("[")[2].partition("]")[0]
-            assert any(need.startswith(package.check) for need in extras[extra]), f"{extra}: no {package.check}"
-    assert {package.check for package in doctor.PACKAGES} | {"torch", "torch.compile"} == set(package_checks.CHECKS)
+            assert any(need.startswith(package.name) for need in extras[extra]), f"{extra}: no {package.name}"
 
 
 # --- the machine

@@ -13,7 +13,7 @@ from support.reference import LIMITS, SHAPES, batch, build, ours, plain, relativ
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
-from fxtune.techniques.attention import packed as packed_attention
+from fxtune.techniques.attention.backends.registry import BY_DOCUMENTS, FLASH4
 from fxtune.techniques.pipeline import Pipeline
 
 LENGTHS = (1, 7, 127, 128, 129, 5000, 0, 0, 0)
@@ -159,11 +159,11 @@ def test_queries_of_training_are_not_copied():
     fused = torch.randn(2, 2048, 48, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = fused.split((32, 8, 8), dim=2)
     cu_seqlens = bounds((2000, 96, 2000, 0))
-    expected = packed_attention._by_flash4(*(x.contiguous() for x in (q, k, v)), cu_seqlens, 0.1, 0, 0.0)
+    expected = FLASH4.core(*(x.contiguous() for x in (q, k, v)), cu_seqlens, 0.1, 0, 0.0)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = packed_attention._by_flash4(q, k, v, cu_seqlens, 0.1, 0, 0.0)
+    out = FLASH4.core(q, k, v, cu_seqlens, 0.1, 0, 0.0)
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
     sums = 2 * 2048 * 32 * 4
@@ -334,6 +334,6 @@ def test_flash4_is_faster_than_torch():
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 10
 
-    times = {core.__name__: milliseconds(core) for core in (packed_attention._by_flash4, packed_attention._by_torch)}
+    times = {backend.what: milliseconds(backend.core) for backend in (FLASH4, BY_DOCUMENTS)}
     print(times)
-    assert times["_by_flash4"] < 0.75 * times["_by_torch"], times
+    assert times[FLASH4.what] < 0.75 * times[BY_DOCUMENTS.what], times

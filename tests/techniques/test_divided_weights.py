@@ -35,7 +35,7 @@ def sharded(techniques, model=None):
 )
 def test_techniques_that_need_whole_weights_are_refused_with_a_change(techniques, reason):
     facts = sharded(techniques)
-    assert any(reason in found for found in divided_weights.refuses(facts)), list(divided_weights.refuses(facts))
+    assert any(reason in found for found in divided_weights.refusals(facts)), list(divided_weights.refusals(facts))
     with pytest.raises(ConfigError, match=r"parallel\.shard=2: "):
         facts.techniques.check(facts)
 
@@ -54,13 +54,13 @@ def test_where_fp8_does_not_run_each_type_gets_one_advice_that_is_not_refused(de
         advice |= {line.partition("Set ")[2] for line in lines if "Set techniques.quantize.enabled=false" in line}
         assert not [line for line in lines if "Use nf4" in line or "type=fp8" in line], lines
     assert advice == {WITHOUT_FP8 + "."}
-    assert not list(divided_weights.refuses(replace(sharded({**LORA}), **device)))
+    assert not list(divided_weights.refusals(replace(sharded({**LORA}), **device)))
 
 
 def test_adapters_over_a_plain_or_fp8_base_are_not_refused():
     together = {**LORA, "compile": {}, "liger": {}, "checkpointing": {}}
     for techniques in (together, {**together, "quantize": {"type": "fp8"}}):
-        assert not list(divided_weights.refuses(sharded(techniques)))
+        assert not list(divided_weights.refusals(sharded(techniques)))
 
 
 def test_a_rank_needs_memory_for_its_part_of_a_quantized_base():

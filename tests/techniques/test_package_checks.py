@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -20,13 +21,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
-from fxtune.techniques import package_checks
+from fxtune.system.packages import CHECKS, Heads, NotTriedError
+from fxtune.techniques import package_checks, smoke_tests
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.package_checks import CHECKS, Check, Heads, NotTriedError
 from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.smoke_tests import require_attention, require_close
 
 CPU = torch.device("cpu")
+
+
+def stands_for_kernels(monkeypatch, smoke_test) -> None:
+    """Make `smoke_test` the check of the package `kernels`, which counts as installed."""
+    monkeypatch.setitem(CHECKS, "kernels", replace(CHECKS["kernels"], module="torch"))
+    monkeypatch.setattr("fxtune.techniques.attention.backends.hub.smoke_test", smoke_test)
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "torchao"])
@@ -51,15 +59,13 @@ def test_what_a_check_raises_decides_the_state(monkeypatch, error, state, seen):
             raise error
         return "it ran"
 
-    monkeypatch.setitem(CHECKS, "kernels", Check("torch", run, gpu=False))
+    stands_for_kernels(monkeypatch, run)
     assert package_checks.main("kernels", gpu=False) == {"state": state, "seen": seen}
 
 
 def test_a_wrong_result_is_broken(monkeypatch):
     x = torch.ones(4)
-    monkeypatch.setitem(
-        CHECKS, "kernels", Check("torch", lambda _: str(package_checks._require_close((x, 1.1 * x))), False)
-    )
+    stands_for_kernels(monkeypatch, lambda _: str(require_close((x, 1.1 * x))))
     answer = package_checks.main("kernels", gpu=False)
     assert answer["state"] == "broken"
     assert "off by 9.1e-02 from plain torch's" in answer["seen"]
@@ -71,9 +77,9 @@ def test_attention_is_compared_with_float32():
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2), "log-sum-exp"
 
-    assert "within" in package_checks._attention(CPU, kernel)
+    assert "within" in require_attention(CPU, kernel)
     with pytest.raises(ArithmeticError, match="off by"):
-        package_checks._attention(CPU, lambda q, k, v, causal: kernel(q, k, v, causal=False))
+        require_attention(CPU, lambda q, k, v, causal: kernel(q, k, v, causal=False))
 
 
 def test_quack_is_compared_with_plain_torch_on_the_gpu_that_it_is_for(monkeypatch):
@@ -89,18 +95,18 @@ def test_quack_is_compared_with_plain_torch_on_the_gpu_that_it_is_for(monkeypatc
     monkeypatch.setattr(matmul, "prepare", lambda *_: None)
     monkeypatch.setattr(matmul, "by_quack", by_quack)
     factor = 1.0
-    seen = package_checks._quack(CPU)
+    seen = smoke_tests.quack(CPU)
     assert re.fullmatch(r"a linear within \d\.\de-03 of float32", seen), seen
     assert [contiguous for _, contiguous in calls] == [False, True], "forward by W^T, backward by W"
     factor = 1.1
     with pytest.raises(ArithmeticError, match="off by"):
-        package_checks._quack(CPU)
+        smoke_tests.quack(CPU)
     known["card"] = (10, 0)
     with pytest.raises(NotTriedError, match=r"compute capability 9\.0, and this GPU has 10\.0"):
-        package_checks._quack(CPU)
+        smoke_tests.quack(CPU)
     known["version"] = "0.7.0"
     with pytest.raises(NotTriedError, match=f"internal functions of {matmul.VERSION}"):
-        package_checks._quack(CPU)
+        smoke_tests.quack(CPU)
 
 
 PROGRAM = """
@@ -294,3 +300,9 @@ def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(mon
     assert found["flash-attn-4"].endswith("No CTK flavor")
     with package_checks.import_ahead(facts, ["attention"]) as ahead:
         assert ahead == {}, "its result is recorded"
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_package_names_functions_that_exist(name):
+    functions = [CHECKS[name].smoke_test, *filter(None, [CHECKS[name].before_import])]
+    assert all(callable(pkgutil.resolve_name(function)) for function in functions)

@@ -11,7 +11,7 @@ from support.runs import history
 
 from fxtune.facts.options import CompileMode
 from fxtune.facts.run import Facts
-from fxtune.techniques.attention.backends import BACKENDS, hub
+from fxtune.techniques.attention.backends.registry import BACKENDS, hub
 from fxtune.techniques.compile.technique import Compile
 from fxtune.training import trainer
 
@@ -47,9 +47,9 @@ def test_deterministic_run_times_no_kernels():
 
 @pytest.mark.parametrize("backend", [BACKENDS["cudnn"], hub("hub:kernels-community/flash-attn3")])
 def test_nondeterministic_attention_is_refused(backend):
-    assert not [why for why, _ in backend.refuses(FREE) if "same bits" in why]
+    assert not [why for why, _ in backend.refusals(FREE) if "same bits" in why]
     assert ("does not guarantee the same bits each time", "Set run.deterministic=false, or use auto") in [
-        *backend.refuses(FIXED)
+        *backend.refusals(FIXED)
     ]
 
 

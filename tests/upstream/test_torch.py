@@ -254,12 +254,12 @@ def test_without_a_default_of_torch_code_is_cached_in_our_folder(monkeypatch):
 
 
 def test_an_attention_operator_that_is_gone_is_not_chosen(monkeypatch):
-    from fxtune.techniques.attention import backends
+    from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS
 
     facts = card(80, 4096, techniques={"lora": {}})
-    assert not [cause for cause, _ in backends.BY_DOCUMENTS.refuses(facts) if "lacks" in cause]
-    gone = dataclasses.replace(backends.BY_DOCUMENTS, operator="_no_such_operator")
-    assert [cause for cause, _ in gone.refuses(facts) if f"{VERSION}lacks" in f"{cause}" or "lacks" in cause]
+    assert not [cause for cause, _ in BY_DOCUMENTS.refusals(facts) if "lacks" in cause]
+    gone = dataclasses.replace(BY_DOCUMENTS, aten="_no_such_operator")
+    assert [cause for cause, _ in gone.refusals(facts) if f"{VERSION}lacks" in f"{cause}" or "lacks" in cause]
     assert upstream.attention_operator("_flash_attention_forward")
 
 

@@ -36,9 +36,8 @@ from fxtune.models.dims import position_limit
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import observed
 from fxtune.system.profiler import OperatorCounter
-from fxtune.techniques.attention.backends import SINKS, offers
+from fxtune.techniques.attention.backends.backend import SINKS, Backend, offers
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.attention.packed import OURS, one_document_a_row
 from fxtune.techniques.base import Evidence
 from fxtune.upstream.transformers import eager_attention
 
@@ -51,16 +50,16 @@ BY_LONGEST = {"dynamic", "longrope"}
 """RoPE whose frequencies depend on the longest document that a rank sees."""
 
 
-def register(implementation: str) -> None:
-    """Let the function with this name in transformers' registry exchange tokens for heads; once or again."""
+def register(backend: Backend) -> None:
+    """Let the backend's function in transformers' registry exchange tokens for heads; once or again."""
     from transformers import AttentionInterface
 
-    plain = AttentionInterface().get(implementation)
+    plain = AttentionInterface().get(backend.implementation)
     if not hasattr(plain, "exchanges"):
-        AttentionInterface.register(implementation, _exchanging(implementation, plain))
+        AttentionInterface.register(backend.implementation, _exchanging(backend, plain))
 
 
-def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Callable[..., Any]:
+def _exchanging(backend: Backend, plain: Optional[Callable[..., Any]]) -> Callable[..., Any]:
     """`plain`, None for eager, which each model defines for itself, with an exchange around it."""
 
     def attention(
@@ -91,9 +90,8 @@ def _exchanging(implementation: str, plain: Optional[Callable[..., Any]]) -> Cal
         query, key, value = tokens_to_heads(query, key, value, context_group, context_ranks)
         if query.shape[1] // key.shape[1] != groups:
             module = _OwnGroups(module, query.shape[1] // key.shape[1])  # type: ignore[assignment]
-        if implementation not in OURS:
-            window = options.get("sliding_window") or 0
-            attention_mask = _MASKS.get(implementation, _no_mask)(query, cu_seqlens, window)
+        if backend.core is None:
+            attention_mask = backend.row_mask(query, cu_seqlens, options.get("sliding_window") or 0)
         out = attend(module, query, key, value, attention_mask, **options)[0]
         return heads_to_tokens(out, context_group, context_ranks), None
 
@@ -141,7 +139,7 @@ def key_copies(heads: int, key_heads: int, ranks: int) -> int:
     return next(fitting, groups)
 
 
-def refuses(facts: Facts) -> Iterator[str]:
+def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why rows cannot be cut under `facts`, with what to change."""
     ranks, text = facts.degrees.context, facts.text
     kind, whole = text.get("model_type", "this model"), "Set parallel.context=1"
@@ -214,32 +212,3 @@ class _OwnGroups:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
-
-
-def _no_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> None:
-    """Kernels of packages read `cu_seqlens`."""
-
-
-def _mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Where a token attends, bool [rows, 1, length, length]: to those before it in its document, within `window`."""
-    rows, length = len(query), query.shape[2]
-    at = torch.arange(rows * length, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
-    back = at[:length, None] - at[None, :length]
-    seen = (back >= 0) & (back < (window or length))
-    return ((document[:, :, None] == document[:, None, :]) & seen).unsqueeze(1)
-
-
-def _sdpa_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
-    plain = one_document_a_row(len(query), cu_seqlens) and not window
-    return None if plain else _mask(query, cu_seqlens, window)
-
-
-def _eager_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """The mask as numbers that are added to the scores."""
-    seen, lowest = _mask(query, cu_seqlens, window), torch.finfo(query.dtype).min
-    return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
-
-
-_MASKS: dict[str, Callable[[Tensor, Tensor, int], Optional[Tensor]]] = {"sdpa": _sdpa_mask, "eager": _eager_mask}
-"""The masks of whole rows, for implementations that need one."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.techniques.attention.packed import OURS, no_mask
+from fxtune.techniques.attention.backends.registry import called
+from fxtune.techniques.attention.packed import no_mask
 from fxtune.upstream.transformers import attention_of
 
 
@@ -28,15 +29,14 @@ def model_inputs(
     the process group `group` have the others.
     """
     given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    attention = attention_of(model.config)
-    called = "flash" in attention or "/" in attention  # a slash: a kernel of the hub, called like FlashAttention
-    if not (attention in OURS or called or pieces > 1):
+    backend = called(attention_of(model.config))
+    if not (backend.given_bounds or pieces > 1):
         return given
-    if attention in OURS or pieces > 1:  # context.py makes the masks of whole rows
+    if backend.core is not None or pieces > 1:  # context.py makes the masks of whole rows
         given["attention_mask"] = no_mask(input_ids)
     if pieces > 1:
         given.update(context_group=group, context_ranks=pieces)
-    if called and torch.are_deterministic_algorithms_enabled():
+    if backend.core is None and backend.given_bounds and torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True  # transformers passes it to the FlashAttention package
     # The row's length and not the longest document's: it is the same in all batches, so nothing is compiled again.
     longest = pieces * input_ids.shape[1]

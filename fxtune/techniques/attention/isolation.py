@@ -18,7 +18,8 @@ from torch import nn
 
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import observed
-from fxtune.techniques.attention import packed, recurrent
+from fxtune.techniques.attention import recurrent
+from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
 
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
@@ -122,8 +123,8 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
             with observed(model), torch.no_grad():
                 row: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
                 if by_bounds:
-                    packed.register()
-                    model.set_attn_implementation(packed.FLASH4)
+                    FLASH4.prepare()
+                    model.set_attn_implementation(FLASH4.implementation)
                     row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)

@@ -1,10 +1,10 @@
 """Attention over packed rows, registered under fxtune's own names in transformers.
 
 transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless
-the attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (torch's built-in
-FlashAttention-2) and `fxtune_cudnn` (cuDNN's). They take the arguments of transformers' own FlashAttention functions,
-so every model that works with those works with these. The names do not contain "flash": for such a name transformers
-would look for a kernel on the hub.
+the attention function reads `cu_seqlens`. The backends with a `core` do (backends/flash4.py, sdpa.py and cudnn.py).
+Their functions take the arguments of transformers' own FlashAttention functions, so they work with every model that
+works with FlashAttention. Their names do not contain "flash": for such a name transformers would look for a kernel on
+the hub.
 
 A call without `cu_seqlens` (generation with a cache, rows padded on the left) runs torch's attention with the mask
 that transformers then builds, or plain operations if scores have a soft cap or sinks.
@@ -22,30 +22,18 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
-from fxtune.upstream.torch import attention_operator
-
-FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
-OURS = (FLASH4, SDPA, CUDNN)
-CUDNN_STEPS = 8
-"""cuDNN prepares a plan for each length. So lengths are padded: between two powers of two there are this many."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor]], Tensor]
 """(q, k, v, cu_seqlens, scale, window, softcap, sinks) -> out; q, k, v and out as [rows, length, heads, d]. See
-flash4(), which alone takes sinks."""
-
-_UNTRACED: dict[str, Callable[..., Tensor]] = {}
+kernels/flash4.py."""
 
 
-def register() -> None:
-    """Register the names with transformers, once or again. `fxtune_fa4` needs kernels/flash4.py imported."""
+def register(implementation: str, core: Core, sinks: bool = False) -> None:
+    """Register `core` with transformers under this name, once or again. `sinks`: whether it takes sinks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    mask = AttentionMaskInterface()["sdpa"]
-    for name, core in ((FLASH4, _by_flash4), (SDPA, _by_torch), (CUDNN, _by_cudnn)):
-        AttentionInterface.register(name, _attention_function(core))
-        AttentionMaskInterface.register(name, mask)  # only for calls without `no_mask`
-    # If it were traced, it would be compiled for each batch's lengths. disable() takes a second: not at import.
-    _UNTRACED["cudnn"] = torch.compiler.disable(_cudnn_documents)
+    AttentionInterface.register(implementation, _attention_function(core, sinks))
+    AttentionMaskInterface.register(implementation, AttentionMaskInterface()["sdpa"])  # for calls without `no_mask`
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
@@ -55,23 +43,34 @@ def no_mask(input_ids: Tensor) -> Tensor:
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 
+def document_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Where a token attends, bool [rows, 1, length, length]: to those before it in its document, within `window`."""
+    rows, length = len(query), query.shape[2]
+    at = torch.arange(rows * length, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
+    back = at[:length, None] - at[None, :length]
+    seen = (back >= 0) & (back < (window or length))
+    return ((document[:, :, None] == document[:, None, :]) & seen).unsqueeze(1)
+
+
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
     """Whether each row is one document: one begins with each row."""
     return len(cu_seqlens) == rows + 1
 
 
 @functools.cache
-def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
+def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Tensor, None]]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
     ) -> tuple[Tensor, None]:
-        return _attend(core, module, query, key, value, attention_mask, **options), None
+        return _attend(core, takes_sinks, module, query, key, value, attention_mask, **options), None
 
     return attention
 
 
 def _attend(
     core: Core,
+    takes_sinks: bool,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -88,7 +87,7 @@ def _attend(
     **_: Any,
 ) -> Tensor:
     """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
-    if position_bias is not None or (s_aux is not None and core is not _by_flash4):
+    if position_bias is not None or (s_aux is not None and not takes_sinks):
         raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
     dtype = compute_dtype(value)
     query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -109,80 +108,6 @@ def _attend(
 
 def _unsupported(module: nn.Module, why: str) -> ConfigError:
     return ConfigError(f"techniques.attention.backend: {type(module).__name__} {why}. Set it to eager.")
-
-
-def _by_flash4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Optional[Tensor] = None,
-) -> Tensor:
-    rows, length = q.shape[:2]
-    if sinks is not None and q.dtype != torch.float32:  # the package takes sinks in bfloat16 only, also over float16
-        sinks = sinks.to(torch.bfloat16)
-    flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
-    if one_document_a_row(rows, cu_seqlens):
-        return flash4(q, k, v, None, length, scale, window, softcap, sinks)[0]
-    # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    return flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks)[0].unflatten(0, (rows, length))
-
-
-def _by_torch(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
-) -> Tensor:
-    rows, length = q.shape[:2]
-    left, right = (window - 1, 0) if window else (-1, -1)
-    width = v.shape[-1]
-    padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
-    flat = [x.flatten(0, 1) for x in (q, k, padded)]
-    bounds = (cu_seqlens, cu_seqlens, length, length)
-    windows = {"window_size_left": left, "window_size_right": right}
-    out: Tensor = attention_operator("_flash_attention_forward")(
-        *flat, *bounds, 0.0, True, False, scale=scale, **windows
-    )[0]
-    return out[..., :width].unflatten(0, (rows, length))
-
-
-def _by_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
-) -> Tensor:
-    if one_document_a_row(len(q), cu_seqlens):
-        return _cudnn_rows(q, k, v, scale)
-    return _UNTRACED["cudnn"](q, k, v, cu_seqlens, scale)
-
-
-def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    out: Tensor = attention_operator("_scaled_dot_product_cudnn_attention")(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale
-    )[0]
-    return out.transpose(1, 2)
-
-
-def _cudnn_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One call for each document: torch disables its call for all documents together, because its backward pass uses
-    wrong addresses for the sums of each softmax (run_cudnn_SDP_fprop_nestedtensor of aten/.../cudnn/MHA.cpp).
-
-    Padding follows a document, so causal attention does not read it, and its results are cut off.
-    """
-    lengths = [length for length in cu_seqlens.diff().tolist() if length]  # the host waits here
-    parts = []
-    for document in zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True):
-        length = len(document[0])
-        padding = cudnn_length(length) - length
-        qd, kd, vd = (F.pad(x, (0, 0, 0, 0, 0, padding)).unsqueeze(0) for x in document)
-        parts.append(_cudnn_rows(qd, kd, vd, scale)[0, :length])
-    return torch.cat(parts).unflatten(0, q.shape[:2])
-
-
-def cudnn_length(length: int) -> int:
-    """`length` rounded up to a multiple of 64 or, if larger, of 1/CUDNN_STEPS of the power of two below it."""
-    step = max(64, (1 << (length - 1).bit_length()) // (2 * CUDNN_STEPS))
-    return -(-length // step) * step
 
 
 def _masked(

@@ -16,14 +16,14 @@ Only `flash4`, `flex` and `eager` take sinks (gpt-oss), and only `flash4` withou
 
 `flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask;
 `eager` stores the scores, which takes rows x heads x length^2 memory, and supports everything. `hub:ORG/KERNEL@COMMIT`
-takes a compiled kernel from the Hugging Face hub.
+takes a compiled kernel from the Hugging Face hub. Each backend is a file in backends/, and registry.py there lists the
+backends.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +31,19 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, nearest
+from fxtune.errors import nearest
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import observed
-from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import context, isolation, packed, recurrent
-from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
-from fxtune.techniques.attention.packed import CUDNN, SDPA
+from fxtune.techniques.attention import context, isolation, recurrent
+from fxtune.techniques.attention.backends.backend import Backend, offers
+from fxtune.techniques.attention.backends.eager import EAGER
+from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
+from fxtune.techniques.attention.backends.sdpa import SDPA
 from fxtune.techniques.base import Evidence, Technique
-from fxtune.upstream.transformers import attention_of, load_hub_attention, set_attention
+from fxtune.upstream.transformers import attention_of, set_attention
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 ATTENDING_LAYERS = ISOLATING_LAYERS | {"attention", "hybrid"}
@@ -56,7 +57,7 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 class Attention(AttentionOptions, Technique):
     _packed = False  # whether rows are packed: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
-    _by_documents = False  # whether sdpa's kernel for packed documents runs; no option: resolve() sets it
+    _running: Backend | None = None  # what runs where the recipe asks for `backend`; no option: resolve() sets it
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")
@@ -79,10 +80,10 @@ class Attention(AttentionOptions, Technique):
                 yield f"backend: {kind} has no attention that {self.backend} could run. Set it to auto."
             return
         if self.backend == "auto":
-            if all(list(backend.refuses(facts)) for backend in BACKENDS.values()):
+            if all(any(backend.refusals(facts)) for backend in BACKENDS.values()):
                 yield (
                     "backend: auto finds no backend that can run. "
-                    + "; ".join(f"{name} {next(backend.refuses(facts))[0]}" for name, backend in BACKENDS.items())
+                    + "; ".join(f"{name} {next(backend.refusals(facts))[0]}" for name, backend in BACKENDS.items())
                     + "."
                 )
             return
@@ -102,15 +103,16 @@ class Attention(AttentionOptions, Technique):
                 f"trust_remote_code: false, but backend={self.backend} runs compiled code of its author. Set it to "
                 "true if you trust that commit."
             )
-        for cause, change in (hub(self.backend) if of_hub else BACKENDS[self.backend]).refuses(facts):
+        for cause, change in (hub(self.backend) if of_hub else BACKENDS[self.backend]).refusals(facts):
             yield f"backend: {self.backend} {cause}. {change}."
 
     def packages(self, facts: Facts) -> Iterator[str]:
         backends = [BACKENDS[self.backend]] if self.backend in BACKENDS else []
         if self.backend == "auto" and attention_layers(facts.text):
-            backends = [one for name, one in BACKENDS.items() if not _passed_over(name, facts)][:1]
+            backends = [backend for backend in BACKENDS.values() if not backend.why_passed_over(facts)][:1]
         for backend in backends:
-            yield from (package for package, _, _ in backend.packages)
+            if backend.package is not None:
+                yield backend.package.name
 
     def resolve(self, facts: Facts) -> str | None:
         self._packed = facts.packing
@@ -120,50 +122,39 @@ class Attention(AttentionOptions, Technique):
             return f"documents run one by one, and {none}" if facts.packing else f"off, because {none}"
         note, passed = None, []
         for name in BACKENDS if self.backend == "auto" else ():
-            if why := _passed_over(name, facts):
+            if why := BACKENDS[name].why_passed_over(facts):
                 passed.append(f"{name} {why}")
                 continue
             self.backend, self._by_auto = name, True
             why = f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else ""
             note = f"auto chose {name}, the fastest that is correct here{why}"
             break
-        on_gpu = facts.device == "cuda"
-        self._by_documents = self.backend == "sdpa" and on_gpu and not list(BY_DOCUMENTS.refuses(facts))
+        chosen = backend_of(self.backend)
+        self._running = chosen.running(facts) if chosen else None
         return note
 
     def reads_bounds(self, facts: Facts) -> bool:
-        """Whether the backend that resolve() takes is one of packed.py, which reads the bounds of documents."""
+        """Whether the backend that resolve() takes reads the bounds of documents (packed.py)."""
         if not attention_layers(facts.text):
             return False
-        names = [name for name in BACKENDS if self.backend in ("auto", name)]
-        name = next((name for name in names if not _passed_over(name, facts)), "")
-        by_documents = name == "sdpa" and facts.device == "cuda" and not list(BY_DOCUMENTS.refuses(facts))
-        return by_documents or (name in BACKENDS and BACKENDS[name].implementation in packed.OURS)
+        asked = [backend for name, backend in BACKENDS.items() if self.backend in ("auto", name)]
+        chosen = next((backend for backend in asked if not backend.why_passed_over(facts)), None)
+        return chosen is not None and chosen.running(facts).core is not None
 
     def configure(self, hf_config: Any) -> None:
-        implementation = self._implementation(hf_config)
-        if implementation in packed.OURS:
-            packed.register()
-        elif self.backend.startswith(HUB):
-            try:  # check() requires trust_remote_code
-                load_hub_attention(implementation)
-            except (ImportError, OSError, ValueError) as error:
-                raise ConfigError(
-                    f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
-                    "network and HF_HUB_OFFLINE, or set it to auto."
-                ) from error
-        elif self.backend == "flex":
-            use_cache_folder()  # transformers compiles it
-        set_attention(hf_config, implementation)
+        backend = self._backend(hf_config)
+        backend.prepare()
+        set_attention(hf_config, backend.implementation)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
-            context.register(self._implementation(model.module.config))
+            context.register(self._backend(model.module.config))
         if self._packed:
             recurrent.separate(model.module)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
-        wanted = self._implementation(model.module.config)
+        backend = self._backend(model.module.config)
+        wanted = backend.implementation
         text = model.module.config.get_text_config()
         layers = attention_layers(text.to_dict())
         evidence = []
@@ -174,7 +165,7 @@ class Attention(AttentionOptions, Technique):
                 # Not every config of a hybrid says how many of its layers attend.
                 some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
                 acted = seen.get(wanted, 0) >= layers or some
-                evidence.append(Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, acted))
+                evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
             if (probe["position_ids"] == 0).sum() > 1:
                 evidence.append(self._isolation(model.module, probe))
         yield from evidence
@@ -190,17 +181,15 @@ class Attention(AttentionOptions, Technique):
             isolation.is_isolated(moved, leaked),
         )
 
-    def _implementation(self, hf_config: Any) -> str:
-        """The backend's name in transformers. An unresolved `auto` takes transformers' default."""
-        if self.backend.startswith(HUB):
-            return self.backend.removeprefix(HUB)
-        if self._by_documents:
-            return SDPA
+    def _backend(self, hf_config: Any) -> Backend:
+        """The backend that runs. An unresolved `auto` takes transformers' default."""
+        if self._running is not None and self._running.name == self.backend:
+            return self._running
+        if chosen := backend_of(self.backend):
+            return chosen
         text = hf_config.get_text_config()
-        if self.backend != "auto":
-            return BACKENDS[self.backend].implementation
         capped = getattr(text, "attn_logit_softcapping", None)
-        return "sdpa" if offers(text.model_type, "_supports_sdpa") and not capped else "eager"
+        return SDPA if offers(text.model_type, SDPA.flag) and not capped else EAGER
 
 
 def attention_layers(text: dict[str, Any]) -> int:
@@ -212,28 +201,22 @@ def attention_layers(text: dict[str, Any]) -> int:
     return sum(kind in ATTENDING_LAYERS for kind in kinds) if kinds else int(depth)
 
 
-def _passed_over(name: str, facts: Facts) -> str | None:
-    """Why `auto` does not choose a backend."""
-    if name == "cudnn" and facts.packing:
-        return "runs packed rows document by document"
-    return next((cause for cause, _ in BACKENDS[name].refuses(facts)), None)
-
-
 def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[dict[str, int], str]:
     """The calls of each implementation in one forward pass, by the profiler; and a description of them."""
-    own = attention_of(model.config)
-    known = (*BACKENDS.values(), BY_DOCUMENTS, named(own))
-    patterns = {backend.implementation: backend.ran for backend in known if backend.ran}
-    with _flex_calls() if own == "flex_attention" else nullcontext([0]) as flex:
+    own = called(attention_of(model.config))
+    known = {backend.implementation: backend for backend in (*ALL, own)}
+    patterns = {name: backend.ran for name, backend in known.items() if backend.ran}
+    with own.counting() as count:
         ran = observe_operators(lambda: model(**probe), patterns)
-        ran["flex_attention"] = Observed(flex[0] // 2)  # observe_operators() calls the model twice
+        if count[0]:
+            ran[own.implementation] = Observed(count[0] // 2)  # observe_operators() calls the model twice
     ran = {name: seen for name, seen in ran.items() if seen.calls}
-    if "sdpa" in ran:  # do not count the kernel that sdpa chose a second time
-        ran = {name: seen for name, seen in ran.items() if name not in (SDPA, CUDNN)}
-    if len(ran) > 1:  # then the softmax is that of a router
-        ran.pop("eager", None)
+    # Do not count the kernel that sdpa chose a second time.
+    ran = {name: seen for name, seen in ran.items() if known[name].part_of not in ran}
+    if len(ran) > 1:
+        ran = {name: seen for name, seen in ran.items() if not known[name].elsewhere}
     calls = (
-        " and ".join(f"{seen.calls} calls of {named(name).what}" for name, seen in ran.items())
+        " and ".join(f"{seen.calls} calls of {known[name].what}" for name, seen in ran.items())
         or "no attention operator"
     )
     kernels = sorted({short_name(kernel) for seen in ran.values() for kernel in seen.kernels})
@@ -241,22 +224,3 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[di
         {name: seen.calls for name, seen in ran.items()},
         f"{calls} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""),
     )
-
-
-@contextmanager
-def _flex_calls() -> Iterator[list[int]]:
-    """Counts calls of transformers' flex attention, which is not an operator in eager mode."""
-    from transformers import AttentionInterface
-
-    original = AttentionInterface()["flex_attention"]
-    count = [0]
-
-    def counted(*given: Any, **options: Any) -> Any:
-        count[0] += 1
-        return original(*given, **options)
-
-    AttentionInterface.register("flex_attention", counted)
-    try:
-        yield count
-    finally:
-        AttentionInterface.register("flex_attention", original)

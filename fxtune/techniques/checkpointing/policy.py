@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.upstream.torch import operator_names
 
 PRODUCTS = "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm convolution"
@@ -40,13 +41,7 @@ STANDS_FOR = {
 }
 """Operators of fxtune -> the operator whose name decides about them, if no list names them."""
 GROUPS = ("attention", "matmuls")
-KNOWN = MATMULS | {
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_efficient_attention",
-    "higher_order.flex_attention",
-    "fxtune.flash4",
-}
+KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
 """Names that are valid even before the package that registers the operator is imported."""
 
 

@@ -37,7 +37,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
-from fxtune.facts.options import CompileMode, CompileOptions, Dynamic, Scope, Switch
+from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.prepared import PreparedModel
@@ -45,7 +45,7 @@ from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
 from fxtune.techniques.attention import recurrent
-from fxtune.techniques.attention.backends import BY_DOCUMENTS
+from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileMonitor, CompileReport
@@ -57,8 +57,6 @@ LAUNCH_SECONDS = 2e-3
 """The host takes this long to launch the kernels, some 150, of a layer's forward and backward pass."""
 FLOPS = 4e14
 """FLOP/s in training that `auto` assumes, those of an H200. A slower device is busy for longer."""
-RECORDABLE_ATTENTION = ("flash4", "flash3", "flash2")
-"""Attention backends with which the host never reads where documents begin."""
 UNRECORDABLE_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
 tensor."""
@@ -153,13 +151,12 @@ class Compile(CompileOptions, Technique):
         if rope := [kind for kind in _rope_types(facts) if kind in UNRECORDABLE_ROPE]:
             yield f"RoPE of type {rope[0]} reads from the device how long rows are. Use another techniques.rope.type"
         attention = facts.techniques.attention
-        backend = attention.backend if attention.enabled else "auto"
-        packed_sdpa = backend == "sdpa" and not list(BY_DOCUMENTS.refuses(facts))
-        plain_cudnn = backend == "cudnn" and not facts.packing
-        if not (backend in (*RECORDABLE_ATTENTION, "auto") or packed_sdpa or plain_cudnn):
+        name = attention.backend if attention.enabled else AUTO
+        if name != AUTO and not (name in BACKENDS and BACKENDS[name].records(facts)):
+            other = next(backend.name for backend in BACKENDS.values() if backend.recordable)
             yield (
-                f"attention by {backend} reads from the device where documents begin. Use "
-                f"techniques.attention.backend={RECORDABLE_ATTENTION[0]}"
+                f"attention by {name} reads from the device where documents begin. Use "
+                f"techniques.attention.backend={other}"
             )
 
     def _reasons_against_reduce_overhead(self, facts: Facts) -> Iterator[str]:

@@ -53,6 +53,7 @@ from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Shape
 from fxtune.models.structure import normalizes_queries
+from fxtune.techniques.attention.backends.registry import backend_of
 from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
 from fxtune.techniques.lora.targets import gate_up_parts
 from fxtune.techniques.quantized_experts import leaves_linears
@@ -215,7 +216,8 @@ class LayerBytes:
         attention = facts.techniques.attention
         self.facts, self.plan, self.shape = facts, plan, Shape.of(facts.text)
         self.number, self.fused, self.compiled = number_bytes(facts), is_fused(facts), facts.techniques.compile.enabled
-        self.grouped = facts.device == "cuda" and not (attention.enabled and attention.backend == "eager")
+        backend = backend_of(attention.backend) if attention.enabled else None
+        self.grouped = facts.device == "cuda" and (backend is None or backend.fused)
         """Whether attention takes keys and values without repeating them for each query head."""
         self.normalizes = normalizes_queries(facts.model)
         float8 = facts.techniques.float8

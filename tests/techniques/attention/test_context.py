@@ -18,7 +18,9 @@ from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, observed
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.attention import context, packed
+from fxtune.techniques.attention import context
+from fxtune.techniques.attention.backends import flash4
+from fxtune.techniques.attention.backends.registry import EAGER, FLASH4, SDPA, called
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.pipeline import Pipeline
@@ -29,13 +31,11 @@ STARTS = torch.tensor([0, 5, 30, 48, 60, 96, 96, 96], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "ranks", "copies"), [(4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3)])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", packed.FLASH4])
+@pytest.mark.parametrize("backend", [SDPA, EAGER, FLASH4])
 @pytest.mark.parametrize("window", [0, 7])
-def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, copies, implementation, window):
-    import fxtune.kernels.flash4  # noqa: F401  registers the operator
-
-    packed.register()
-    context.register(implementation)
+def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, copies, backend, window):
+    backend.prepare()
+    context.register(backend)
     assert context.key_copies(heads, key_heads, ranks) == copies
     module = _llama_attention(heads, key_heads)
     shapes = [(2, heads, LENGTH, 8), (2, key_heads, LENGTH, 8), (2, key_heads, LENGTH, 8)]
@@ -44,7 +44,7 @@ def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, co
     options = dict(
         scaling=8**-0.5, sliding_window=window or None, cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS, is_causal=True
     )
-    expected = packed._by_flash4(*(x.transpose(1, 2) for x in inputs), STARTS, 8**-0.5, window, 0.0)
+    expected = flash4.attend(*(x.transpose(1, 2) for x in inputs), STARTS, 8**-0.5, window, 0.0)
     gradients = torch.autograd.grad((expected * weights).sum(), inputs)
 
     def work(rank, group):
@@ -52,7 +52,7 @@ def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, co
 
         piece = slice(rank * LENGTH // ranks, (rank + 1) * LENGTH // ranks)
         own = [x.detach()[:, :, piece].clone().requires_grad_() for x in inputs]
-        attend = AttentionInterface()[implementation]
+        attend = AttentionInterface()[backend.implementation]
         mask = torch.empty(2, 1, 0, 0, dtype=torch.bool)
         out, _ = attend(module, *own, mask, context_group=group, context_ranks=ranks, **options)
         return out, *torch.autograd.grad((out * weights[:, piece]).sum(), own)
@@ -69,7 +69,7 @@ def test_losses_and_gradients_of_the_pieces_add_up_to_those_of_the_rows(key_head
     plan = training([natural(40, 30, 3)], micro=2, step=2, sequence_length=70, packing=packing)
     model = _llama(key_heads)
     whole, gradients = _loss_and_gradients(model, plan.batch(0, 0), "")
-    context.register("sdpa")
+    context.register(SDPA)
     parts = on_ranks(
         2, lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.cut(rank, 2).batch(0, 0), group)
     )
@@ -83,7 +83,7 @@ def test_a_piece_without_targets_takes_part_in_every_exchange():
     assert not plan.cut(0, 2).batch(0, 0).supervised
     model = _llama(2)
     _, gradients = _loss_and_gradients(model, plan.batch(0, 0), "")
-    context.register("sdpa")
+    context.register(SDPA)
     parts = on_ranks(
         2, lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.cut(rank, 2).batch(0, 0), group)
     )
@@ -93,7 +93,7 @@ def test_a_piece_without_targets_takes_part_in_every_exchange():
 
 def test_offload_sends_the_queries_of_all_ranks_tokens():
     plan = training([natural(8, 60, 5)], micro=1, step=1, sequence_length=64)
-    context.register("sdpa")
+    context.register(SDPA)
 
     def work(pieces):
         def on_rank(rank, group):
@@ -126,7 +126,7 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
         return
     pipeline, _ = pipeline.resolved(facts)
     model = pipeline.build(model_config, load_config(model_config), CPU, 0).module
-    context.register(model.config._attn_implementation)
+    context.register(called(model.config._attn_implementation))
     lengths = (24,) if kind == "opt" else (7, 17)  # OPT of transformers does not separate documents
     ids = (torch.arange(24) * 7919 + 3).unsqueeze(0) % 120
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
@@ -154,12 +154,12 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
 )
 def test_rows_that_cannot_be_cut_are_refused_with_a_change(model, techniques, reason):
     facts = card(80, 4097, model=LLAMA | model, techniques={"attention": {}, **techniques}, degrees=Degrees(context=4))
-    assert any(reason in found for found in context.refuses(facts)), list(context.refuses(facts))
+    assert any(reason in found for found in context.refusals(facts)), list(context.refusals(facts))
 
 
 def test_yarn_and_llama_are_not_refused():
     facts = card(80, 4096, techniques={"attention": {}, "rope": {"type": "yarn"}}, degrees=Degrees(context=4))
-    assert not list(context.refuses(facts))
+    assert not list(context.refusals(facts))
 
 
 def test_flex_and_cuda_graphs_are_refused_and_auto_passes_them_over():

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fxtune.techniques.attention.backends.registry import ALL
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.attention.packed import OURS
+
+OURS = [backend.implementation for backend in ALL if backend.core is not None]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn", *OURS])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.techniques.attention import packed as packed_attention
+from fxtune.techniques.attention.backends import cudnn, flash4, sdpa
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.pipeline import make_probe
 
@@ -19,7 +20,7 @@ from fxtune.techniques.pipeline import make_probe
 def test_sinks_of_any_dtype_reach_flash4_in_bfloat16(dtype):
     q, k, v = torch.randn(3, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     sinks, bounds = torch.tensor([0.1, 1.7], requires_grad=True), torch.tensor([0, 5], dtype=torch.int32)
-    out = packed_attention._by_flash4(q, k, v, bounds, 0.3, 0, 0.0, sinks)
+    out = flash4.attend(q, k, v, bounds, 0.3, 0, 0.0, sinks)
     rounded = sinks.detach().bfloat16()
     assert torch.equal(out, torch.ops.fxtune.flash4(q, k, v, None, 5, 0.3, 0, 0.0, rounded)[0])
     assert not torch.equal(rounded.float(), sinks)
@@ -101,7 +102,7 @@ def test_packed_documents_of_gpt_oss_as_each_alone_in_plain_transformers():
 def test_unsupported_arguments_of_the_kernel_are_errors(what, match):
     from transformers import AttentionInterface
 
-    packed_attention.register()
+    flash4.FLASH4.prepare()
     qkv = torch.zeros(3, 1, 4, 6, 8)
     with pytest.raises(ConfigError, match=match):
         AttentionInterface()["fxtune_fa4"](
@@ -123,12 +124,12 @@ def test_cudnn_runs_packed_rows_document_by_document(monkeypatch):
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
         ).transpose(1, 2)
 
-    monkeypatch.setattr(packed_attention, "_cudnn_rows", rows)
-    packed_attention.register()
+    monkeypatch.setattr(cudnn, "_rows", rows)
+    cudnn.CUDNN.prepare()
     q, k, v = (torch.randn(2, 80, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     cu_seqlens = torch.tensor([0, 1, 70, 80, 159, 160, 160, 160], dtype=torch.int32)
-    out = packed_attention._by_cudnn(q, k, v, cu_seqlens, 0.3, 0, 0.0)
-    expected = packed_attention._by_flash4(q, k, v, cu_seqlens, 0.3, 0, 0.0)
+    out = cudnn.attend(q, k, v, cu_seqlens, 0.3, 0, 0.0)
+    expected = flash4.attend(q, k, v, cu_seqlens, 0.3, 0, 0.0)
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(
         torch.autograd.grad(out.sin().sum(), (q, k, v)),
@@ -141,10 +142,10 @@ def test_cudnn_runs_packed_rows_document_by_document(monkeypatch):
 
 @given(st.integers(1, 2**20))
 def test_cudnn_pads_to_few_lengths(length):
-    padded = packed_attention.cudnn_length(length)
+    padded = cudnn.padded_length(length)
     assert padded >= length
-    assert padded == packed_attention.cudnn_length(padded)
-    assert padded - length < max(64, length / packed_attention.CUDNN_STEPS * 1.01)
+    assert padded == cudnn.padded_length(padded)
+    assert padded - length < max(64, length / cudnn.STEPS * 1.01)
 
 
 def test_torch_flash_attention_is_called_by_its_schema():
@@ -152,6 +153,6 @@ def test_torch_flash_attention_is_called_by_its_schema():
     q, k, v = (torch.randn(2, 80, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
     cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
     for window in (0, 5):
-        assert packed_attention._by_torch(q, k, v, cu_seqlens, 0.3, window, 0.0).shape == (2, 80, 4, 16)
-    assert packed_attention._by_torch(q, k, v[..., :8], cu_seqlens, 0.3, 0, 0.0).shape == (2, 80, 4, 8)
-    assert packed_attention._cudnn_rows(q, k, v, 0.3).shape == (2, 80, 4, 16)
+        assert sdpa.attend(q, k, v, cu_seqlens, 0.3, window, 0.0).shape == (2, 80, 4, 16)
+    assert sdpa.attend(q, k, v[..., :8], cu_seqlens, 0.3, 0, 0.0).shape == (2, 80, 4, 8)
+    assert cudnn._rows(q, k, v, 0.3).shape == (2, 80, 4, 16)

@@ -25,6 +25,8 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention import packed as packed_attention
+from fxtune.techniques.attention.backends import flash4
+from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -128,13 +130,15 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
     pipeline, model = using("flash4"), unchecked("flash4", "llama")
     pipeline.precision.enabled, pipeline.precision.autocast = True, Autocast.bfloat16
     seen = set()
-    original = packed_attention._by_flash4
+    original = flash4.attend
 
     def spy(q, k, v, *rest):
         seen.update((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *rest)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, packed_attention.FLASH4, packed_attention._attention_function(spy))
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS, FLASH4.implementation, packed_attention._attention_function(spy, True)
+    )
     pipeline.prove(PreparedModel(model), make_probe(model))
     with pipeline.precision.context(torch.device("cpu")):
         model(**make_probe(model)).logits.sum().backward()

@@ -1,0 +1,140 @@
+"""The optional packages: how each is installed, what it is for, and the smoke test that shows whether it works here.
+
+All that fxtune knows about a package is its entry here. `fxtune doctor` prints the table, a run records the versions,
+and techniques/package_checks.py runs the smoke tests. Nothing here imports a package, not even torch, so that doctor
+can describe a machine on which torch is broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLASH, QUANT = "pip install 'fxtune[flash]'", "pip install 'fxtune[quant]'"
+HOPPER = "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
+APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
+FLASH4_VERSION, QUACK_VERSION = "4.0.0b36", "0.6.5"
+"""fxtune calls inner functions of these packages, so it can call one version alone."""
+
+THESE_HEADS = "only with the heads of this model"
+"""In the message of a smoke test that passes with other heads."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a layer's attention, for which FlashAttention-4 compiles its kernels."""
+
+    queries: int = 4
+    keys: int = 2
+    width: int = 128
+
+
+SOME_HEADS = Heads()
+
+
+class NotTriedError(Exception):
+    """The package, or this version of it, cannot be used on this machine, but is not broken. The message says why."""
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    """As pip knows it."""
+    module: str
+    """What is imported."""
+    smoke_test: str
+    """module:function. It runs the package on a torch.device and returns what it ran, or raises whatever is wrong."""
+    install: str = ""
+    """The command that installs it."""
+    purpose: str = ""
+    version: str = ""
+    """The only version that fxtune can call; empty: any."""
+    gpu: bool = True
+    """Whether its kernels exist for GPUs only."""
+    takes_heads: bool = False
+    """Whether the smoke test takes the Heads of a model, too."""
+    technique: str = ""
+    """For a package that takes seconds to import: the technique that may use it."""
+    before_import: str = ""
+    """module:function, called before its first import on a machine with a GPU."""
+    distributions: tuple[str, ...] = ()
+    """Names under which its version may be found, if not under `name`."""
+    with_torch: bool = False
+    """Whether torch brings it, so that torch's version says enough."""
+
+
+TESTS, BACKENDS = "fxtune.techniques.smoke_tests", "fxtune.techniques.attention.backends"
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package(
+            "triton",
+            "triton",
+            f"{TESTS}:triton",
+            "pip install triton",
+            "torch.compile and Liger on a GPU",
+            with_torch=True,
+        ),
+        Package("liger-kernel", "liger_kernel.ops.rms_norm", f"{TESTS}:liger", FLASH, "techniques.liger"),
+        Package(
+            "flash-attn-4",
+            "flash_attn.cute",
+            f"{BACKENDS}.flash4:smoke_test",
+            FLASH,
+            "attention on Hopper and Blackwell",
+            FLASH4_VERSION,
+            takes_heads=True,
+            technique="attention",
+            before_import="fxtune.kernels.flash4:package",  # sets its cache folder, which it reads when it is imported
+        ),
+        Package(
+            "quack-kernels",
+            "quack.gemm",
+            f"{TESTS}:quack",
+            f"pip install 'quack-kernels[cu13]=={QUACK_VERSION}'",
+            "techniques.lora.matmul on Hopper",
+            technique="lora",
+        ),
+        Package(
+            "flash-attn-3",
+            "flash_attn_interface",
+            f"{BACKENDS}.flash3:smoke_test",
+            f"pip install {HOPPER} --no-build-isolation",
+            "built from source; flash-attn-4 replaces it",
+            distributions=("flash-attn-3", "flash_attn_3"),
+        ),
+        Package(
+            "flash-attn",
+            "flash_attn.flash_attn_interface",
+            f"{BACKENDS}.flash2:smoke_test",
+            "pip install flash-attn --no-build-isolation",
+            "built from source, an hour; torch has it built in",
+        ),
+        Package(
+            "kernels",
+            "kernels",
+            f"{BACKENDS}.hub:smoke_test",
+            "pip install kernels",
+            "attention kernels of the Hugging Face hub",
+            gpu=False,
+        ),
+        Package(
+            "bitsandbytes",
+            "bitsandbytes",
+            f"{TESTS}:bitsandbytes",
+            QUANT,
+            "a base in 4 or 8 bits, 8-bit AdamW",
+            gpu=False,
+        ),
+        Package(
+            "torchao", "torchao.quantization", f"{TESTS}:torchao", QUANT, "the alternative to bitsandbytes", gpu=False
+        ),
+        Package("apex", "apex.normalization", f"{TESTS}:apex", APEX, "NVIDIA's fused optimizers, built from source"),
+    )
+}
+"""By name, in the order in which `fxtune doctor` lists them."""
+CHECKS = {
+    "torch": Package("torch", "torch", f"{TESTS}:torch_matmul", gpu=False),
+    "torch.compile": Package("torch.compile", "torch", f"{TESTS}:torch_compile", gpu=False),
+    **PACKAGES,
+}
+"""All smoke tests by name."""

@@ -1,0 +1,1 @@
+"""Attention backends, one file each. A backend is in use once registry.py lists it."""

@@ -1,0 +1,215 @@
+"""One attention backend: what it supports, what the profiler sees of it, and why it cannot run under given facts.
+
+Where a backend cannot run, transformers would in most cases silently use another kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from fxtune.facts.run import Facts
+from fxtune.system.packages import Package
+from fxtune.techniques.attention import packed
+from fxtune.techniques.attention.packed import Core
+
+SINKS = {"flint", "gpt_oss", "granite_swa", "granitemoe_swa"}
+"""Models with an extra learned score in each softmax."""
+
+Reason = tuple[str, str]
+"""The cause and the change that helps, both without a full stop."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The requirements and features of one backend. The defaults are those of a fused kernel on a GPU."""
+
+    name: str
+    """As a recipe names it."""
+    implementation: str
+    """Its name in transformers' registry of attention functions."""
+    what: str
+    """Its name in messages."""
+    ran: str = ""
+    """A pattern of the name that its operator or its kernel has in the profiler."""
+    operators: tuple[str, ...] = ()
+    """Its operators, as rules of activation checkpointing name them."""
+    core: Core | None = None
+    """Its attention over packed documents, if fxtune registers it with transformers (packed.py)."""
+    package: Package | None = None
+    """The package that it needs."""
+    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))
+    """The first compute capability that it supports, and the first that it does not."""
+    gpu: bool = True
+    half: bool = True
+    """Whether it computes in float16 and bfloat16 only."""
+    head_dim: int = 256
+    """The largest width of a head; 0: any."""
+    window: bool = True
+    softcap: bool = False
+    dropout: bool = False
+    sinks: bool = False
+    pieces: bool = True
+    """Whether ranks may share its rows (parallel.context)."""
+    deterministic: bool = True
+    """Whether its backward pass can give the same bits each time."""
+    recordable: bool = False
+    """Whether a CUDA graph can record it: the host never reads where documents begin."""
+    fused: bool = True
+    """Whether it stores no scores, and repeats no keys and values for each query head."""
+    aten: str = ""
+    """The operator of aten that it calls by its private name."""
+    flag: str = "_supports_flash_attn"
+    """The attribute of a model class of transformers that says it can call this backend."""
+    part_of: str = ""
+    """The implementation that may call the same operator."""
+    elsewhere: bool = False
+    """Whether parts of a model beside attention run the same operator."""
+
+    def refusals(self, facts: Facts) -> Iterator[Reason]:
+        """Each reason why this cannot run under `facts`."""
+        model, kind = facts.text, kind_of(facts)
+        first, end = self.capability
+        if self.gpu and facts.device != "cuda":
+            yield "needs a GPU, and this run is on a CPU", "Use sdpa or eager"
+        elif self.gpu and facts.capability and not first <= facts.capability < end:
+            yield (
+                f"does not support {facts.device_name} (compute capability {_dotted(facts.capability)}; it supports "
+                f"{_dotted(first)} to below {_dotted(end)})",
+                "Use sdpa, or auto",
+            )
+        if self.aten and not hasattr(torch.ops.aten, self.aten):
+            yield f"needs torch.ops.aten.{self.aten}, which torch {torch.__version__} lacks", "Use auto"
+        if self.package is not None:
+            yield from _without_package(self.package, facts)
+        if self.half and facts.compute_dtype not in ("float16", "bfloat16"):
+            yield (
+                f"computes in float16 and bfloat16, not in {facts.compute_dtype}",
+                "Set model.dtype=bfloat16, or techniques.precision.autocast=bfloat16",
+            )
+        yield from self.refused_heads(facts)
+        chunk = model.get("attention_chunk_size", 0) if "chunked_attention" in (model.get("layer_types") or ()) else 0
+        if chunk and self.flag == "_supports_flash_attn" and facts.sequence_length > chunk:
+            yield (
+                f"has no chunked attention, and {kind} has chunks of {chunk} tokens",
+                "Use flex or eager, or shorten data.sequence_length",
+            )
+        for has, name, value in (
+            (self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
+            (self.dropout, "dropout in attention", _dropout(model)),
+            (self.window, "sliding window", _window(facts)),
+            (self.sinks, "attention sinks", kind in SINKS),
+        ):
+            if value and not has:
+                shown = "" if value is True else f" ({value})"
+                yield f"does not support {kind}'s {name}{shown}", "Use eager, or auto"
+        if facts.deterministic and not self.deterministic:
+            yield "does not guarantee the same bits each time", "Set run.deterministic=false, or use auto"
+        if facts.degrees.context > 1 and not self.pieces:
+            yield "makes its mask of one piece of a row (parallel.context)", "Use flash4, sdpa or eager"
+        yield from self.more_refusals(facts)
+        if not offers(kind, self.flag):
+            yield f"is not available for {kind} in transformers", "Use auto"
+
+    def refused_heads(self, facts: Facts) -> Iterator[Reason]:
+        wrong = [width for width in head_dims(facts.text) if width > self.head_dim or width % 8]
+        if self.head_dim and wrong:
+            heads = f"takes heads of up to {self.head_dim} in steps of 8, and {kind_of(facts)}'s have {wrong[0]}"
+            yield heads, "Use eager, or auto"
+
+    def more_refusals(self, facts: Facts) -> Iterator[Reason]:
+        """Reasons beside those that the fields give."""
+        yield from ()
+
+    def why_passed_over(self, facts: Facts) -> str | None:
+        """Why `auto` does not choose this under `facts`."""
+        return next((cause for cause, _ in self.refusals(facts)), None)
+
+    def running(self, facts: Facts) -> Backend:
+        """The backend that runs where a recipe asks for this one."""
+        return self
+
+    def records(self, facts: Facts) -> bool:
+        """Whether a CUDA graph can record it under `facts`."""
+        return self.recordable
+
+    def prepare(self) -> None:
+        """Make the implementation known to transformers, before the model exists."""
+        if self.core is not None:
+            packed.register(self.implementation, self.core, self.sinks)
+
+    @contextmanager
+    def counting(self) -> Iterator[list[int]]:
+        """Counts calls that the profiler does not see; for a backend with such calls alone."""
+        yield [0]
+
+    @property
+    def given_bounds(self) -> bool:
+        """Whether transformers passes the bounds of documents to it."""
+        return self.core is not None or self.flag == "_supports_flash_attn"
+
+    def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
+        """The mask of whole rows that it takes beside `cu_seqlens`; None where it reads these."""
+        return None
+
+
+def _without_package(package: Package, facts: Facts) -> Iterator[Reason]:
+    found = facts.packages.get(package.name)
+    if package.name in facts.broken:
+        yield f"needs {package.name}, which {facts.lacks(package.name)}", "Use auto, or another backend"
+    elif found is None:
+        yield f"needs the package {package.name}", f"Install it: {package.install}"
+    elif package.version and found != package.version:
+        yield (
+            f"needs {package.name} {package.version}, and {found} is installed",
+            f"Install it: {package.install}",
+        )
+
+
+def offers(kind: str, flag: str) -> bool:
+    """Whether transformers' class for this model type has the flag. Classes that come with their model have only
+    sdpa's."""
+    from transformers import CONFIG_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
+
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in classes:
+        return flag in ("", "_supports_sdpa")
+    return not flag or bool(getattr(classes[CONFIG_MAPPING[kind]], flag, False))
+
+
+def kind_of(facts: Facts) -> str:
+    return str(facts.text.get("model_type", "this model"))
+
+
+def head_dims(text: dict[str, Any]) -> set[int]:
+    """All head dimensions: of queries and keys, of values, and of each layer type."""
+    if text.get("kv_lora_rank"):  # multi-head latent attention
+        return {text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0), text.get("v_head_dim", 0)} - {0}
+    heads = text.get("num_attention_heads")
+    width = text.get("head_dim") or (text["hidden_size"] // heads if heads and text.get("hidden_size") else 0)
+    return {width, text.get("global_head_dim") or width} - {0}
+
+
+def _dropout(text: dict[str, Any]) -> float:
+    return next((text[name] for name in ("attention_dropout", "attn_pdrop") if text.get(name)), 0.0)
+
+
+def _window(facts: Facts) -> int:
+    """The sliding window; 0 if no row is longer or no layer has one."""
+    window, layers = facts.text.get("sliding_window") or 0, facts.text.get("layer_types")
+    used = window and (layers is None or "sliding_attention" in layers)
+    return window if used and facts.sequence_length > window else 0
+
+
+def mask_bytes(facts: Facts) -> int:
+    """Bytes of transformers' mask of packed rows."""
+    return facts.micro_batch_size * facts.sequence_length**2
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

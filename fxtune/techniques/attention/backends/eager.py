@@ -1,0 +1,47 @@
+"""Plain operations. They store the scores, which take rows x heads x length^2 memory, and support everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fxtune.facts.run import Facts
+from fxtune.system.units import GIB
+from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
+from fxtune.techniques.attention.packed import document_mask
+
+
+class _Eager(Backend):
+    def more_refusals(self, facts: Facts) -> Iterator[Reason]:
+        # Scores in bfloat16 without the mask and with it, and a float32 softmax: 8 bytes each.
+        scores = 8 * facts.text.get("num_attention_heads", 0) * mask_bytes(facts)
+        if facts.device == "cuda" and facts.memory and scores > facts.memory:
+            yield (
+                f"stores the scores of each layer and their softmax, {scores / GIB:,.0f} GiB in rows of "
+                f"{facts.sequence_length} tokens",
+                "Use auto, or shorten data.sequence_length",
+            )
+
+    def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+        """The mask as numbers that are added to the scores."""
+        seen, lowest = document_mask(query, cu_seqlens, window), torch.finfo(query.dtype).min
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+
+
+EAGER = _Eager(
+    "eager",
+    "eager",
+    "plain operations",
+    r"^aten::softmax$",
+    gpu=False,
+    half=False,
+    head_dim=0,
+    softcap=True,
+    dropout=True,
+    sinks=True,
+    fused=False,
+    flag="",
+    elsewhere=True,  # a router's softmax
+)

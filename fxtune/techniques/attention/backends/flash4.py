@@ -1,0 +1,88 @@
+"""FlashAttention-4: the fastest on Hopper and Blackwell, and the only fused kernel that takes sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from fxtune.facts.run import Facts
+from fxtune.kernels import flash4 as kernel
+from fxtune.system.packages import PACKAGES, SOME_HEADS, THESE_HEADS, Heads
+from fxtune.techniques.attention.backends.backend import SINKS, Backend, Reason, head_dims, kind_of
+from fxtune.techniques.attention.packed import one_document_a_row
+from fxtune.techniques.smoke_tests import require_attention
+
+
+class _Flash4(Backend):
+    def refused_heads(self, facts: Facts) -> Iterator[Reason]:
+        """Hopper supports 8 to 256. Blackwell supports 8 to 128, DeepSeek's 192 with 128, and 256
+        (flash_attn/cute/interface.py)."""
+        widths, generation = head_dims(facts.text), (facts.capability or (9, 0))[0]
+        most = 256 if generation == 9 else 128
+        special = 9 < generation < 12 and widths in ({256}, {128, 192})
+        if not special and any(width > most or width % 8 for width in widths):
+            heads = f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}"
+            yield heads, "Use sdpa, or auto"
+
+    def more_refusals(self, facts: Facts) -> Iterator[Reason]:
+        if facts.deterministic and (facts.capability or (9, 0))[0] >= 12:
+            yield "has no deterministic backward pass on this GPU", "Set run.deterministic=false, or use sdpa"
+        if kind_of(facts) in SINKS and (facts.capability or (9, 0))[0] >= 12:
+            yield f"does not support {kind_of(facts)}'s attention sinks on this GPU", "Use flex, or auto"
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Optional[Tensor] = None,
+) -> Tensor:
+    rows, length = q.shape[:2]
+    if sinks is not None and q.dtype != torch.float32:  # the package takes sinks in bfloat16 only, also over float16
+        sinks = sinks.to(torch.bfloat16)
+    flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
+    if one_document_a_row(rows, cu_seqlens):
+        return flash4(q, k, v, None, length, scale, window, softcap, sinks)[0]
+    # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    return flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks)[0].unflatten(0, (rows, length))
+
+
+def smoke_test(device: torch.device, heads: Heads) -> str:
+    """Causal attention to documents of a packed row, as the run calls it."""
+    bounds = torch.tensor([0, 256], dtype=torch.int32, device=device)
+
+    def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        assert causal
+        out: Tensor = kernel.flash4(q[0], k[0], v[0], bounds, 256, q.shape[-1] ** -0.5, 0, 0.0)[0]
+        return out[None]
+
+    try:
+        return require_attention(device, flash_attn, heads)
+    except Exception as error:
+        if heads == SOME_HEADS:
+            raise
+        require_attention(device, flash_attn)  # raises if the package fails with all heads
+        raise RuntimeError(f"{error} ({THESE_HEADS})") from error
+
+
+FLASH4 = _Flash4(
+    "flash4",
+    "fxtune_fa4",
+    "FlashAttention-4",
+    r"^fxtune::flash4$",
+    operators=("fxtune.flash4",),
+    core=attend,
+    package=PACKAGES["flash-attn-4"],
+    capability=((9, 0), (13, 0)),
+    softcap=True,
+    sinks=True,
+    recordable=True,
+)

@@ -1,0 +1,86 @@
+"""torch's scaled_dot_product_attention. On a GPU in half precision torch's built-in FlashAttention-2 runs in its place
+and reads where documents begin; elsewhere transformers builds a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxtune.facts.run import Facts
+from fxtune.system.units import GIB
+from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
+from fxtune.techniques.attention.packed import document_mask, one_document_a_row
+from fxtune.upstream.torch import attention_operator
+
+LARGEST_MASK = GIB
+"""The most bytes for transformers' mask of packed rows."""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
+) -> Tensor:
+    rows, length = q.shape[:2]
+    left, right = (window - 1, 0) if window else (-1, -1)
+    width = v.shape[-1]
+    padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+    flat = [x.flatten(0, 1) for x in (q, k, padded)]
+    bounds = (cu_seqlens, cu_seqlens, length, length)
+    windows = {"window_size_left": left, "window_size_right": right}
+    out: Tensor = attention_operator("_flash_attention_forward")(
+        *flat, *bounds, 0.0, True, False, scale=scale, **windows
+    )[0]
+    return out[..., :width].unflatten(0, (rows, length))
+
+
+BY_DOCUMENTS = Backend(
+    "sdpa",
+    "fxtune_sdpa",
+    "FlashAttention-2, built into torch",
+    r"^aten::_flash_attention_forward$",
+    core=attend,
+    aten="_flash_attention_forward",
+    recordable=True,
+    part_of="sdpa",
+)
+
+
+class _Sdpa(Backend):
+    def refusals(self, facts: Facts) -> Iterator[Reason]:
+        on_gpu, problem = facts.device == "cuda", next(BY_DOCUMENTS.refusals(facts), None)
+        if on_gpu and not problem:
+            return
+        yield from super().refusals(facts)
+        if on_gpu and problem and facts.packing and mask_bytes(facts) > LARGEST_MASK:
+            yield (
+                f"would build a mask of {mask_bytes(facts) / GIB:.1f} GiB for packed rows of {facts.sequence_length} "
+                f"tokens, because its kernel for packed documents {problem[0]}",
+                "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex",
+            )
+
+    def running(self, facts: Facts) -> Backend:
+        return self if any(BY_DOCUMENTS.refusals(facts)) else BY_DOCUMENTS
+
+    def records(self, facts: Facts) -> bool:
+        return self.running(facts).recordable
+
+    def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
+        plain = one_document_a_row(len(query), cu_seqlens) and not window
+        return None if plain else document_mask(query, cu_seqlens, window)
+
+
+SDPA = _Sdpa(
+    "sdpa",
+    "sdpa",
+    "scaled_dot_product_attention of torch",
+    r"^aten::scaled_dot_product_attention$",
+    operators=("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention"),
+    gpu=False,
+    half=False,
+    head_dim=0,
+    dropout=True,
+    flag="_supports_sdpa",
+)

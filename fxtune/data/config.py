@@ -166,7 +166,7 @@ class DataConfig:
     them out of training. `keep`: train on them."""
     dedup: Dedup = Dedup.off
     """Use each document of `sources` once. `exact`: leave out copies, by their tokens. `near`: also documents that are
-    similar to an earlier one, or to one of eval_sources. Those left out are neither trained on nor held out."""
+    similar to an earlier one, or to one of eval_sources. They are neither trained on nor held out."""
     dedup_similarity: float = field(default=0.8, metadata={"above": 0, "max": 1})
     """With `near`: documents are similar if their sets of 5-grams of tokens have this Jaccard similarity or more."""
     on_bad_row: OnBadRow = OnBadRow.error
@@ -237,7 +237,7 @@ class DataConfig:
             return tuple(stages) or (self.sequence_length,)
         if not self.buckets:
             return ()
-        shorter = sorted(one for one in {*self.buckets, *stages} if one < self.sequence_length)
+        shorter = sorted(length for length in {*self.buckets, *stages} if length < self.sequence_length)
         if stages:
             return (*shorter, self.sequence_length)
         return (*shorter, *(self.buckets[len(shorter) : len(shorter) + 1] or [self.sequence_length]))

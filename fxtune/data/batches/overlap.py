@@ -48,7 +48,7 @@ def require_no_overlap(
     """
     if data.on_overlap is OnOverlap.keep:
         return np.zeros(0, np.uint64)
-    tables, held_out = ([table.by_row for table in side] for side in (tables, held_out))
+    tables, held_out = ([table.by_row for table in tables_of_side] for tables_of_side in (tables, held_out))
     sides = [
         _HeldOut("data.eval_sources", source, table.digests, table)
         for source, table in zip(data.eval_sources, held_out, strict=False)
@@ -62,9 +62,9 @@ def require_no_overlap(
             sides.append(_HeldOut("data.sources", source, table.digests, table, held))
     trained = [is_on_side(Side.train, table.digests, share) for table, share in zip(tables, shares, strict=True)]
     found = [
-        np.intersect1d(table.digests[mask], one.digests if one.held is None else one.digests[one.held])
+        np.intersect1d(table.digests[mask], side.digests if side.held is None else side.digests[side.held])
         for table, mask in zip(tables, trained, strict=True)
-        for one in sides
+        for side in sides
     ]
     common = np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
     if len(common) and data.on_overlap is OnOverlap.error:
@@ -100,20 +100,23 @@ def _overlap_error(
     both = [np.isin(table.digests, common) & mask for table, mask in zip(tables, masks, strict=True)]
     trained = sum(int(mask.sum()) for mask in both)
     lines = []
-    for one in held_out:
-        shared = np.isin(one.digests, common) & (True if one.held is None else one.held)
+    for side in held_out:
+        shared = np.isin(side.digests, common) & (True if side.held is None else side.held)
         if not shared.any():
             continue
         pairs = []
         for index in np.flatnonzero(shared)[:SHOWN]:
-            same = [mask & (table.digests == one.digests[index]) for table, mask in zip(tables, both, strict=True)]
+            same = [mask & (table.digests == side.digests[index]) for table, mask in zip(tables, both, strict=True)]
             number = next(number for number, mask in enumerate(same) if mask.any())
             table, other = tables[number], int(np.argmax(same[number]))
-            places = _place(one.source, one.table, int(index), data), _place(data.sources[number], table, other, data)
+            places = (
+                _place(side.source, side.table, int(index), data),
+                _place(data.sources[number], table, other, data),
+            )
             pairs.append(" is ".join(places))
         more = f", and {shared.sum() - SHOWN:,} more" if shared.sum() > SHOWN else ""
         lines.append(
-            f"  {shared.sum():,} of {len(shared):,} rows of {one.key} ({one.source.path}): {', '.join(pairs)}{more}"
+            f"  {shared.sum():,} of {len(shared):,} rows of {side.key} ({side.source.path}): {', '.join(pairs)}{more}"
         )
     rows = "1 row" if trained == 1 else f"{trained:,} rows"
     return DataError(

@@ -125,7 +125,7 @@ class Plan:
         run, the size of micro-batches and the padding."""
         sizes = self.sizes
         # Without lengths where rows have one, so that the fingerprints of earlier versions stay valid.
-        starts = tuple(tuple(one) if self.step_rows.has_lengths else one[:3] for one in self.step_rows.starts)
+        starts = tuple(tuple(start) if self.step_rows.has_lengths else start[:3] for start in self.step_rows.starts)
         stages = f" {starts}" if len(sizes.stages) > 1 else ""
         return hashlib.sha256(f"{self.stream.fingerprint} {sizes.global_batch_size}{stages}".encode()).hexdigest()[:32]
 
@@ -304,7 +304,7 @@ class Plan:
                     **asdict(counts),
                 )
             )
-        totals = {name: sum(one[name] for one in sources) for name in SegmentCounts.__dataclass_fields__}
+        totals = {name: sum(source[name] for source in sources) for name in SegmentCounts.__dataclass_fields__}
         return dict(
             rows=len(epoch) * self.stream.rows_of_group,
             segments=len(length),
@@ -392,7 +392,7 @@ class Plan:
 
     def _weight_notes(self) -> list[str]:
         """How often an epoch has each source's rows, where weights change that."""
-        repeats = [(one["name"], one["repeats"]) for one in self.summary()["sources"]]
+        repeats = [(source["name"], source["repeats"]) for source in self.summary()["sources"]]
         if self.stream.settings.weights is None or all(0.9 < times < 1.1 for _, times in repeats):
             return []
         parts = [f"{name} {times:.3g} times" if times >= 1 else f"{times:.0%} of {name}" for name, times in repeats]

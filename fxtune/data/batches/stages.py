@@ -134,7 +134,7 @@ class StepRows:
     def __str__(self) -> str:
         later = range(1, len(self.starts))
         each = [f"{self.text(stage)} from step {self.starts[stage].step + 1} on" for stage in later]
-        return ", ".join([self.text(0), *(one if self.has_lengths else one.replace(" rows", "") for one in each)])
+        return ", ".join([self.text(0), *(text if self.has_lengths else text.replace(" rows", "") for text in each)])
 
 
 def ramp_conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> list[str]:
@@ -180,7 +180,9 @@ def length_conflicts(schedule: Sequence[Sequence[Any]], sequence_length: int) ->
 
 def _are_pairs(stages: Sequence[Sequence[Any]]) -> bool:
     """Whether each is a number and a whole number."""
-    return not any([type(one) in (int, float) for one in stage] != [True, True] or stage[1] % 1 for stage in stages)
+    return not any(
+        [type(number) in (int, float) for number in stage] != [True, True] or stage[1] % 1 for stage in stages
+    )
 
 
 def _wrong_shares(name: str, shares: list[float]) -> list[str]:

@@ -93,8 +93,8 @@ class BorderFinder:
             if self._decode(prompt + answer[skipped:]) == written:
                 ids[at:until] = prompt + answer[skipped:]
                 moved = start - len(guard)
-                offsets[at:until] = [(one + begin, stop + begin) for one, stop in prompt_offsets] + [
-                    (one + moved, stop + moved) for one, stop in answer_offsets[skipped:]
+                offsets[at:until] = [(start + begin, stop + begin) for start, stop in prompt_offsets] + [
+                    (start + moved, stop + moved) for start, stop in answer_offsets[skipped:]
                 ]
                 found.is_apart = True
                 return at + len(prompt)

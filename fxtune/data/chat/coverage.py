@@ -156,9 +156,9 @@ class Coverage:
             id(template),
             bool(tools),
             *(
-                (one["role"], bool(content), bool(reasoning), "thinking" in one, len(one.get("tool_calls", ())))
-                for one in messages
-                for reasoning, content in [_parts(one)]
+                (turn["role"], bool(content), bool(reasoning), "thinking" in turn, len(turn.get("tool_calls", ())))
+                for turn in messages
+                for reasoning, content in [_parts(turn)]
             ),
         )
         if shape not in self._shapes:

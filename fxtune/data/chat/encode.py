@@ -16,36 +16,33 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import REASONING_REMARK, Coverage, reasoning_of
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
-from fxtune.data.chat.template import RESERVED, ChatTemplate, Span, undeclared_variables, unused_characters
+from fxtune.data.chat.template import ChatTemplate, Span
+from fxtune.data.chat.template_source import (
+    make_template,
+    read_template,
+    require_system,
+    require_variables,
+    written_times,
+)
 from fxtune.data.config import OnRewritten, time_of_templates
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, RowFormat, RowGroup, TokenIds
 from fxtune.data.formats.values import SURROGATE, RowError, short, type_name
-from fxtune.data.read.files import require_file
-from fxtune.errors import DataError, did_you_mean, shortened
+from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
-MAX_TEMPLATE_BYTES = 1 << 20
-"""Size limit of a chat template file. Long published templates have 30,000 bytes."""
-CLOCK = "strftime_now"
-"""The function by which a template asks for the time."""
-_TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
-_NO_TIME_CALL = re.compile(CLOCK + r"\s+is\s+(?:not\s+)?defined|\{#.*?#\}", re.DOTALL)
 NO_TOKEN = "the tokenizer makes no token of this text"
 MAX_TEMPLATES = 100
 """Different variables of the chat template, set by rows."""
@@ -174,7 +171,7 @@ class Encoder:
         self._borders = BorderFinder(encode, decode, tokenizer.added_tokens_decoder)
         if format.needs_template:
             self._template(with_tools=False)
-            _require_variables(self.variables, self._tokenizer.chat_template, self.template_source)
+            require_variables(self.variables, self._tokenizer.chat_template, self.template_source)
 
     @cached_property
     def _vocabulary(self) -> int:
@@ -310,13 +307,9 @@ class Encoder:
 
     def written_times(self) -> list[str]:
         """What the chat template writes with strftime_now: on a day, most templates write the same."""
-        sources = [self.template_source] if self.template_source else _sources(self._tokenizer.chat_template)
         if not (self.format.is_chat or self.format.is_group):
             return []
-        texts: set[str] = set()
-        for source in sources:
-            texts |= {self._time.strftime(call[2]) for call in _TIME_CALL.finditer(source)}
-        return sorted(texts)
+        return written_times(self._tokenizer.chat_template, self.template_source, self._time)
 
     def _template(
         self, with_tools: bool, variables: Mapping[str, Any] | None = None
@@ -331,12 +324,12 @@ class Encoder:
                     f"{MAX_TEMPLATES} are used: write what differs from row to row into the messages"
                 )
             try:
-                _require_variables(variables or {}, self._tokenizer.chat_template, self.template_source)
+                require_variables(variables or {}, self._tokenizer.chat_template, self.template_source)
             except DataError as error:
                 raise RowError(str(error).removeprefix("data.")) from None
-            template = _chat_template(self._tokenizer, self.template_source, with_tools, used, self._time)
+            template = make_template(self._tokenizer, self.template_source, with_tools, used, self._time)
             if self.system is not None:
-                _require_system(template)
+                require_system(template)
             self._templates[key] = template, SpecialTokenEscaper(self._tokenizer, template.frame.prompt)
         return self._templates[key]
 
@@ -418,95 +411,6 @@ class Encoder:
                 document = replace(document, ids=ids, supervised=supervised)
             documents.append(document)
         return documents
-
-
-def read_template(path: str) -> str:
-    """The Jinja text of `data.chat_template`. Raises DataError if it cannot be read."""
-    try:
-        file = Path(os.path.expanduser(path))
-        require_file(file)
-        if (size := file.stat().st_size) > MAX_TEMPLATE_BYTES:
-            raise DataError(
-                f"data.chat_template={path}: {size:,} bytes are too long for a chat template (limit "
-                f"{MAX_TEMPLATE_BYTES:,})"
-            )
-        source = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"data.chat_template={path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template={path} cannot be read as a text file: {error}") from None
-    if not source.strip():
-        raise DataError(f"data.chat_template={path}: the file is empty")
-    return source
-
-
-def _require_variables(variables: Mapping[str, Any], own: Any, replacement: str | None) -> None:
-    """Raise DataError for a variable that the chat template does not read. `own`: the tokenizer's templates;
-    `replacement`: the one in their place."""
-    if not variables:
-        return
-    sources = [replacement] if replacement else list(own.values()) if isinstance(own, dict) else [own]
-    known = {name for source in sources for name in undeclared_variables(source)} - RESERVED
-    for name in variables:
-        if name in RESERVED:
-            raise DataError(f"data.{VARIABLES}.{name}: fxtune sets this variable of the chat template itself")
-        if name not in known:
-            raise DataError(
-                f"data.{VARIABLES}.{shortened(name)}: the chat template reads no such variable"
-                f"{did_you_mean(name, known)}"
-            )
-
-
-def _chat_template(
-    tokenizer: Any, source: str | None, with_tools: bool, variables: Mapping[str, Any], time: datetime
-) -> ChatTemplate:
-    if source is None:
-        if not tokenizer.chat_template:
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template and the rows are "
-                "chats; set data.chat_template=FILE to a Jinja template"
-            )
-        try:
-            # Some models have several named templates; tools select "tool_use", as in apply_chat_template.
-            source = tokenizer.get_chat_template(None, [{}] if with_tools else None)
-        except ValueError as error:
-            raise DataError(
-                f"the tokenizer's chat templates cannot be used: {error}; set data.chat_template=FILE"
-            ) from None
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends = sorted(special | {tokenizer.eos_token or ""})
-    return ChatTemplate(_with_time(source, time), {**tokenizer.special_tokens_map, **variables}, ends)
-
-
-def _sources(template: Any) -> list[str]:
-    """The Jinja texts of a tokenizer's chat template: none, one, or several by name."""
-    return list(template.values()) if isinstance(template, dict) else [template] if template else []
-
-
-def _with_time(source: str, time: datetime) -> str:
-    """A template that writes `time` where `source` calls strftime_now: the present is another one in each row, and
-    after a resume. transformers passes no function to a template, so the texts stand in place of the calls."""
-    if CLOCK in _NO_TIME_CALL.sub("", _TIME_CALL.sub("", source)):
-        raise DataError(
-            f"the chat template calls {CLOCK} with a format that is no string in the call, so the time of a run "
-            "cannot be written into it; write the format there in a template of your own (data.chat_template=FILE)"
-        )
-    return _TIME_CALL.sub(lambda call: json.dumps(time.strftime(call[2])), source)
-
-
-def _require_system(template: ChatTemplate) -> None:
-    """Raise DataError if the chat template does not write the system message of data.system."""
-    mark = "".join(unused_characters(template.source))
-    roles = {"system": mark, "user": "question", "assistant": "answer"}
-    try:
-        text, _ = template.render([{"role": role, "content": content} for role, content in roles.items()])
-        reason = "the chat template does not write system messages"
-    except RowError as refusal:
-        text, reason = "", str(refusal)
-    if mark not in text:
-        raise DataError(
-            f"data.system: {reason}. Leave data.system out, or set data.chat_template to a template that writes it."
-        )
 
 
 def _document(text: _Text, ids: list[int], offsets: Sequence[Span], finder: BorderFinder) -> Document:

@@ -338,7 +338,9 @@ class ChatTemplate:
             return None
         for as_written in (str, str.strip):
             written = [as_written(values[number]) for number in numbers]
-            if text == pieces[0] + "".join(one + piece for one, piece in zip(written, pieces[1:], strict=True)):
+            if text == pieces[0] + "".join(
+                content + piece for content, piece in zip(written, pieces[1:], strict=True)
+            ):
                 break
         else:
             return None
@@ -385,8 +387,8 @@ class ChatTemplate:
         chat = [user, _calling(name, arguments)]
         try:
             texts = [
-                self.render(_with_call_style(one, self._call_style))[0].rpartition(name)[2]
-                for one in (chat, [*chat, user])
+                self.render(_with_call_style(messages, self._call_style))[0].rpartition(name)[2]
+                for messages in (chat, [*chat, user])
             ]
         except RowError:
             return "", ""
@@ -441,7 +443,7 @@ class ChatTemplate:
             stopped = self.render(conversation[: index + 1], tools)[0].partition(last)[2].replace(last, name)
             turn = os.path.commonprefix([after, stopped])  # noqa: RUF071 - of characters
             if turn != stopped:  # a turn ends differently at the end of the conversation
-                found = next((one for one in self._ending.finditer(after) if one.end() > len(turn)), None)
+                found = next((ending for ending in self._ending.finditer(after) if ending.end() > len(turn)), None)
                 turn = after[: found.end()] if found is not None and found.start() <= len(turn) else ""
         if start is None or not turn or not text.endswith(after):
             raise RowError(
@@ -714,7 +716,7 @@ def _with_call_style(messages: Messages, style: CallStyle) -> list[dict[str, Any
             message["tool_call_id"] = (
                 _short_id(given) if given else waiting[0] if waiting else _short_id(str(position))
             )
-            waiting = [one for one in waiting if one != message["tool_call_id"]]
+            waiting = [call for call in waiting if call != message["tool_call_id"]]
         adapted.append(message)
     return adapted
 

@@ -222,7 +222,7 @@ def _open_saved(config: SourceConfig, path: Path) -> Any:
     if splits.is_whole(config.split):
         return saved[config.split]
     ranges = splits.row_ranges(config, lambda name: len(saved[name]))
-    return hub_datasets.concatenate([saved[one.split].select(range(one.first, one.last)) for one in ranges])
+    return hub_datasets.concatenate([saved[part.split].select(range(part.first, part.last)) for part in ranges])
 
 
 def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
@@ -247,7 +247,7 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
             split: [by_path[names[name]] for name in subset.splits[split] if names[name] in by_path] for split in asked
         }
         ranges = splits.row_ranges(config, lambda split: source.count(own_files[split]))
-        source.parts = [(own_files[one.split], one.first, one.last) for one in ranges]
+        source.parts = [(own_files[part.split], part.first, part.last) for part in ranges]
     if is_folder:
         packed = [name for name in names if name.lower().endswith(files.PACKED) and name not in data]
         source.remark = folders.describe(subset, asked, chosen, data, packed)

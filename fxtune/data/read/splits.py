@@ -50,8 +50,8 @@ def row_ranges(config: SourceConfig, count: Callable[[str], int]) -> list[RowRan
         found = ReadInstruction.from_spec(config.split).to_absolute(counts)
     except (ValueError, AssertionError) as error:
         raise _wrong(config, f" ({first_line(error)})") from error
-    ranges = [RowRange(one.splitname, one.from_, one.to) for one in found]
-    if not any(one.first < one.last for one in ranges):
+    ranges = [RowRange(part.splitname, part.from_, part.to) for part in found]
+    if not any(part.first < part.last for part in ranges):
         rows = ", ".join(f"{name} has {number:,} rows" for name, number in counts.items())
         raise DataError(f"{config.path}: split={config.split!r} names no row ({rows}). Correct the split.")
     return ranges

@@ -35,7 +35,9 @@ class ShortQuestion:
 
 def learned_ends(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:
     """The special tokens that end a run of supervised tokens in a document, ascending."""
-    special = np.array(sorted(number for number, one in tokenizer.added_tokens_decoder.items() if one.special), int)
+    special = np.array(
+        sorted(number for number, token in tokenizer.added_tokens_decoder.items() if token.special), int
+    )
     found: set[int] = set()
     for table in tables:
         last = np.asarray(table.offsets[1:]) - 1

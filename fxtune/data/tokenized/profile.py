@@ -37,8 +37,8 @@ class Profile:
     def distance(self, other: Profile) -> float:
         """Total variation distance of the shares of tokens: from 0, the same, to 1, no token in common."""
         size = max(len(self.tokens), len(other.tokens))
-        one, two = (np.pad(each.tokens, (0, size - len(each.tokens))) for each in (self, other))
-        return float(np.abs(one - two).sum() / 2)
+        own, others = (np.pad(side.tokens, (0, size - len(side.tokens))) for side in (self, other))
+        return float(np.abs(own - others).sum() / 2)
 
 
 def profile(tables: Sequence[TokenTable], digests: np.ndarray, tokenizer: Any) -> Profile:
@@ -61,7 +61,7 @@ def profile(tables: Sequence[TokenTable], digests: np.ndarray, tokenizer: Any) -
             letters.update(script(letter) for letter in text if letter.isalpha())
     counts = np.bincount(np.concatenate(ids)).astype(np.float64)
     shares = {name: count / letters.total() for name, count in letters.most_common()}
-    percentiles = tuple(int(one) for one in np.percentile(lengths, PERCENTILES, method="inverted_cdf"))
+    percentiles = tuple(int(length) for length in np.percentile(lengths, PERCENTILES, method="inverted_cdf"))
     return Profile(len(lengths), percentiles, supervised / sum(lengths), shares, counts / counts.sum())
 
 

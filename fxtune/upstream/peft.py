@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -98,3 +99,24 @@ def _conversion() -> Any:
             return importlib.import_module("peft.utils.transformers_weight_conversion")
     except ImportError:
         return None
+
+
+# A layer of peft with another forward.
+#
+# What: `__class__` of a layer that peft has made, set to a subclass of its class.
+# Why: peft finds its layers by isinstance, and chooses a layer's class before it is known which layers run together.
+#   Its mapping from classes of linears to classes of layers has no entry for tensors of experts.
+# Gone: Python's TypeError, if a class of peft gets __slots__. techniques.lora.fused=off and grouped_experts=off then
+#   run layers as in peft.
+
+
+def specialize(layer: nn.Module, behaviour: type) -> None:
+    """Let `layer` have the methods of `behaviour` before those of its own class, which super() calls."""
+    kind: Any = type(layer)
+    layer.__class__ = _specialized(kind, behaviour)
+
+
+@functools.cache
+def _specialized(kind: Any, behaviour: type) -> Any:
+    """One class for all layers of a class, so that they share a compiled graph."""
+    return type(f"{behaviour.__name__}{kind.__name__}", (behaviour, kind), {"__module__": kind.__module__})

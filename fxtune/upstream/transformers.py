@@ -90,6 +90,12 @@ def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]], 
     return copy
 
 
+def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The function that an attention of this class calls to rotate: its family's, or with_rotation()'s."""
+    rotation: Callable[..., Any] | None = getattr(_renamed(kind.forward), "__globals__", {}).get(ROPE)
+    return rotation
+
+
 def _renamed(forward: Any) -> Any:
     """`forward` below transformers' wrapper that takes keywords by their former names: layers pass the new ones.
 

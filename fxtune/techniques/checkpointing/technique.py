@@ -33,12 +33,13 @@ from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
-from fxtune.techniques.checkpointing.tiled_mlp import tile
+from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
 from fxtune.techniques.checkpointing.verify import Proof
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.lora import fuse
+from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
 HOST_SHARE = 0.8
@@ -295,14 +296,14 @@ class Checkpointing(CheckpointingOptions, Technique):
     def _wrap(self, layer: nn.Module, contexts: Any) -> None:
         """Apply these options to one layer."""
         recomputed = self.policy in (Policy.selective, Policy.full)
-        for mlp in filter(fuse.is_fused_mlp, layer.modules()):
+        for mlp in (module for module in layer.modules() if isinstance(module, FusedMlp)):
             wide, result = self._saved_of_fused_mlp()
             # If a norm reads the MLP's result (Gemma 2, Olmo 2), recomputing the layer runs the whole operator again.
             again = recomputed and not result and hasattr(layer, "post_feedforward_layernorm")
-            mlp.tiles, mlp.keep = self.mlp_tiles, wide or again  # type: ignore[assignment]
-            mlp.recomputed = recomputed and not result  # type: ignore[assignment]
-        if self.mlp_tiles > 1 and not fuse.is_fused_mlp(layer.mlp):
-            tile(layer.mlp, self.mlp_tiles, recomputed)  # type: ignore[arg-type]
+            mlp.tiles, mlp.keep = self.mlp_tiles, wide or again
+            mlp.recomputed = recomputed and not result
+        if self.mlp_tiles > 1 and not isinstance(layer.mlp, FusedMlp):
+            layer.mlp = TiledMlp(layer.mlp, self.mlp_tiles, recomputed)  # type: ignore[arg-type]
         if recomputed:
             layer.forward = partial(_checkpointed, layer.forward, contexts)
 
@@ -320,7 +321,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         for name, size in groups.items():  # fused linears are saved together, if one of them is
             linears[size] = linears.get(size, False) or named.get(name, rule.saves_by_name("fxtune.lora_linear"))
         linears |= {shapes[name]: saves for name, saves in named.items() if name not in groups}
-        if any(map(fuse.is_fused_mlp, layers[0].modules())):
+        if any(isinstance(module, FusedMlp) for module in layers[0].modules()):
             (saved if self._saved_of_fused_mlp()[1] else recomputed).append("fxtune.lora_mlp")
         return rule._replace(
             saved=tuple(saved),

@@ -14,10 +14,8 @@ recomputation, and the compiler frees each tile before the next one begins.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -25,29 +23,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.kernels.save_input import Forward, save_input_first
+from fxtune.models.replacement import InPlaceOf
 
 
-def tile(mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
-    """Make `mlp` run in `tiles` tiles. It maps [..., hidden] to [..., hidden] and treats each token alone.
+class TiledMlp(InPlaceOf):
+    """An MLP in `tiles` tiles. It maps [..., hidden] to [..., hidden] and treats each token alone."""
 
-    `checkpointed`: whether the layer around it recomputes the MLP.
-    """
-    own = mlp.__dict__.pop("forward", None)  # a kernel library may have given this module a forward of its own
-    forward = own.__func__ if isinstance(own, MethodType) else own or type(mlp).forward
-    bound = own is not None and not isinstance(own, MethodType)
-    mlp.__class__ = _tiled_class(type(mlp), forward, bound, tiles, checkpointed)  # type: ignore[arg-type]
+    def __init__(self, mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
+        """`checkpointed`: whether the layer around it recomputes the MLP."""
+        super().__init__(mlp)
+        self.tiles, self.checkpointed = tiles, checkpointed
 
-
-@functools.cache
-def _tiled_class(
-    kind: type[nn.Module], forward: Callable[..., torch.Tensor], bound: bool, tiles: int, checkpointed: bool
-) -> type[nn.Module]:
-    """One class for all MLPs of a class: if each MLP had its own function, torch.compile would compile each layer."""
-
-    def run(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        return _tiled(self, forward if bound else partial(forward, self), tiles, checkpointed, hidden)
-
-    return type(kind.__name__, (kind,), {"forward": run, "__module__": kind.__module__, "tiles": tiles})
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _tiled(self, self.replaced.forward, self.tiles, self.checkpointed, hidden)
 
 
 def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hidden: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, fused_modules
+from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
 _evidence = partial(Evidence, "checkpointing")
@@ -119,7 +120,7 @@ class Proof:
         # Tiles also repeat the MLP's adapters, which have the shapes of attention's.
         tiled = {one.shape for _, one in counted if self.plan.tiles > 1 and one.shape and one.shape[1] in ranks}
         wrong = [name for name, one in counted if one.saved and one.recomputed and one.shape not in tiled]
-        in_mlp = fuse.MLP if any(map(fuse.is_fused_mlp, layer.modules())) else ()
+        in_mlp = fuse.MLP if any(isinstance(module, FusedMlp) for module in layer.modules()) else ()
 
         def ran(name: str) -> bool:
             return any(
@@ -253,7 +254,7 @@ class Counts(upstream.TorchDispatchMode):
             leaves = [module for module in inner if not list(module.children())]
             hooks += [module.register_forward_pre_hook(partial(self.count_first, index)) for module in leaves]
             mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, nn.Module) and not fuse.is_fused_mlp(mlp):  # a fused MLP counts its tiles itself
+            if isinstance(mlp, nn.Module) and not isinstance(mlp, FusedMlp):  # a fused MLP counts its tiles itself
                 hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(self.count_tile, index)))
         try:
             with torch.enable_grad(), torch.compiler.set_stance("force_eager"), self:

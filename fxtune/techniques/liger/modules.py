@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from fxtune.kernels.rotary import apply_rotary
-from fxtune.upstream.transformers import with_rotation
+from fxtune.models.replacement import InPlaceOf
+from fxtune.upstream.transformers import rotation_of, with_rotation
 
 _OPERATIONS = {
     "LigerRMSNorm": "rms_norm",
@@ -60,8 +61,11 @@ def replace_modules(root: nn.Module, name: str, family: Family) -> None:
 
 def operation_of(module: nn.Module) -> str | None:
     """The operation that this module computes by a kernel, after replace_modules()."""
-    own: str | None = _OPERATIONS.get(type(module).__name__, getattr(module, "liger", None))
-    return own
+    while isinstance(module, InPlaceOf):
+        module = module.replaced
+    if rotation_of(type(module)) is apply_rotary:
+        return "rope"
+    return _OPERATIONS.get(type(module).__name__)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -100,4 +104,4 @@ def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None
 def _rotating(kind: Any) -> Any:
     """The subclass of an attention that calls fxtune's RoPE. All layers share it, so they share a compiled graph."""
     forward = with_rotation(kind.forward, apply_rotary, kind)
-    return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "liger": "rope", "__module__": kind.__module__})
+    return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -18,7 +18,9 @@ from torch import nn
 
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
+from fxtune.kernels.rotary import apply_rotary
 from fxtune.models.prepared import Fusion
+from fxtune.models.replacement import places, put
 from fxtune.models.structure import skeleton
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.lora.experts import grouped, wrappers
@@ -31,9 +33,10 @@ from fxtune.techniques.lora.families import (
     runs_on_given,
 )
 from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
-from fxtune.techniques.lora.fused_modules import fuse_attention, fuse_linear, fuse_mlp
+from fxtune.techniques.lora.fused_modules import FusedAttention, FusedMlp, fuse_linear
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized
+from fxtune.upstream.transformers import rotation_of
 
 
 def obstacle(facts: Facts) -> str | None:
@@ -83,13 +86,13 @@ def fuse(model: Any) -> Fusion:
 
     config, attentions = model.config.get_text_config(), {}
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    done = Fusion(experts=experts)
+    done, where = Fusion(experts=experts), places(model)
     in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
     for module in list(model.modules()):
         mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
         if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and all(one.get_base_layer().bias is None for one in mlp):
             if act := mlp_activation(module):
-                fuse_mlp(module, MLP, act)
+                put(where, module, FusedMlp(module, MLP, act))
                 done.operators["mlp"] += 1
                 in_group.update(mlp)
             else:
@@ -100,9 +103,9 @@ def fuse(model: Any) -> Fusion:
         names, title = [name for name in attentions[module] if call.projects(name)], type(module).__name__
         linears = [getattr(module, name) for name in names]
         if len(names) > 1 and _can_stack(linears) and runs_on_given(module, names, call, rotated=False):
-            rotary = config.model_type in ROPE_FOLLOWS and getattr(module, "liger", None) == "rope"
+            rotary = config.model_type in ROPE_FOLLOWS and rotation_of(type(module)) is apply_rotary
             rotated = rotary and names == [*ATTENTION] and runs_on_given(module, names, call, rotated=True)
-            fuse_attention(module, names, rotated)
+            put(where, module, FusedAttention(module, names, rotated))
             done.operators["attention"] += 1
             in_group.update(linears)
         else:
@@ -151,18 +154,12 @@ def _can_stack(linears: Sequence[Any]) -> bool:
     return len({(kind, size, base.weight.dtype, base.bias is None) for kind, size, base in bases}) == 1
 
 
-def is_fused_mlp(module: Any) -> bool:
-    """Whether `module` is an MLP that runs as one operator; see fuse_mlp() for its attributes."""
-    return getattr(module, "fused", None) == "mlp"
-
-
 def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
     """Name of each linear that runs with others in one operator fxtune::lora_linear, and the operator's (in, out)."""
     for module in model.modules():
-        if getattr(module, "fused", None) == "attention":
-            frozen: Any = module.frozen
-            for name in module.fused_names:  # type: ignore[union-attr]
-                yield str(name), (frozen.in_size, sum(frozen.out_sizes))
+        if isinstance(module, FusedAttention):
+            for name in module.fused_names:
+                yield name, (module.frozen.in_size, sum(module.frozen.out_sizes))
 
 
 def count_operators(run: Callable[[], Any]) -> Counter[str]:

@@ -1,7 +1,8 @@
-"""Module classes whose forward runs adapters fused: a single linear, an attention, an MLP.
+"""Modules that run adapters fused: a single linear, an attention, an MLP.
 
-A module keeps its parameters, names and peft's own functions; its class becomes a subclass with another forward. All
-layers share that class, so they share a compiled graph too. fuse.py decides which modules get one.
+An attention and an MLP are replaced by a module with the same parts (models/replacement.py). A single linear stays
+peft's, for its names, saving and merging, and gets a subclass of its class (upstream/peft.py). fuse.py decides which
+modules run so. All layers share a class, so they share a compiled graph too.
 
 An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. If
 techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, these
@@ -13,8 +14,7 @@ argument sets some), or if its adapter is off or merged, the module's own forwar
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,18 @@ from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
 from fxtune.kernels.save_input import save_input_first
+from fxtune.models.replacement import InPlaceOf
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
 from fxtune.upstream import torch as upstream
+from fxtune.upstream.peft import specialize
 from fxtune.upstream.transformers import with_rotation
 
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside a fused one that its operator replaces and never calls."""
-    fused = getattr(module, "fused", None)
-    linears = [module] if fused == "linear" else [getattr(module, name) for name in getattr(module, "fused_names", ())]
+    linears: list[nn.Module] = [module] if isinstance(module, FusedLinear) else []
+    if isinstance(module, FusedAttention | FusedMlp):
+        linears = module.fused_linears()
     for linear in linears:
         yield from (part for part in linear.modules() if part is not module)
 
@@ -64,33 +67,27 @@ def _needs_own_forward(linears: Sequence[Any], called: bool = False) -> bool:
     return any(map(upstream.has_hooks, parts))
 
 
-def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, padded: bool = False) -> torch.Tensor:
+def _product(frozen: FrozenWeights, linears: Sequence[Any], x: torch.Tensor, padded: bool = False) -> torch.Tensor:
     a, b, scaling = _adapters(linears)
     bias = [linear.base_layer.bias for linear in linears if linear.base_layer.bias is not None]
-    return lora_linear(x, a, b, module.frozen.tensors(), scaling, module.frozen.kind, bias, padded)
+    return lora_linear(x, a, b, frozen.tensors(), scaling, frozen.kind, bias, padded)
 
 
-def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:
-    attributes = {"forward": forward, "fused": fused, "__module__": kind.__module__, **options}
-    return type(f"Fused{kind.__name__}", (kind,), attributes)
+class FusedLinear:
+    """What an adapted linear of peft becomes that runs as one operator; beside it, peft's class is a parent."""
+
+    frozen: FrozenWeights
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or _needs_own_forward([self], called=True):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]  # peft's
+        return _product(self.frozen, [self], x)
 
 
 def fuse_linear(linear: Any) -> None:
     """Run an adapted linear of peft as one operator."""
     linear.frozen = FrozenWeights([linear])
-    linear.__class__ = _linear_class(linear.__class__)
-
-
-@functools.cache
-def _linear_class(kind: Any) -> Any:
-    own = kind.forward
-
-    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or _needs_own_forward([self], called=True):
-            return own(self, x, *args, **kwargs)
-        return _product(self, [self], x)
-
-    return _subclass(kind, "linear", forward)
+    specialize(linear, FusedLinear)
 
 
 class Given:
@@ -139,66 +136,65 @@ def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Seq
     return [part.flatten(2) for part in qkv(product, cos, sin, heads, kv_heads, padding)]
 
 
-def fuse_attention(attention: Any, names: Sequence[str], rotate: bool) -> None:
-    """Run the projections `names` of an attention, which its forward calls with its hidden states, as one operator.
+class FusedAttention(InPlaceOf):
+    """An attention whose projections `names`, which its code calls with its hidden states, run as one operator."""
 
-    `rotate`: `names` are q, k and v, and the operator rotates q and k.
-    """
-    linears = [getattr(attention, name) for name in names]
-    attention.fused_names = tuple(names)
-    bias = linears[0].get_base_layer().bias is not None
-    attention.fused_padding = padding_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)
-    attention.frozen = FrozenWeights(linears)
-    attention.__class__ = _attention_class(attention.__class__, rotate)
+    def __init__(self, attention: Any, names: Sequence[str], rotates: bool) -> None:
+        """`rotates`: `names` are q, k and v, and the operator rotates q and k."""
+        super().__init__(attention)
+        kind, self.fused_names, self.rotates = type(attention), tuple(names), rotates
+        # Functions, so that they take a StandIn as their `self`.
+        self.own_forward, self.unrotated_forward = kind.forward, without_rope(kind) if rotates else kind.forward
+        linears = self.fused_linears()
+        bias = linears[0].get_base_layer().bias is not None
+        self.fused_padding = padding_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)
+        self.frozen = FrozenWeights(linears)
 
+    def fused_linears(self) -> list[Any]:
+        return [getattr(self, name) for name in self.fused_names]
 
-@functools.cache
-def _attention_class(kind: Any, rotate: bool) -> Any:
-    own = kind.forward
-    unrotated = without_rope(kind) if rotate else own
-
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        linears = [getattr(self, name) for name in self.fused_names]
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        linears = self.fused_linears()
         if _needs_own_forward(linears):
-            return own(self, hidden_states, *args, **kwargs)
+            return self.own_forward(self.replaced, hidden_states, *args, **kwargs)
         sizes = [linear.out_features for linear in linears]
         angles = kwargs.get("position_embeddings")
-        rotating = rotate and angles is not None
-        product = _product(self, linears, hidden_states, padded=rotating and self.fused_padding > 0)
+        rotating = self.rotates and angles is not None
+        product = _product(self.frozen, linears, hidden_states, padded=rotating and self.fused_padding > 0)
         if rotating:
-            results = rotated_parts(product, self, angles, sizes, self.fused_padding)
+            results = rotated_parts(product, self.replaced, angles, sizes, self.fused_padding)
         else:
             # Rotation will copy q and k. v is saved as it is, so it is copied here: a view would keep all three alive.
             results = [
                 result.contiguous() if name == "v_proj" else result
                 for name, result in zip(self.fused_names, product.split(sizes, -1), strict=True)
             ]
-        stand_in = StandIn(self, given(self.fused_names, linears, hidden_states, results))
-        return (unrotated if rotating else own)(stand_in, hidden_states, *args, **kwargs)
-
-    return _subclass(kind, "attention", forward)
+        stand_in = StandIn(self.replaced, given(self.fused_names, linears, hidden_states, results))
+        return (self.unrotated_forward if rotating else self.own_forward)(stand_in, hidden_states, *args, **kwargs)
 
 
-def fuse_mlp(mlp: Any, names: Sequence[str], act: str) -> None:
-    """Run down(act(gate(x)) * up(x)) as one operator. `names`: of gate, up and down.
+class FusedMlp(InPlaceOf):
+    """down(act(gate(x)) * up(x)) as one operator. `names`: of gate, up and down."""
 
-    Attributes that checkpointing sets before the module is compiled: `keep` (gate and up, for the backward pass),
-    `recomputed` (a checkpoint around the module runs it again) and `tiles`.
-    """
-    linears = [getattr(mlp, name) for name in names]
-    mlp.fused_names, mlp.fused_act = tuple(names), act
-    mlp.frozen_up, mlp.frozen_down = FrozenWeights(linears[:2]), FrozenWeights(linears[2:])
-    mlp.__class__ = _mlp_class(mlp.__class__)
+    def __init__(self, mlp: Any, names: Sequence[str], act: str) -> None:
+        super().__init__(mlp)
+        self.fused_names, self.fused_act = tuple(names), act
+        linears = self.fused_linears()
+        self.frozen_up, self.frozen_down = FrozenWeights(linears[:2]), FrozenWeights(linears[2:])
+        # Checkpointing sets these before the module is compiled.
+        self.keep = True
+        """Whether gate and up are kept for the backward pass."""
+        self.recomputed = False
+        """Whether a checkpoint around the module runs it again."""
+        self.tiles = 1
 
+    def fused_linears(self) -> list[Any]:
+        return [getattr(self, name) for name in self.fused_names]
 
-@functools.cache
-def _mlp_class(kind: Any) -> Any:
-    own = kind.forward
-
-    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        linears = [getattr(self, name) for name in self.fused_names]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        linears = self.fused_linears()
         if args or kwargs or _needs_own_forward(linears):
-            return own(self, x, *args, **kwargs)
+            return self.replaced.forward(x, *args, **kwargs)
         a, b, scaling = _adapters(linears)
         up, down = self.frozen_up, self.frozen_down
         rest: list[Any] = [up.tensors(), down.tensors(), scaling, up.kind, down.kind, self.fused_act]
@@ -208,8 +204,6 @@ def _mlp_class(kind: Any) -> Any:
         if eager and self.tiles > 1:
             return _tiled(x, a, b, [*rest, False, self.tiles])
         return lora_mlp(x, a, b, *rest, self.keep or eager, self.tiles)  # type: ignore[call-arg]  # mypy counts no list
-
-    return _subclass(kind, "mlp", forward, keep=True, recomputed=False, tiles=1)
 
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:

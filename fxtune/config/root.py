@@ -11,7 +11,7 @@ from typing import Any, Optional
 from fxtune.checkpoint.manager import CheckpointConfig
 from fxtune.config.introspection import Keys, Slot, with_defaults
 from fxtune.config.validate import Validator
-from fxtune.data.batches import stages
+from fxtune.data import stages
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import ParallelConfig

@@ -11,9 +11,9 @@ from typing import Any, Optional
 
 from omegaconf import BooleanNode
 
-from fxtune.data.batches.stages import length_conflicts
 from fxtune.data.formats.registry import AUTO, FORMATS
 from fxtune.data.formats.row_format import LearnConfig
+from fxtune.data.stages import length_conflicts
 from fxtune.errors import ConfigError
 from fxtune.plugins import METRICS, ROW_FORMATS
 

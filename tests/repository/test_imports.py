@@ -1,5 +1,5 @@
-"""Imports point down: a package imports only the packages that this table allows, and no two modules import each
-other.
+"""Imports point down: a package imports only the packages that this table allows, a folder of a package only folders
+below it, and no two modules import each other. An import that only annotations need is an import.
 """
 
 from __future__ import annotations
@@ -38,6 +38,17 @@ ALLOWED = {
 Every package may import `fxtune` itself, which holds the version.
 """
 
+FOLDERS = {
+    "data": "formats read chat tokenized batches",
+    "models": "kinds",
+    "techniques": "attention lora liger estimate checkpointing compile",
+}
+"""Package -> its folders, lowest first: a folder imports only folders before it."""
+FOR_ANNOTATIONS = {
+    "": "the public names: torch and transformers are imported when a name is first used",
+    "cli.doctor": "the page must come also where torch, which the config imports, is broken",
+}
+"""Modules with imports of fxtune under `if TYPE_CHECKING:`, and why."""
 ALL = modules()
 
 
@@ -65,25 +76,52 @@ def test_package_imports_only_what_the_table_allows(name):
 
 
 def test_no_two_modules_import_each_other():
-    """Inside a package, imports under `if TYPE_CHECKING:` do not count.
+    require_no_circle({name: imports(path, set(ALL)) - {"", name} for name, path in ALL.items()})
 
-    A technique's `check` takes Facts, and Facts holds all techniques. Only annotations need that import.
-    """
-    imported = {}
+
+def part(name: str) -> str:
+    """The folder of a module inside its package; the module itself, if it lies beside the folders."""
+    return ".".join(name.split(".")[:2])
+
+
+def test_no_two_folders_import_each_other():
+    """Nor by way of a module beside them."""
+    imported: dict[str, set[str]] = {}
     for name, path in ALL.items():
-        direct = imports(path, set(ALL), typing=False)
-        others = imports(path, set(ALL)) - {"", name}
-        imported[name] = {other for other in others if package(other) != package(name) or other in direct}
+        imported.setdefault(part(name), set()).update(map(part, imports(path, set(ALL)) - {""}))
+    require_no_circle({name: others - {name} for name, others in imported.items()})
+
+
+def test_a_folder_imports_only_folders_before_it():
+    order = {name: [f"{name}.{folder}" for folder in folders.split()] for name, folders in FOLDERS.items()}
+    assert {part(name) for name in ALL if name.count(".") > 1} == {
+        folder for each in order.values() for folder in each
+    }
+    wrong = set()
+    for name, path in ALL.items():
+        folders = order.get(package(name), [])
+        if part(name) in folders:
+            above = folders[folders.index(part(name)) + 1 :]
+            wrong |= {f"{name} imports {other}" for other in imports(path, set(ALL)) if part(other) in above}
+    assert not wrong
+
+
+def test_only_these_modules_import_for_annotations_alone():
+    found = {name for name, path in ALL.items() if imports(path, set(ALL)) - imports(path, set(ALL), typing=False)}
+    assert found == set(FOR_ANNOTATIONS)
+
+
+def require_no_circle(imported: dict[str, set[str]]) -> None:
     done: set[str] = set()
 
     def visit(name: str, chain: tuple[str, ...]) -> None:
-        assert name not in chain, f"import cycle: {' -> '.join([*chain[chain.index(name) :], name])}"
+        assert name not in chain, f"import circle: {' -> '.join([*chain[chain.index(name) :], name])}"
         if name not in done:
-            for other in imported[name]:
+            for other in imported.get(name, ()):
                 visit(other, (*chain, name))
             done.add(name)
 
-    for name in ALL:
+    for name in imported:
         visit(name, ())
 
 

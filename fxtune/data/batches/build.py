@@ -15,8 +15,8 @@ from fxtune.data.batches.length_mix import LengthMix
 from fxtune.data.batches.overlap import require_no_overlap
 from fxtune.data.batches.plan import BatchSizes, Plan
 from fxtune.data.batches.segments import Side
-from fxtune.data.batches.stages import stages
 from fxtune.data.config import DataConfig, Dedup
+from fxtune.data.stages import stages
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import ConfigError
 from fxtune.system.console import say

@@ -29,8 +29,8 @@ import numpy as np
 from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.packing import assign_documents, packing_pattern
 from fxtune.data.batches.segments import Segments, cut, permutation
-from fxtune.data.batches.stages import StepRows
 from fxtune.data.config import OnLong
+from fxtune.data.stages import StepRows
 from fxtune.errors import DataError
 
 _ORDER, _ROWS = 5, 6

@@ -22,7 +22,7 @@ from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
 from fxtune.data.batches.overlap import copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
-from fxtune.data.batches.stages import Stage, StepRows
+from fxtune.data.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
 

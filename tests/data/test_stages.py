@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.data.batches.stages import Stage, StepRows, length_conflicts, ramp_conflicts, stages
+from fxtune.data.stages import Stage, StepRows, length_conflicts, ramp_conflicts, stages
 
 BATCH = 4
 ramps = st.lists(

@@ -258,8 +258,9 @@ def test_late_type_change_makes_one_bad_row(read, tmp_path, kind):
     ("kind", "how"),
     slow_but(
         itertools.product(
-            ("jsonl", "jsonl.gz", "json", "csv", "txt", "parquet"), ("shrinks", "is removed", "is replaced")
+            ("jsonl", "jsonl.gz", "json", "csv", "txt", "parquet"), ("grows", "shrinks", "is removed", "is replaced")
         ),
+        ("jsonl", "grows"),
         ("jsonl", "shrinks"),
         ("jsonl", "is removed"),
         ("jsonl", "is replaced"),
@@ -287,7 +288,10 @@ def test_file_that_changes_while_read_is_an_error(read, tmp_path, kind, how, mon
     encode = Encoder.encode
 
     def meddle(self, batch):
-        if how == "shrinks" and path.stat().st_size > 1000:
+        if how == "grows":
+            with path.open("ab") as file:
+                file.write(b"\n")
+        elif how == "shrinks" and path.stat().st_size > 1000:
             os.truncate(path, path.stat().st_size // 3)
         elif how == "is removed":
             path.unlink(missing_ok=True)

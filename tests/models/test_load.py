@@ -143,16 +143,6 @@ def test_folder_without_usable_model_is_refused(copy):
         load_config(ModelConfig(path=str(copy / "tokenizer.json")))
 
 
-def test_code_of_a_model_does_not_run(copy, tmp_path):
-    config = json.loads((copy / "config.json").read_text())
-    config.update(model_type="mine", auto_map={"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"})
-    (copy / "config.json").write_text(json.dumps(config))
-    (copy / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ConfigError, match="trust_remote_code"):
-        load_config(ModelConfig(path=str(copy)))
-    assert not (tmp_path / "ran").exists()
-
-
 def test_tokenizer_without_pad_token_gets_one_without_resizing(base, tmp_path):
     assert load_tokenizer(ModelConfig(path=str(base))).pad_token == "t1"
     word_tokenizer(unk_token="t0").save_pretrained(tmp_path / "bare")

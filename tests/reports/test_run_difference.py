@@ -5,7 +5,6 @@ import json
 import pytest
 import yaml
 
-from fxtune.errors import ConfigError
 from fxtune.reports.run_difference import Change, Parting, compare_runs
 
 
@@ -64,10 +63,3 @@ def test_a_line_that_is_being_written_is_left_out(make_run):
     with (second / "metrics.jsonl").open("a") as out:
         out.write('{"train/step": 4, "train/lo')
     assert compare_runs(first, second).equal
-
-
-def test_folder_without_a_run_is_named(make_run, tmp_path):
-    first, empty = make_run("a"), tmp_path / "nothing"
-    empty.mkdir()
-    with pytest.raises(ConfigError, match=r"nothing is no run of fxtune: it holds no config\.yaml"):
-        compare_runs(first, empty)

@@ -133,13 +133,6 @@ def test_rows_beyond_learned_positions_are_refused_before_weights(config, monkey
     )
 
 
-def test_padded_rows_of_a_compiled_model_have_few_lengths(config, said):
-    made = config("opt", "techniques.compile.enabled=true")
-    builder = RunBuilder(made)
-    assert builder.facts.rows == (8, 16, 32, 64)
-    assert any("with padding to 8, 16, 32, 64 tokens" in line for line in builder.settled.notes)
-
-
 def test_buckets_ask_for_padding(config):
     builder = RunBuilder(config("llama", "data.buckets=[16,64]"))
     assert builder.facts.rows == (16, 64)

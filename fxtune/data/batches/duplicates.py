@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from fxtune.data.config import DataConfig, Dedup, SourceConfig
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.system.atomic_files import replacing
 
 SHINGLE = 5
 """Tokens of a shingle."""
@@ -78,14 +79,10 @@ def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable]
 
 
 def _store(file: Path, value: np.ndarray) -> None:
-    staging = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):  # it is computed again the next time
         file.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("wb") as out:
+        with replacing(file, shared=True) as out:
             np.save(out, value)
-        os.replace(staging, file)
-    except OSError:
-        staging.unlink(missing_ok=True)  # it is computed again the next time
 
 
 def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Token tables are the same from one process or several, from the cache or not, after a kill and with two runs at once."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.rows import TOKENIZE_TEMPLATE, numbered_chat, token_folders, write_jsonl
 
-from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
 from fxtune.data.tokenized import tokenize as tokens
 from fxtune.data.tokenized.tokenize import tokenize
@@ -120,20 +118,6 @@ def test_pretokenized_rows_keep_ids_and_masks(table_of, tmp_path):
     assert table.ids.tolist() == [5, 6, 7, 8, 9]
     assert table.supervised.tolist() == [False, True, True, False, True]
     assert table.offsets.tolist() == [0, 3, 5]
-
-
-def test_file_that_changes_while_tokenizing_is_an_error(table_of, tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(9)])
-    encode = Encoder.encode
-
-    def meddle(self, rows):
-        with open(path, "a") as file:
-            file.write(json.dumps(numbered_chat(99)) + "\n")
-        return encode(self, rows)
-
-    monkeypatch.setattr(Encoder, "encode", meddle)
-    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
-        table_of(path)
 
 
 def test_tokenize_prints_one_line_a_source(table_of, tmp_path, capsys):

@@ -29,7 +29,7 @@ from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
 from fxtune.system import console
-from fxtune.system.oom import BatchSizes, out_of_memory_message
+from fxtune.system.oom import RowsPerPass, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
@@ -85,7 +85,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
 
-    sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
+    sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
         with closing(builder.held_out(plan, language_model, config.objective)) as held_out:

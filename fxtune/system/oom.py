@@ -109,7 +109,7 @@ def out_of_memory_message(part: str, rows: int, reason: str) -> str:
     return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
 
 
-class BatchSizes:
+class RowsPerPass:
     """Rows per forward pass in each part of a run (`training`, `evaluation`, `questions`), halved to fit in memory."""
 
     def __init__(

@@ -28,7 +28,7 @@ from fxtune.errors import ConfigError, DataError, not_written
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import cache_keyword, observed
 from fxtune.plugins import METRICS
-from fxtune.system.oom import BatchSizes
+from fxtune.system.oom import RowsPerPass
 from fxtune.system.progress import phase
 from fxtune.training.agreement import together
 
@@ -96,7 +96,7 @@ def answer(
     questions: Sequence[Question],
     batch_size: int = 32,
     max_new_tokens: int = 64,
-    batch_sizes: BatchSizes | None = None,
+    batch_sizes: RowsPerPass | None = None,
     world: World | None = None,
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
@@ -106,7 +106,7 @@ def answer(
     answers.
     """
     device = next(model.module.parameters()).device
-    world, batch_sizes = world or World(device), batch_sizes or BatchSizes(device)
+    world, batch_sizes = world or World(device), batch_sizes or RowsPerPass(device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
@@ -176,7 +176,7 @@ class AnswerEvaluation:
         return evaluation
 
     def ask(
-        self, model: PreparedModel, when: str, batch_sizes: BatchSizes | None = None, world: World | None = None
+        self, model: PreparedModel, when: str, batch_sizes: RowsPerPass | None = None, world: World | None = None
     ) -> float:
         """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`,
         `world`: see answer(). Rank 0 writes the file."""

@@ -23,7 +23,7 @@ from fxtune.models.load import resolve_dtype, starting_from
 from fxtune.models.weights import bytes_of
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system import console
-from fxtune.system.oom import BatchSizes, out_of_memory_message
+from fxtune.system.oom import RowsPerPass, out_of_memory_message
 from fxtune.system.progress import phase
 from fxtune.system.units import GIB
 from fxtune.techniques.precision import Precision
@@ -32,7 +32,7 @@ from fxtune.training.oom_advice import MemoryPhase
 
 
 @dataclass(frozen=True)
-class Documents:
+class MeasuredDocuments:
     """Documents of `tables`, chosen by their digests. Copies, and the pieces of a chat, count as one document."""
 
     tables: Sequence[TokenTable]
@@ -68,7 +68,9 @@ class DocumentLosses:
         return DocumentLosses(self.digests[kept], self.summed[kept], self.targets[kept])
 
 
-def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_id: int) -> list[DocumentLosses]:
+def measure(
+    config: Config, weights: Path, documents: Sequence[MeasuredDocuments], pad_id: int
+) -> list[DocumentLosses]:
     """The losses of each group of `documents` in this process, by the model of `config` with the weights that its run,
     or one that followed it, exported to the folder `weights`.
 
@@ -86,7 +88,7 @@ def measure(config: Config, weights: Path, documents: Sequence[Documents], pad_i
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
 
-    sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
+    sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
     found = []
     for group in documents:
         plan = group.plan(config, pad_id)

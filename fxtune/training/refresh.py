@@ -37,7 +37,7 @@ from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, DataError, StorageError, not_written
 from fxtune.models import load as models
 from fxtune.system.atomic_files import read_json, replacing
-from fxtune.training.document_losses import DocumentLosses, Documents, measure
+from fxtune.training.document_losses import DocumentLosses, MeasuredDocuments, measure
 from fxtune.training.resume_check import describe_tables
 from fxtune.training.significance import higher_mean, least_pairs, lower_mean
 
@@ -123,13 +123,13 @@ class RefreshData:
             for table, share in zip(self.old_tables, before.held_out_shares, strict=True)
         ]
         held_out = [*held, *(table.digests for table in self.eval_tables)]
-        self.old = Documents([*self.old_tables, *self.eval_tables], self._first(np.concatenate(held_out)))
+        self.old = MeasuredDocuments([*self.old_tables, *self.eval_tables], self._first(np.concatenate(held_out)))
         known = np.concatenate([table.by_row.digests for table in (*self.old_tables, *self.eval_tables)])
         all_new = np.unique(np.concatenate([table.digests for table in self.new_tables]))
         self.unknown = all_new[~np.isin(all_new, known)]
         """Digests of the new documents that the run has neither learned nor held out, ascending."""
         self.known = len(all_new) - len(self.unknown)
-        self.new = Documents(self.new_tables, self._first(self.unknown))
+        self.new = MeasuredDocuments(self.new_tables, self._first(self.unknown))
         shares = [self.share(source) for source in config.data.sources]
         self.new_held_out = self.new.digests[
             np.isin(
@@ -201,7 +201,7 @@ class RefreshData:
 
     def gate(self, before: Path, after: Path) -> Gate:
         """Whether the weights in the folder `after` may replace those in `before`."""
-        groups = self.old, Documents(self.new_tables, self.new_held_out)
+        groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
         one, two = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
         return judge((one[0], two[0]), (one[1], two[1]), self.settings)
 

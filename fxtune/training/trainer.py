@@ -46,7 +46,7 @@ from fxtune.settle.ranks import require_possible
 from fxtune.system import progress
 from fxtune.system.hub import locate_adapter
 from fxtune.system.library_log import LIBRARY_LOG
-from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
+from fxtune.system.oom import MemoryExhausted, RowsPerPass, catch_out_of_memory, out_of_memory_message
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
@@ -235,7 +235,7 @@ class Trainer:
         self.schedule = self.run_state.schedule(Schedule.of(config.schedule, self.peak_rate, self.plan.steps))
         if folder.extends or self.schedule.planned != self.plan.steps:
             self._extend()
-        self.batch_sizes = BatchSizes(
+        self.batch_sizes = RowsPerPass(
             self.world.device,
             self.state.rows,
             screen.note if config.train.out_of_memory is OutOfMemory.halve else None,

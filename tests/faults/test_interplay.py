@@ -28,7 +28,7 @@ from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
 from fxtune.facts.options import Policy
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
-from fxtune.system.oom import BatchSizes
+from fxtune.system.oom import RowsPerPass
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.tracking.tracker import Tracker
 from fxtune.training import builder, evaluation, trainer
@@ -163,8 +163,8 @@ def test_signal_during_a_halving_is_handled_after_it_and_the_halving_is_kept(run
     """The checkpoint is of the step that did not fit, with the smaller micro-batch."""
     run_.checkpoint.every = 2
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2))
-    made = BatchSizes.free_memory
-    monkeypatch.setattr(BatchSizes, "free_memory", lambda self: (send(), made(self))[1])
+    made = RowsPerPass.free_memory
+    monkeypatch.setattr(RowsPerPass, "free_memory", lambda self: (send(), made(self))[1])
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
         trainer.run(run_)
     assert state()["rows"] == {"training": 2}

@@ -29,7 +29,7 @@ from fxtune.data.config import SourceConfig
 from fxtune.data.tokenized import tokenize
 from fxtune.optim.schedule import Schedule
 from fxtune.settle.ranks import ranks_of
-from fxtune.system.oom import BatchSizes
+from fxtune.system.oom import RowsPerPass
 from fxtune.tracking import tracker
 from fxtune.training.builder import RunBuilder
 from fxtune.training.document_losses import DocumentLosses
@@ -132,16 +132,16 @@ TIMED = ("second", "time", "wait", "memory", "energy", "joules", "watts", "utili
 def trained(config: Config) -> Any:
     """A whole run: the files in its folder, its figures, the lines that it prints, and the weights that it exports."""
     printed, random_state = io.StringIO(), random.getstate()
-    halving, asked = BatchSizes.run, []
+    halving, asked = RowsPerPass.run, []
 
-    def noted(self: BatchSizes, name: str, rows: int, work: Any) -> Any:
+    def noted(self: RowsPerPass, name: str, rows: int, work: Any, multiple: int = 1) -> Any:
         asked.append((name, rows))
-        return halving(self, name, rows, work)
+        return halving(self, name, rows, work, multiple)
 
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
-        patch.object(BatchSizes, "run", noted),
+        patch.object(RowsPerPass, "run", noted),
     ):
         folder, _ = train(config)
     random.setstate(random_state)

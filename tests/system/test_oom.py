@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
-from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, halved, out_of_memory_reason
+from fxtune.system.oom import MemoryExhausted, RowsPerPass, catch_out_of_memory, halved, out_of_memory_reason
 
 HUGE = 1 << 58
 """Bytes that no allocator has."""
@@ -138,7 +138,7 @@ def test_rows_are_halved_until_the_work_fits():
         tried.append(rows)
         return refused() if rows > 3 else rows
 
-    halving = BatchSizes(torch.device("cpu"), rows, notes.append)
+    halving = RowsPerPass(torch.device("cpu"), rows, notes.append)
     assert halving.run("questions", 20, work) == 3
     assert halving.run("questions", 20, work) == 3
     assert tried == [20, 10, 5, 3, 3]
@@ -147,4 +147,4 @@ def test_rows_are_halved_until_the_work_fits():
     with pytest.raises(HardwareError, match="Evaluation ran out of memory with 1 row at once: Default"):
         halving.run("evaluation", 2, lambda _: refused())
     with pytest.raises(HardwareError, match="with 8 rows at once"):  # nobody to tell
-        BatchSizes(torch.device("cpu")).run("evaluation", 8, lambda _: refused())
+        RowsPerPass(torch.device("cpu")).run("evaluation", 8, lambda _: refused())

@@ -12,7 +12,7 @@ from fxtune.data.batches.loader import Loader
 from fxtune.errors import HardwareError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.training.builder import RunBuilder
-from fxtune.training.document_losses import Documents, _require_fits, document_losses
+from fxtune.training.document_losses import MeasuredDocuments, _require_fits, document_losses
 from fxtune.training.evaluation import evaluate
 
 
@@ -29,7 +29,7 @@ def test_documents_add_up_to_the_evaluation(narrow, packing, length):
     assert set(found.digests.tolist()) == set(whole.tolist())
     expected = evaluate(model, CausalLM(), loader, builder.techniques.precision)["loss"]
     assert found.summed.sum() / found.targets.sum() == pytest.approx(expected, rel=1e-5)
-    few = Documents(tables, found.digests[5:9])
+    few = MeasuredDocuments(tables, found.digests[5:9])
     loader = Loader(few.plan(builder.config, 0), narrow.loader, builder.world.device)
     alone = document_losses(model, loader, builder.techniques.precision)
     assert alone.digests.tolist() == found.digests[5:9].tolist()

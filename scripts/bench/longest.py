@@ -258,6 +258,7 @@ def facts_of(
     from fxtune.facts.run import Facts
     from fxtune.models import load as models
     from fxtune.system.facts import PACKAGES
+    from fxtune.techniques.estimate.recomputation import RecomputePlan
 
     config = load(settings(length, args, senders))
     facts = Facts(

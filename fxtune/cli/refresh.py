@@ -183,6 +183,11 @@ class _Refresh:
         config = compose.of_run(parent, self.trust, self.overrides)
         if config.techniques.lora.enabled != before.techniques.lora.enabled:
             raise ConfigError(f"`techniques.lora.enabled` cannot be set here: {parent} has exported its {self.kind}.")
+        if config.objective.needs.reads_groups:
+            raise ConfigError(
+                f"{parent} learns from groups of documents (objective={config.objective.name}), and a refresh judges "
+                "a model by the loss of each document. Train a new run on old and new rows."
+            )
         if config.data.mix.long_share is not None:
             raise ConfigError(
                 f"{parent} mixes short and long documents (data.mix), and a refresh mixes old and new rows. Set "

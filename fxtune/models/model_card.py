@@ -10,11 +10,12 @@ from typing import Any
 from fxtune.models import vllm
 from fxtune.models.exported_config import versions_of_readers
 from fxtune.models.generation import GENERATION_CONFIG
+from fxtune.models.kinds.base import Kind
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
 
-def write_card(folder: Path, facts: dict[str, Any]) -> None:
+def write_card(folder: Path, kind: Kind, facts: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`, over the empty template that peft writes.
 
     `facts`, all optional: title, base, revision, adapter (one that was merged in), data (its fingerprint), weights
@@ -31,7 +32,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     base, config = str(facts.get("base") or ""), facts.get("config") or {}
     front: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": kind.pipeline_tag,
         "tags": ["fxtune", *(["lora"] if adapter else [])],
     }
     if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
@@ -48,7 +49,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         "weights": facts.get("weights"),
     }
     grown = facts.get("grown_from") if adapter else None
-    code = _loading_code(folder, base, bool(adapter), hf_config, grown)
+    code = _loading_code(folder, kind, base, bool(adapter), hf_config, grown)
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {facts.get('title') or folder.name}",
@@ -73,11 +74,11 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _loading_code(path: Path, base: str, adapter: bool, hf_config: Any, grown_from: int | None) -> str:
+def _loading_code(path: Path, kind: Kind, base: str, adapter: bool, hf_config: Any, grown_from: int | None) -> str:
     """The Python lines that load the model or adapter. `hf_config`: the config.json in an adapter's folder.
     `grown_from`: how many tokens the base embeds, if the run added rows."""
     config = bool(hf_config)
-    classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
+    classes, folder = f"{kind.auto_class}, {kind.tokenizer_class}", 'folder = "."  # where this file lies'
     scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
     grow = []
     if grown_from:
@@ -99,7 +100,7 @@ def _loading_code(path: Path, base: str, adapter: bool, hf_config: Any, grown_fr
             "",
             folder,
             *([scaled] if config else []),
-            f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}"{", config=config" * config})',
+            f'base = {kind.auto_class}.from_pretrained("{base or "BASE"}"{", config=config" * config})',
             *grow,
             *(
                 ["base.generation_config = GenerationConfig.from_pretrained(folder)  # stops where answers end"]
@@ -109,9 +110,9 @@ def _loading_code(path: Path, base: str, adapter: bool, hf_config: Any, grown_fr
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:
-        load = "model = AutoModelForCausalLM.from_pretrained(folder)"
+        load = f"model = {kind.auto_class}.from_pretrained(folder)"
         lines = [f"from transformers import {classes}", "", folder, load]
-    return "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", ""])
+    return "\n".join([*lines, f"tokenizer = {kind.tokenizer_class}.from_pretrained(folder)", ""])
 
 
 def _ending_note(folder: Path, adapter: bool) -> list[str]:

@@ -90,7 +90,8 @@ def save_model(
             "revision": model.base_revision,
             "grown_from": model.grown_from,
         }
-        write_card(staging, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
+        kind = kind_of(model.module.config)
+        write_card(staging, kind, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
         write_proof(staging, proof)
         readable = (staging / "README.md").stat().st_mode
         for path in sorted(staging.rglob("*"), reverse=True):  # files before their folder

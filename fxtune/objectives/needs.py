@@ -19,11 +19,17 @@ class Needs:
     """Whether each group has a label on at least one of its documents; False: labels are refused, as nothing would
     read them."""
     whole_documents: bool = False
-    """Whether it reads a number for each document, so that no document may be cut over ranks. True for groups."""
+    """Whether it reads a number for each document, so that no document may be cut over ranks. Groups and labels
+    imply it."""
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether it learns from how documents compare, or from their labels, and not from each text alone."""
+        return self.documents != (1, 1) or self.labels
 
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
         """Yield each reason, with its key, why the objective `name` cannot run on ranks of these degrees."""
-        if degrees.context > 1 and (self.whole_documents or self.documents != (1, 1) or self.labels):
+        if degrees.context > 1 and (self.whole_documents or self.reads_groups):
             yield (
                 f"parallel.context: objective={name} reads whole documents, and {degrees.context} ranks would divide "
                 "each row. Set parallel.context=1."

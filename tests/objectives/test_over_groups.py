@@ -74,7 +74,7 @@ def steps(run: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("fused", [Switch.off, Switch.on])
 @pytest.mark.parametrize("packing", [True, False])
-def test_objective_learns_by_the_public_command(rows, fused, packing):
+def test_objective_learns_by_the_public_command(rows, fused, packing, capsys):
     head = [
         f"techniques.liger.enabled={fused is Switch.on}",
         f"techniques.liger.fused_linear_cross_entropy={fused.value}",
@@ -87,6 +87,9 @@ def test_objective_learns_by_the_public_command(rows, fused, packing):
     assert figures["eval/accuracy"] > 0.9
     assert "eval/perplexity" not in figures
     assert main(["eval", *PLUGINS, "run"]) == 0
+    capsys.readouterr()
+    assert main(["refresh", *PLUGINS, "run", "data.sources=[{path: rows.jsonl, format: ranked}]"]) == 2
+    assert "learns from groups of documents (objective=listwise)" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from support.architectures import enable
+from support.documents import EXAMPLES
 from support.forecasts import LLAMA, TECHNIQUES, card
 
+from fxtune.config.compose import load
 from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
+from fxtune.objectives.base import Objective
+from fxtune.objectives.needs import Needs
+from fxtune.plugins import files_used
 from fxtune.settle import ranks
 from fxtune.settle.ranks import ranks_of, require_possible, share
 
@@ -63,6 +69,28 @@ def test_what_does_not_fit_a_card_is_divided(ranks, given, techniques, model, ex
     chosen, line = share(config(8, 4096, techniques=techniques, **given), facts, [ranks])
     assert chosen == expected
     assert line.startswith(f"{expected} (")
+
+
+@dataclass
+class OfDocuments(Objective):
+    needs = Needs(whole_documents=True)
+
+
+def test_rows_are_not_cut_for_an_objective_of_whole_documents():
+    given = replace(config(1, LONG), objective=OfDocuments())
+    degrees, _ = share(given, card(139, LONG, techniques=LORA), [8, 4, 2, 1])
+    assert degrees.context == 1
+
+
+def test_other_process_that_looks_for_facts_finds_the_objective_of_a_plugin(cwd, monkeypatch):
+    monkeypatch.setattr(ranks, "ranks_here", lambda gpus, cpu: [2, 1])
+    for name in ("ranked.py", "listwise.py"):
+        Path(name).write_text(EXAMPLES[name])
+    with files_used(["ranked.py", "listwise.py"]):
+        assert ranks_of(load(["objective=listwise", "train.global_batch_size=1", "data.sequence_length=16384"])) in (
+            1,
+            2,
+        )
 
 
 @pytest.mark.vital

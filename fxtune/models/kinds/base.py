@@ -22,6 +22,8 @@ class Kind(ABC):
     """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
     tokenizer_class: str = "AutoTokenizer"
     """The name of the class that reads the tokenizer."""
+    pipeline_tag: str
+    """The hub's name of what models of this kind do."""
 
     @property
     @abstractmethod

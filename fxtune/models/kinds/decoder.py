@@ -22,6 +22,7 @@ PROCESSORS = "*processor_config.json"
 
 class Decoder(Kind):
     auto_class = "AutoModelForCausalLM"
+    pipeline_tag = "text-generation"
 
     @property
     def families(self) -> Collection[str]:

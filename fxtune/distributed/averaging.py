@@ -1,13 +1,14 @@
 """Local steps: each rank trains alone for K steps, then all weights are averaged (local SGD, arXiv 1805.09767).
 
-Only weights are sent, once in K steps, so a step costs 1/K of what summed gradients cost. Every rank multiplies its
-gradient by the number of ranks, so that it is the mean of its own rows; without momentum, K = 1 would be the plain
-step. The ranks' optimizer states differ from the first step on and are not averaged: a checkpoint holds each.
+Only weights are sent, once in K steps, so a step sends 1/K of the bytes of summed gradients. Every rank multiplies its
+gradient by the number of ranks, which makes it the mean over the rank's own rows; without momentum, K = 1 would be the
+plain step. Optimizer states differ between ranks from the first step on and are not averaged, so a checkpoint holds
+the state of every rank.
 
 torch has this as post-local SGD (torch.distributed.algorithms.model_averaging). Its averager is not used, because it
 replaces the storage of every weight by a view of one buffer, whose addresses no CUDA graph knows, skips weights whose
-gradient was dropped, and counts steps in an object that no checkpoint holds. The arithmetic is the same, and a test
-compares the two.
+gradient was dropped, and counts steps in an object that no checkpoint holds. The arithmetic is the same; a test
+compares the results.
 
 Averages are taken in float32. In bfloat16 each average would round the weights.
 """
@@ -22,7 +23,7 @@ from fxtune.distributed.world import World
 from fxtune.upstream import torch as upstream
 
 PIECE = 64 * 2**20
-"""Bytes of float32 that are averaged at once: an average needs this much memory, not that of all weights."""
+"""Bytes of float32 that are averaged at once, so that an average needs memory for one piece, not for all weights."""
 
 
 class WeightAverage:
@@ -58,8 +59,8 @@ class WeightAverage:
 
 
 def _pieces(weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """All numbers of `weights`, as views of whole weights or of some of their rows: lists of up to PIECE bytes in
-    float32, or of one longer row."""
+    """Yield lists of views, of whole weights or of rows, that together cover `weights`. A list has at most PIECE bytes
+    in float32, or a single row."""
     piece: list[torch.Tensor] = []
     room = PIECE // 4
     for weight in weights:

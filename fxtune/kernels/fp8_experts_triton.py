@@ -7,8 +7,8 @@
     quantize_scaled   the codes of a token's state times the factors of an expert, for weights without a transpose
     product           quantized rows times the matrix of their expert, plus a product of low rank
 
-A token's state is read once for each of its experts, mostly from the cache: all states together are hardly larger
-than it. Tiles of rows are found as in gated_experts_triton.py. Import this module only on a GPU.
+A token's state is read once for each of its experts, mostly from the cache, which holds almost all states.
+Tiles of rows are found as in gated_experts_triton.py. Import this module only on a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PROJECT = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
 OUTER = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=4)
 PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=4, num_stages=3)
-"""Launches. That of the product is the fastest of five on an H200, for 131,072 rows of 128 experts; those of project()
-and expand() are the first that were tried. outer() takes many rows of few columns at a time, since programs of one
-expert may have most of the rows; this launch is not measured."""
+"""Launches. PRODUCT is the fastest of five on an H200, for 131,072 rows of 128 experts. PROJECT and EXPAND are first
+guesses. OUTER takes many rows and few columns at a time, because one expert may have most of the rows; it was not
+measured."""
 
 
 def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Tokens that a recipe adds to the tokenizer of its base (`model.add_tokens`), and the rows that they need.
+"""Tokens that a recipe adds to the tokenizer of its base (`model.add_tokens`), and their rows in embedding and head.
 
-The new rows of the embedding and the head start as the mean of the base's rows. transformers draws them around that
-mean with the rows' covariance, scaled by 1e-9; for that it computes the covariance of the whole table. The mean alone
-costs one pass over the table and is the same on every rank and in every run.
+The new rows of the embedding and the head start as the mean of the base's rows. transformers instead draws the new
+rows around that mean, with 1e-9 times the covariance of the whole table, which it computes. The mean alone costs one
+pass over the table and is the same on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from fxtune.errors import ConfigError
 
 MULTIPLE = 64
-"""A table grows to a multiple of this many rows: tensor cores multiply by other sizes several times as slowly."""
+"""A table grows to a multiple of this many rows: with other sizes tensor cores are several times slower."""
 BLOCK = 1024
 """Rows that are added up at a time."""
 MOST = 65536
@@ -36,8 +36,8 @@ def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
             )
         if known.get(token, rows) < rows:
             raise ConfigError(
-                f"model.add_tokens: {name} has the token {token} already. Take it out; techniques.lora.train_tokens "
-                "trains the rows of tokens that are there."
+                f"model.add_tokens: {name} has the token {token} already. Remove it; techniques.lora.train_tokens "
+                "trains the rows of existing tokens."
             )
     new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in known]
     tokenizer.add_tokens(new, special_tokens=True)
@@ -68,7 +68,7 @@ def grow(model: Any, rows: int) -> None:
             f"model.add_tokens: transformers cannot grow the embedding of a {type(model).__name__}. Use another model."
         ) from error
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    for parameter in {one for end in ends if end is not None for one in end.parameters(recurse=False)}:
+    for parameter in {weight for end in ends if end is not None for weight in end.parameters(recurse=False)}:
         parameter[before:] = mean_of_rows(parameter[:before])
     if any(len(end.weight) != rows for end in ends if end is not None):
         raise ConfigError(

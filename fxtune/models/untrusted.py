@@ -1,7 +1,7 @@
 """Checks the folder of a model or an adapter before any library opens it: it is data from a stranger.
 
-Libraries trust such a folder. They follow links and names out of it, load a kernel of the hub if a config names one,
-and build two billion layers if a config says so. This file refuses:
+Libraries trust such a folder. They follow links and names out of it, load a kernel of the hub if a config names it,
+and build two billion layers if a config asks for them. This file refuses:
 
 - links out of the folder, except into the blobs of the hub's own cache, and except weights, which can only be numbers
 - pipes, devices and folders in place of files, where reading would never end
@@ -34,7 +34,7 @@ MAX_BYTES = {
     ".json": 16 << 20,
     ".jinja": 1 << 20,
 }
-"""By the name of a file, or else by its ending."""
+"""Largest size by the name of a file, or else by its ending."""
 MAX_DEPTH = 64
 MAX_INTEGER = 2**31 - 1
 """Limit on any integer except a frequency base."""
@@ -51,8 +51,8 @@ _LORA_INITS = (True, False, None, "gaussian", "pissa", "olora", "orthogonal", "m
 def inspect_folder(folder: Path, source: str) -> None:
     """Refuse the folder of a model, tokenizer or adapter if it is more than data.
 
-    `source`: how the user names it, for messages, as in `model.path=ORG/MODEL`. Raises ConfigError for what no model
-    needs, StorageError for a file that cannot be read.
+    `source`: how the user names it, for messages, as in `model.path=ORG/MODEL`. Raises ConfigError for content that
+    no model needs, StorageError for a file that cannot be read.
     """
     try:
         folders = [place for place in (folder, folder / TEMPLATE_FOLDER) if place.is_dir()]
@@ -95,13 +95,13 @@ def named_code(config: Path) -> str | None:
 
 
 def _check_file(file: Path, folder: Path, source: str) -> None:
-    """Refuse a link out of the folder, what is no regular file, and one that is too large."""
+    """Refuse a link out of the folder, a file that is not regular, and a file that is too large."""
     root, target = folder.resolve(), file.resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if file.suffix != ".safetensors" and not (target.is_relative_to(root) or target.is_relative_to(blobs)):
         raise ConfigError(
-            f"{source}: {file} is a link to {target}, out of the model's folder. That file would be read, and saved "
-            "with what you train. Copy the file there if that is what you want."
+            f"{source}: {file} is a link to {target}, out of the model's folder. The linked file would be read, and "
+            "saved with your model. If you want this, copy the file into the folder."
         )
     if not target.exists():
         raise StorageError(f"{source}: {file} is a link to {target}, which does not exist. Use a complete copy.")
@@ -138,7 +138,7 @@ def _check_json(file: Path, source: str) -> None:
             if not isinstance(entry, dict) or not _FILE_NAME.fullmatch(str(entry.get("name", ""))):
                 raise ConfigError(
                     f"{source} has a chat template named {str(entry)[:80]}: a name has letters, digits, `_`, `-` and "
-                    "`.`, as it becomes a file's when the tokenizer is saved."
+                    "`.`, as it becomes the name of a file when the tokenizer is saved."
                 )
 
 

@@ -1,13 +1,13 @@
 """Starts, watches and ends the process that runs W&B (wandb_worker.py).
 
 W&B is a network client with threads, exit hooks and a service process. In the training process a dead network, a
-killed service or a hanging upload would block a step or the exit. In a process of its own the worst case is that this
-process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the training loop.
+killed service or a hanging upload would block a step or the exit. In a separate process the worst case is that the
+separate process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the training loop.
 
 metrics.jsonl is the history of a run, and W&B's history is a copy of it with one row for each step. Every session
 starts from the file's first line. Online, rows that the server has are skipped; offline, the newest folder holds all
-rows. So the next session completes one that failed. `fxtune sync` runs such a session without training. `wandb sync`
-sends all rows of a folder, also those that the server has, so it is suggested only if the server has none.
+rows. So the next session completes a failed session. `fxtune sync` runs a session without training. `wandb sync` sends
+all rows of a folder, also rows that the server has, so it is suggested only if the server has no rows.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class WandbClient:
         return None
 
     def _start(self, mode: str) -> subprocess.Popen[str]:
-        """Start the W&B process in `mode` and send it all that it needs. Raises OSError."""
+        """Start the W&B process in `mode` and send it the run's settings. Raises OSError."""
         folder = self._run_dir / "wandb"
         # W&B's error reports to its makers would contain more than a run's metrics, and there may be no network for
         # them.

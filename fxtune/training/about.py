@@ -20,7 +20,7 @@ from fxtune.system.redact import redact_arguments
 ENDS = "end_tokens"
 """The key of the tokens with which answers of the data end."""
 BINS = 12
-"""Ranges of lengths that documents are counted in."""
+"""Ranges of lengths in the histogram of documents."""
 
 
 def describe_run(data: PreparedData, ends: list[int], template_time: str | None) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def _describe(plan: Plan) -> dict[str, Any]:
 
 
 def _lengths(table: TokenTable) -> dict[str, Any]:
-    """How long the documents of a source are. `counts[i]`: the documents of `edges[i]` tokens or more and fewer than
-    `edges[i + 1]`; the last edge is above the longest."""
+    """The lengths of a source's documents. `counts[i]`: documents of at least `edges[i]` and fewer than `edges[i + 1]`
+    tokens; the last edge is above the longest document."""
     lengths = np.diff(table.offsets)
     middle, high = np.percentile(lengths, (50, 95)) if len(lengths) else (0, 0)
     shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (1, 1)

@@ -1,8 +1,8 @@
 """How answers end in tokenized data: the special tokens after which nothing is learned, and a question to try.
 
 A chat template may end a turn with another token than the tokenizer's end-of-text token (`<|im_end|>` on a base whose
-`eos_token_id` is `<|endoftext|>`). A model that was trained with it writes it and goes on, unless generation stops
-there too. The tokens are read off the data and not off the template, so rows of every format count.
+`eos_token_id` is `<|endoftext|>`). A model that was trained on such turns writes that token and goes on, unless
+generation stops at it, too. The tokens are read off the data and not off the template, so rows of every format count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxtune.data.tokenized.table import TokenTable
 BLOCK = 1 << 24
 """Tokens that are in memory at a time."""
 TRIED = 256
-"""Documents of a source among which a question is chosen."""
+"""A question is chosen among the first TRIED documents of each source."""
 LONGEST = 256
 """Tokens of the longest answer that a question may ask for."""
 
@@ -61,7 +61,7 @@ def used_special_tokens(tables: Sequence[TokenTable], tokenizer: Any) -> list[in
 
 def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optional[ShortQuestion]:
     """The shortest question, in tokens, among the first documents of each table whose answer ends with a token of
-    `ends`; None if no answer does."""
+    `ends`; None if no answer ends with one of these tokens."""
     best: Optional[ShortQuestion] = None
     for table in tables:
         for begin, end in zip(table.offsets[:TRIED], table.offsets[1 : TRIED + 1], strict=False):

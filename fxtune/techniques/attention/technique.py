@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -57,7 +57,8 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 class Attention(AttentionOptions, Technique):
     _packed = False  # whether rows are packed: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
-    _running: Backend | None = None  # what runs where the recipe asks for `backend`; no option: resolve() sets it
+    # The backend that runs, set by resolve(). Without an annotation, which would make it an option of the recipe.
+    _running = cast("Backend | None", None)
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")

@@ -36,6 +36,7 @@ from fxtune.errors import first_line, shortened
 from fxtune.models import shards
 from fxtune.models.exported_weights import LoadMismatch, Mismatch, bits
 from fxtune.models.generation import GENERATION_CONFIG, end_tokens
+from fxtune.models.packed import PackedExperts
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
@@ -260,8 +261,8 @@ class _Plain:
             adapted = peft.PeftModel.from_pretrained(plain, str(self.folder), config=options)
         every: list[Any] = list(adapted.modules())
         for module in every:  # peft cannot add to the codes of experts in fp8
-            if hasattr(module, "parameter_name") and hasattr(module.get_base_layer(), "run_grouped"):
-                module.get_base_layer().run_grouped(module)
+            if hasattr(module, "parameter_name") and isinstance(experts := module.get_base_layer(), PackedExperts):
+                experts.run_grouped(module)
         return adapted
 
 

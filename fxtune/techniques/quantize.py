@@ -37,6 +37,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
 from fxtune.models.prepared import PreparedModel, Quantization
+from fxtune.models.replacement import places, put
 from fxtune.models.structure import is_named, observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
@@ -452,18 +453,22 @@ class Quantize(QuantizeOptions, Technique):
             setattr(parent, name, made)
 
         count = len(waiting)
-        for one in experts if each_weight is not None else ():  # before the names of all weights are compared
-            hold_mxfp4(one, compute)
+        where = places(model) if experts else {}
+        held = [hold_mxfp4(one, compute) for one in experts] if each_weight is not None else []
+        for one, stored in zip(experts, held, strict=False):  # before the names of all weights are compared
+            put(where, one, stored)
             shipped = "read as they are"
         if each_weight is not None:
             each_weight(replace)
         for path in list(waiting):
             replace(path, waiting[path][2].weight)
-        for one in experts:
-            if each_weight is None:
-                options = kind.value, self.library.value, self.double, compute, world.device
-                worst = max(worst, quantize_experts(one, *options, self.transpose is not Switch.off))
-            after += bytes_of_experts(one)
+        for one in experts if each_weight is None else ():
+            options = kind.value, self.library.value, self.double, compute, world.device
+            stored, off = quantize_experts(one, *options, self.transpose is not Switch.off)
+            put(where, one, stored)
+            held.append(stored)
+            worst = max(worst, off)
+        after += sum(map(bytes_of_experts, held))
         ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":

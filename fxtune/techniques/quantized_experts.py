@@ -3,8 +3,8 @@
 transformers keeps the experts of a layer as two tensors, `gate_up_proj` [experts, 2 width, d] and `down_proj`
 [experts, d, width], or their transposes (gpt-oss). Here the parameters of these names hold the codes, as integers,
 because peft would give adapters the dtype of a floating-point weight; scales and what else belongs to them are beside
-them. The module stays the same object, with a subclass of its class, so peft's names, saving and routing do not
-change. It runs as one operator, with or without adapters:
+them. A module with the same parts takes their place (models/replacement.py), so names in peft, saving and routing do
+not change. It runs as one operator, with or without adapters:
 
 - fp8: kernels/fp8_experts.py multiplies the codes.
 - nf4, int8 and MXFP4: kernels/gated_experts.py dequantizes one tensor of a layer at a time, forward and backward.
@@ -16,7 +16,6 @@ and exponents go from the files to the device, and the experts are never in 16 b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,9 +24,23 @@ from torch import Tensor, nn
 
 from fxtune.facts.options import QuantizeOptions, Switch, Type
 from fxtune.kernels import fp8_experts
+from fxtune.kernels.gated_experts import gated_experts
+from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, pack_mxfp4, unpack
+from fxtune.models.packed import PackedExperts
 from fxtune.models.shards import mark_mxfp4
-from fxtune.techniques.lora.experts import FIRST, LAST, follows_interface, one_operator, run_experts, run_grouped
+from fxtune.techniques.lora.experts import (
+    FIRST,
+    LAST,
+    OwnExperts,
+    biases_of,
+    follows_interface,
+    halves_of,
+    no_adapter,
+    one_operator,
+    run_experts,
+    run_grouped,
+)
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
 TENSORS = (FIRST[0], LAST)
@@ -90,30 +103,28 @@ def quantize_experts(
     compute: torch.dtype,
     device: torch.device,
     transpose: bool,
-) -> float:
-    """Store the weights of `experts` as `kind` on `device`, in place. Returns |dequantized - weight| / |weight| of the
-    first expert's down_proj.
+) -> tuple[QuantizedExperts, float]:
+    """The weights of `experts` as `kind` on `device`, in a module for their place; `experts` loses its own. And
+    |dequantized - weight| / |weight| of the first expert's down_proj.
 
     `library`, `double`: see quantized_modules.quantized(). `compute`: the dtype of everything else that they compute;
     fp8 on a GPU takes bfloat16. `transpose`: see fp8_experts.Weights.
     """
-    error, shapes = 0.0, {}
-    act, stored = one_operator(experts), kind
+    made = (QuantizedExperts if kind == FP8 else ExpertsInFewBits)(experts, compute)
+    error, made.stored_as = 0.0, kind
     for name in TENSORS:
         weight = getattr(experts, name).detach()
-        shapes[name] = tuple(weight.shape)
         weight = (weight.mT if experts.is_transposed else weight).to(device).contiguous()
         if kind == FP8:
             tensors = [one for one in fp8_experts.quantize_experts(weight, transpose) if one is not None]
             first = fp8_experts.dequantize_experts(tensors[0][:1], tensors[1][:1], torch.float32)[0]
         else:
-            stored, tensors = packed_matrices(weight, kind, library, double, compute, device)
-            first = dequantize(stored, tensors, weight.shape, compute)[0].float()
+            made.stored_as, tensors = packed_matrices(weight, kind, library, double, compute, device)
+            first = dequantize(made.stored_as, tensors, weight.shape, compute)[0].float()
         error = ((first - weight[0].float()).norm() / weight[0].float().norm()).item()
         del weight, first
-        _hold(experts, name, tensors)
-    _become(experts, stored, compute, act, shapes)
-    return error
+        _hold(made, name, tensors)
+    return made, error
 
 
 def packed_matrices(
@@ -132,19 +143,19 @@ def packed_matrices(
     return made.fxtune_quantized, [codes.view(*weight.shape[:2], -1), *others]
 
 
-def hold_mxfp4(experts: Any, compute: torch.dtype) -> None:
-    """Let `experts`, whose weights have no memory yet, hold those of a checkpoint in MXFP4, in place: models/shards.py
-    reads what is marked here."""
-    act, shapes = one_operator(experts), {}
+def hold_mxfp4(experts: Any, compute: torch.dtype) -> QuantizedExperts:
+    """A module for the place of `experts`, whose weights have no memory yet, that holds a checkpoint's in MXFP4:
+    models/shards.py reads what is marked here."""
+    made = ExpertsInFewBits(experts, compute)
+    made.stored_as = MXFP4
     for name in TENSORS:
         weight = getattr(experts, name)
-        shapes[name] = tuple(weight.shape)
         count, out, inner = _matrix_shape(experts, weight)
         codes = torch.empty(count, out, inner // 2, dtype=torch.uint8, device="meta")
         # Of four dimensions, so that lora/targets.py does not take the exponents for weights.
-        _hold(experts, name, [codes, codes.new_empty(count, out, inner // MX_BLOCK, 1)])
-        mark_mxfp4(weight, *(experts._parameters[one] for one in experts.stored_names[name]))
-    _become(experts, MXFP4, compute, act, shapes)
+        _hold(made, name, [codes, codes.new_empty(count, out, inner // MX_BLOCK, 1)])
+        mark_mxfp4(weight, *(made._parameters[part] for part in made.stored_names[name]))
+    return made
 
 
 def dequantize(stored: str, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -154,26 +165,18 @@ def dequantize(stored: str, tensors: Sequence[Tensor], shape: Sequence[int], dty
     return made
 
 
-def _hold(experts: Any, name: str, tensors: Sequence[Tensor]) -> None:
+def _hold(experts: QuantizedExperts, name: str, tensors: Sequence[Tensor]) -> None:
     """Put `tensors`, the codes first, in place of the weight `name`."""
     names = [name, f"{name}_scales", *(f"{name}_part{index}" for index in range(2, len(tensors)))]
     setattr(experts, name, nn.Parameter(tensors[0], requires_grad=False))
     for one, tensor in zip(names[1:], tensors[1:], strict=True):
         register_frozen(experts, one, tensor)
-    experts.stored_names = {**getattr(experts, "stored_names", {}), name: names}
-
-
-def _become(experts: Any, stored: str, compute: torch.dtype, act: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    experts.compute_dtype, experts.expert_act = compute, act
-    experts.stored_shapes, experts.stored_as = shapes, stored
-    kind: Any = type(experts)
-    experts.__class__ = _stored_class(kind, stored != FP8)
+    experts.stored_names[name] = names
 
 
 def stored_as(module: nn.Module) -> str:
-    """How a module that quantize_experts() or hold_mxfp4() changed stores its weights: fp8, mxfp4, nf4/LIBRARY or
-    int8/LIBRARY; empty for any other."""
-    return str(getattr(module, "stored_as", ""))
+    """How quantize_experts() or hold_mxfp4() made a module store its weights; empty for any other."""
+    return module.stored_as if isinstance(module, QuantizedExperts) else ""
 
 
 def stored_bytes(experts: Any) -> int:
@@ -181,34 +184,70 @@ def stored_bytes(experts: Any) -> int:
     return sum(tensor.nbytes for weights in experts.stored_weights() for tensor in weights)
 
 
-@functools.cache
-def _stored_class(kind: Any, packs: bool) -> Any:
-    def weights(self: Any) -> tuple[list[Tensor], list[Tensor]]:
+class QuantizedExperts(PackedExperts, OwnExperts):
+    """The experts of a layer whose parameters hold codes. Their names, biases and options are those of the module that
+    they replace."""
+
+    def __init__(self, experts: Any, compute: torch.dtype) -> None:
+        """`compute`: see quantize_experts(). The codes are not there yet: see _hold()."""
+        super().__init__(experts)
+        act = one_operator(experts)
+        assert act is not None, "obstacle() has looked"
+        self.compute_dtype, self.expert_act = compute, act
+        self.stored_names: dict[str, list[str]] = {}
+        """Of each weight the names of its tensors, the codes first."""
+        self.stored_shapes = {name: tuple(getattr(experts, name).shape) for name in TENSORS}
+        """The shapes of the weights in transformers' layout."""
+
+    def stored_weights(self) -> tuple[list[Tensor], list[Tensor]]:
         first, last = (
-            [self._parameters[name], *(getattr(self, one) for one in self.stored_names[name][1:])] for name in TENSORS
+            [self._parameters[name], *(getattr(self, part) for part in self.stored_names[name][1:])]
+            for name in TENSORS
         )
         return first, last
 
-    def matrix_shapes(self: Any) -> list[tuple[int, int, int]]:
+    def matrix_shapes(self) -> list[tuple[int, int, int]]:
+        """[experts, out, in] of the two tensors."""
         shapes = (self.stored_shapes[name] for name in TENSORS)
         return [(count, *((b, a) if self.is_transposed else (a, b))) for count, a, b in shapes]
 
-    def forward(self: Any, hidden: Tensor, index: Tensor, router_weights: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, index: Tensor, router_weights: Tensor) -> Tensor:
         return run_experts(self, {}, hidden, index, router_weights)
 
-    own_names = {
-        "forward": forward,
-        "stored_weights": weights,
-        "matrix_shapes": matrix_shapes,
-        "run_grouped": staticmethod(run_grouped),
-        "__module__": kind.__module__,
-    }
-    if packs:  # the codes have another shape than the weight, which peft reads
-        own_names.update({name: property(functools.partial(_in_shape, name)) for name in TENSORS})
-    return type(f"Quantized{kind.__name__}", (kind,), own_names)
+    def run(self, adapters: dict[str, Any], hidden: Tensor, routing: Routing, weights: Tensor, by: str) -> Tensor:
+        in_fp8, rows = self.stored_as == FP8, (routing.order, routing.back, routing.ends)
+        dtype = torch.bfloat16 if in_fp8 and hidden.is_cuda else self.compute_dtype
+        nothing = hidden.new_empty(0, dtype=dtype)
+        halves = [
+            halves_of(adapters[name], dtype) if name in adapters else no_adapter(shape, nothing)
+            for name, shape in zip(TENSORS, self.matrix_shapes(), strict=True)
+        ]
+        codes, pair, act = self.stored_weights(), (halves[0], halves[1]), self.expert_act
+        if in_fp8:
+            in_both = fp8_experts.Weights(*codes[0]), fp8_experts.Weights(*codes[1])
+            result = fp8_experts.fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act)
+        else:
+            biases = biases_of(self, dtype)
+            result = gated_experts(hidden.to(dtype), weights, *rows, codes, pair, act, by, biases, self.stored_as)
+        return result.to(hidden.dtype)
+
+    def run_grouped(self, outermost: Any) -> None:
+        run_grouped(outermost)
 
 
-def _in_shape(name: str, experts: Any) -> Tensor:
-    """An integer tensor of the weight's shape and device that has no memory of its own."""
-    device = experts._parameters[name].device
-    return torch.empty((), dtype=torch.uint8, device=device).expand(experts.stored_shapes[name])
+class ExpertsInFewBits(QuantizedExperts):
+    """Their codes have another shape than the weights, and peft reads the shapes of the weights."""
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        return self._in_shape(TENSORS[0])
+
+    @property
+    def down_proj(self) -> Tensor:
+        return self._in_shape(TENSORS[1])
+
+    def _in_shape(self, name: str) -> Tensor:
+        """An integer tensor of the weight's shape and device that has no memory of its own."""
+        codes = self._parameters[name]
+        assert codes is not None
+        return torch.empty((), dtype=torch.uint8, device=codes.device).expand(self.stored_shapes[name])

@@ -8,12 +8,11 @@ the adapted weights nor a gradient of the frozen ones exists, and the compiler s
 
 All classes that transformers decorates with `use_experts_implementation` say how they store their weights and how they
 apply the gate; that interface is followed here, so there is no list of architectures. peft's modules stay, for names,
-saving and merging: the class of the outermost one becomes a subclass with another forward.
+saving and merging: the outermost one gets a subclass of its class (upstream/peft.py).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,14 +23,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.kernels.fp8_experts import Weights, fp8_experts
 from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import ACTS, Activation
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
+from fxtune.models.replacement import InPlaceOf
 from fxtune.models.structure import observed
 from fxtune.techniques.lora.frozen_weights import ADAPTER
+from fxtune.upstream.peft import specialize
 
 FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
 """Names of the tensors: before the activation, after it."""
@@ -80,14 +80,14 @@ def group_experts(model: nn.Module) -> int:
 
 def run_grouped(outermost: Any) -> None:
     """Run the experts inside peft's outermost wrapper, and their adapters, as grouped matmuls."""
-    kind: Any = type(outermost)
-    outermost.__class__ = _grouped_class(kind)
-    outermost.__dict__["expert_act"] = one_operator(outermost.get_base_layer())
+    experts = outermost.get_base_layer()
+    specialize(outermost, GroupedExperts)
+    outermost.expert_act = experts.expert_act if isinstance(experts, OwnExperts) else one_operator(experts)
 
 
 def grouped(model: nn.Module) -> list[Any]:
     """The outermost wrappers of the experts that run grouped."""
-    return [module for module in model.modules() if getattr(module, "fused", None) == "experts"]
+    return [module for module in model.modules() if isinstance(module, GroupedExperts)]
 
 
 @dataclass
@@ -166,7 +166,7 @@ def _fits(outermost: Any) -> bool:
         weight = getattr(experts, wrapper.parameter_name)
         inward, outward = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
         in_16_bits = weight.is_floating_point() and weight.element_size() > 1
-        known = wrapper.parameter_name in (first, LAST) and (in_16_bits or hasattr(experts, "stored_as"))
+        known = wrapper.parameter_name in (first, LAST) and (in_16_bits or isinstance(experts, OwnExperts))
         if (
             not known
             or ADAPTER not in wrapper.lora_A
@@ -176,19 +176,31 @@ def _fits(outermost: Any) -> bool:
     return True
 
 
-@functools.cache
-def _grouped_class(kind: Any) -> Any:
-    own = kind.forward
+class GroupedExperts:
+    """What peft's outermost wrapper becomes whose experts run grouped; beside it, peft's class is a parent."""
+
+    expert_act: Activation | None
+    products_by = CUBLAS
+    """The GEMM backend of experts in 16 bits."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         every = list(wrappers(self))
         if kwargs or len(args) != 2 or _needs_own_forward(every):
-            return own(self, hidden_states, *args, **kwargs)
-        adapters = {one.parameter_name: one for one in every}
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]  # peft's
+        adapters = {wrapper.parameter_name: wrapper for wrapper in every}
         return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.products_by)
 
-    own_names = {"forward": forward, "fused": "experts", "products_by": CUBLAS, "__module__": kind.__module__}
-    return type(f"Grouped{kind.__name__}", (kind,), own_names)
+
+class OwnExperts(InPlaceOf):
+    """Experts in place of transformers' that compute their adapters themselves."""
+
+    expert_act: Activation
+
+    def run(
+        self, adapters: dict[str, Any], hidden: torch.Tensor, routing: Routing, weights: torch.Tensor, by: str
+    ) -> torch.Tensor:
+        """See run_experts()."""
+        raise NotImplementedError
 
 
 def _needs_own_forward(every: list[Any]) -> bool:
@@ -215,32 +227,18 @@ def run_experts(
     """
     routing = Routing(index, experts.num_experts)
     first = FIRST[0] if experts.has_gate else FIRST[1]
+    if isinstance(experts, OwnExperts):
+        return experts.run(adapters, hidden, routing, weights, by)
     rows = routing.order, routing.back, routing.ends
-    if stored := getattr(experts, "stored_as", ""):  # quantized_experts.py
-        in_fp8 = stored == "fp8"
-        dtype = torch.bfloat16 if in_fp8 and hidden.is_cuda else experts.compute_dtype
-        nothing = hidden.new_empty(0, dtype=dtype)
-        halves = [
-            _halves(adapters[name], dtype) if name in adapters else _no_adapter(shape, nothing)
-            for name, shape in zip((first, LAST), experts.matrix_shapes(), strict=True)
-        ]
-        codes, pair, act = experts.stored_weights(), (halves[0], halves[1]), experts.expert_act
-        if in_fp8:
-            in_both = Weights(*codes[0]), Weights(*codes[1])
-            result = fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act)
-        else:
-            biases = _biases(experts, dtype)
-            result = gated_experts(hidden.to(dtype), weights, *rows, codes, pair, act, by, biases, stored)
-        return result.to(hidden.dtype)
     dtype = getattr(experts, first).dtype
     if act is not None and len(adapters) == 2:
-        matrices, biases = _frozen(experts), _biases(experts, dtype)
+        matrices, biases = _frozen(experts), biases_of(experts, dtype)
         result = gated_experts(
             hidden.to(dtype),
             weights,
             *rows,
             matrices,
-            (_halves(adapters[first], dtype), _halves(adapters[LAST], dtype)),
+            (halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)),
             act,
             by,
             biases,
@@ -281,7 +279,7 @@ def _frozen(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return (first.mT, last.mT) if experts.is_transposed else (first, last)
 
 
-def _biases(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def biases_of(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not experts.has_bias:
         return None, None
     return experts.gate_up_proj_bias.to(dtype), experts.down_proj_bias.to(dtype)
@@ -292,21 +290,21 @@ def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tens
     rows = rows.to(weight.dtype)
     result = grouped_mm(rows, weight, routing.ends, experts.is_transposed)
     if name in adapters:
-        a, b = _halves(adapters[name], rows.dtype)
+        a, b = halves_of(adapters[name], rows.dtype)
         result = result + grouped_mm(grouped_mm(rows, a, routing.ends, False), b, routing.ends, False)
     if experts.has_bias:
         result = result + getattr(experts, f"{name}_bias")[routing.expert]
     return result
 
 
-def _halves(wrapper: Any, dtype: torch.dtype) -> Adapter:
+def halves_of(wrapper: Any, dtype: torch.dtype) -> Adapter:
     """A and the scaled B of a wrapper in `dtype`."""
     a, b = adapter_of(wrapper)
     b = b * wrapper.scaling[ADAPTER]
     return Adapter(_padded(a.to(dtype), 1), _padded(b.to(dtype), 2))
 
 
-def _no_adapter(shape: tuple[int, int, int], like: torch.Tensor) -> Adapter:
+def no_adapter(shape: tuple[int, int, int], like: torch.Tensor) -> Adapter:
     """Halves of rank 0 for matrices of `shape` [experts, out, in]."""
     experts, outward, inward = shape
     return Adapter(like.new_empty(experts, 0, inward), like.new_empty(experts, outward, 0))

@@ -48,7 +48,7 @@ def main(overrides: Sequence[str]) -> None:
     questions = load_questions(config.data, tokenizer)
 
     def print_score(when: str) -> None:
-        answers = answer(model.model, tokenizer, questions, max_new_tokens=config.data.questions.max_new_tokens)
+        answers = answer(model.prepared, tokenizer, questions, max_new_tokens=config.data.questions.max_new_tokens)
         print(f"questions {when}: {exact_match(answers, questions):.0%} right, the first answer: {answers[0]}")
 
     print_score("before")
@@ -68,7 +68,7 @@ def main(overrides: Sequence[str]) -> None:
     print_score("after")
 
     # Save: the folder is written, read back and compared with the trained model before it counts.
-    print(f"saved     {save_model(model.model, tokenizer, Path('runs/loop/adapter'))}: plain peft loads it")
+    print(f"saved     {save_model(model.prepared, tokenizer, Path('runs/loop/adapter'))}: plain peft loads it")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def gated_experts(
         biases: of both products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
         stored: how the matrices are packed, see quantized.unpack(); empty: they are not.
     """
-    first, last = ([one] if isinstance(one, Tensor) else list(one) for one in matrices)
+    first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
     tensors = *adapters[0], *adapters[1], *biases
     out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, by, stored)[0]
     return out
@@ -198,7 +198,7 @@ def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
 
 def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
     """Numbers of one expert's matrices and of its adapters, by the adapters' shapes."""
-    return [b1[1] * a1[2], b2[1] * a2[2], *(one[1] * one[2] for one in (a1, b1, a2, b2))]
+    return [b1[1] * a1[2], b2[1] * a2[2], *(matrix[1] * matrix[2] for matrix in (a1, b1, a2, b2))]
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:

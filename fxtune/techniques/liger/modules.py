@@ -76,7 +76,7 @@ def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None
     """Liger's module in place of `module`; None if that does not compute operation `name`."""
     from liger_kernel import transformers as liger
 
-    title, given = type(module).__name__, [one for one, _ in module.named_children()]
+    title, children = type(module).__name__, dict(module.named_children())
     own: Any
     if name == "rms_norm" and title.endswith("RMSNorm") and operation_of(module) is None:
         eps: Any = getattr(module, "variance_epsilon", None) or module.eps
@@ -87,16 +87,16 @@ def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None
         own = liger.LigerLayerNorm(1, module.eps, bias=True, impl="nvidia-triton")
         own.weight, own.bias = module.weight, module.bias
         return own
-    if name == "swiglu" and "gate_up_proj" in given:
+    if name == "swiglu" and "gate_up_proj" in children:
         kind = liger.LigerPhi3SwiGLUMLP
-    elif name in ("swiglu", "geglu") and "gate_proj" in given:
+    elif name in ("swiglu", "geglu") and "gate_proj" in children:
         kind = liger.LigerSwiGLUMLP if name == "swiglu" else liger.LigerGEGLUMLP
     else:
         return None
     with torch.device("meta"):
         own = kind(module.config)
-    for child in given:
-        setattr(own, child, getattr(module, child))
+    for child, layer in children.items():
+        setattr(own, child, layer)
     return own
 
 

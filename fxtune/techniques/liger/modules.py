@@ -53,7 +53,7 @@ def replace_modules(root: nn.Module, name: str, family: Family) -> None:
     for parent in list(root.modules()):
         if name == "rope" and is_attention(parent):
             kind: Any = type(parent)
-            parent.__class__ = _rotating(kind)
+            parent.__class__ = _with_forward(kind, with_rotation(kind.forward, apply_rotary, kind))
         for child, module in list(parent.named_children()):
             if (own := _module_of(name, module, family)) is not None:
                 setattr(parent, child, own.train(module.training))
@@ -101,7 +101,6 @@ def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None
 
 
 @functools.cache
-def _rotating(kind: Any) -> Any:
-    """The subclass of an attention that calls fxtune's RoPE. All layers share it, so they share a compiled graph."""
-    forward = with_rotation(kind.forward, apply_rotary, kind)
+def _with_forward(kind: Any, forward: Any) -> Any:
+    """The subclass of `kind` with this forward. All layers share it, so they share a compiled graph."""
     return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fxtune
 from fxtune.data.batches.loader import Loader
-from fxtune.models.save import save_model
+from fxtune.export.save import save_model
 from fxtune.training.answers import answer, exact_match, load_questions
 from fxtune.training.builder import RunBuilder
 

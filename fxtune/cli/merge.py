@@ -33,15 +33,15 @@ from fxtune.cli.run_output import RUNS, Kind, RunOutput, find_folder, find_outpu
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
+from fxtune.export.merged_weights import recompute
+from fxtune.export.save import save_model, staging_folders
 from fxtune.models import load as models
 from fxtune.models import weights
 from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType, ModelConfig
-from fxtune.models.merged_weights import recompute
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
-from fxtune.models.save import save_model, staging_folders
 from fxtune.models.untrusted import inspect_folder
 from fxtune.system.hub import Origin, locate, locate_adapter
 from fxtune.system.oom import out_of_memory_reason

@@ -1,1 +1,1 @@
-"""Hugging Face models and adapters: loading, saving, structure."""
+"""Hugging Face models and adapters: kinds, reading, structure."""

@@ -1,8 +1,8 @@
 """What was proven of an export, and the digests of its files: `proof.json`.
 
-export_proof.py compares a new export with the trained model. proof.json says what was compared, and holds the sha256
-of each file. An export with a proof.json is read only if its files still have these digests: an adapter with a flipped
-bit loads without an error and gives other answers.
+export/read_back.py compares a new export with the trained model. proof.json says what was compared, and holds the
+sha256 of each file. An export with a proof.json is read only if its files still have these digests: an adapter with a
+flipped bit loads without an error and gives other answers.
 """
 
 from __future__ import annotations

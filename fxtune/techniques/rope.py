@@ -7,7 +7,7 @@ the rules from their papers, and `verify` compares them with the built model: if
 its original length, transformers changes nothing or the wrong thing, without an error.
 
 Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only. A
-model or an adapter that was trained with a scaling carries it in its config.json (see models/save.py). Asking for the
+model or an adapter that was trained with a scaling carries it in its config.json (see export/save.py). Asking for the
 same scaling again changes nothing; another one needs the original length.
 
 Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code), with dynamic NTK in its appendix; Llama 3.1, the

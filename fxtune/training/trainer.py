@@ -33,11 +33,11 @@ from fxtune.data.tokenized.ends import learned_ends, short_question, used_specia
 from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
+from fxtune.export.save import save_model
 from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof
 from fxtune.models.routers import broken_router
-from fxtune.models.save import save_model
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
 from fxtune.optim.schedule import EXTENDABLE, Schedule

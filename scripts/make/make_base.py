@@ -76,7 +76,7 @@ def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from fxtune.models.exported_tokenizer import rename_for_4
+    from fxtune.export.tokenizer import rename_for_4
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -152,7 +152,7 @@ def ship(trained: Path, tokenizer: Path, figures: dict[str, float], spent: float
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fxtune.models.exported_config import write_rope_for_4
+    from fxtune.export.config import write_rope_for_4
 
     shutil.rmtree(ASSET, ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)

@@ -15,9 +15,9 @@ from support.architectures import lora, prepared_model, trained
 from fxtune.cli import chat
 from fxtune.cli.main import main
 from fxtune.data.config import DataConfig, QuestionsConfig
+from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 from fxtune.training.answers import answer, load_questions
 
 TINY = ModelConfig(path="builtin:tiny", dtype=DType.float32)

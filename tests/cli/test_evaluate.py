@@ -14,8 +14,8 @@ from support.runs import history
 from fxtune.cli import evaluate
 from fxtune.data.config import OnOverlap, QuestionsConfig
 from fxtune.errors import ConfigError, NumbersError, StorageError
+from fxtune.export.save import save_model
 from fxtune.models import load as models
-from fxtune.models.save import save_model
 from fxtune.training import trainer
 
 

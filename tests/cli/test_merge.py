@@ -14,8 +14,8 @@ from support.architectures import ADAPTERS, logits, lora, on_disk, prepared_mode
 from fxtune.cli.merge import merge, run
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
+from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques.rope import Rope
 
 

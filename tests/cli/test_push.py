@@ -11,8 +11,8 @@ from support.architectures import lora, prepared_model, trained
 from support.servers import send_uploads_to, upload_hub
 
 from fxtune.cli.main import main
+from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 
 SECRET = "hf_" + "abcdefghij0123456789"
 

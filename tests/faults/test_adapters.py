@@ -19,8 +19,8 @@ from fxtune.cli import merge as merging
 from fxtune.cli.main import main
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
+from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"

@@ -369,7 +369,7 @@ def test_failing_background_writer_does_not_end_the_run(tmp_path, monkeypatch):
 def test_killed_export_is_repeated(run_, monkeypatch):
     """The folder holds a partial export and an older export."""
     with monkeypatch.context() as patch:
-        patch.setattr("fxtune.models.save.write_card", lambda *_: send())
+        patch.setattr("fxtune.export.save.write_card", lambda *_: send())
         with pytest.raises(
             Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"
         ):

@@ -38,9 +38,9 @@ from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, StorageError, UserError
+from fxtune.export.save import save_model
 from fxtune.models import load as models
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.system.hub import locate
 from fxtune.system.resource_limits import limit_resources
 from fxtune.tracking.tracker import DisplayKind, Tracker, TrackingConfig, WandbMode, wandb_run_id

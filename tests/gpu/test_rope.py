@@ -13,9 +13,9 @@ from support import reference
 from support.architectures import word_tokenizer
 
 from fxtune.distributed.world import World
+from fxtune.export.save import save_model
 from fxtune.facts.run import Facts
 from fxtune.models.load import DType, ModelConfig, load_config
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 

@@ -17,6 +17,7 @@ from support.architectures import (
 )
 
 from fxtune.errors import ConfigError, StorageError, UserError
+from fxtune.export.save import save_model
 from fxtune.models.load import (
     DType,
     Init,
@@ -27,7 +28,6 @@ from fxtune.models.load import (
     resolve_dtype,
     starting_from,
 )
-from fxtune.models.save import save_model
 
 
 def load(path, **options):

@@ -17,9 +17,9 @@ from support.runs import history
 from fxtune.cli import evaluate
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
+from fxtune.export.save import save_model
 from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 from fxtune.training import trainer

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from support.architectures import built, logits, lora, prepared_model, trained
 
 from fxtune.errors import ConfigError, StorageError
+from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import make_probe
 
 

@@ -8,9 +8,9 @@ import pytest
 from support.architectures import CPU, built, lora, prepared_model, trained
 
 from fxtune.errors import StorageError
+from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.models.proof import changed_since, require_unchanged
-from fxtune.models.save import save_model
 from fxtune.system.hub import Origin
 
 

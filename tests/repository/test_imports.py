@@ -16,6 +16,7 @@ ALLOWED = {
     "kernels": "errors upstream system",
     "data": "errors upstream system plugins",
     "models": "errors upstream system distributed",
+    "export": "errors upstream system distributed models",
     "checkpoint": "errors upstream system distributed",
     "facts": "system distributed",
     "techniques": "errors upstream system plugins distributed kernels models facts",
@@ -25,10 +26,10 @@ ALLOWED = {
     "reports": "errors system checkpoint",
     "config": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking",
     "settle": "errors system plugins distributed data models facts techniques objectives optim config",
-    "training": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking reports config settle",
+    "training": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim config settle training",
     "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts techniques objectives tracking config training tuning",
-    "cli": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking reports config settle training "
+    "cli": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle training "
     "tuning diagnostics",
     "api": "errors system distributed data models checkpoint facts techniques reports config settle training tuning diagnostics cli",
     "__main__": "cli",

@@ -304,22 +304,22 @@ def export(folder: Path, kind: str, file_bytes: int, broken: int, world: World) 
     """
     from torch.distributed.fsdp import fully_shard
 
-    from fxtune.models import exported_weights
-    from fxtune.models.save import save_model
+    from fxtune.export import weights
+    from fxtune.export.save import save_model
 
     model = MODELS[kind]()
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    exported_weights.FILE_BYTES = file_bytes
-    compare = exported_weights.ExportedWeights.compare
+    weights.FILE_BYTES = file_bytes
+    compare = weights.ExportedWeights.compare
 
     def changed(written: Any, world: World) -> None:
         if world.rank == broken:
             local(next(iter(written.live.values()))).view(-1)[0] += 1
         compare(written, world)
 
-    with mock.patch.object(exported_weights.ExportedWeights, "compare", changed):
+    with mock.patch.object(weights.ExportedWeights, "compare", changed):
         try:
             save_model(PreparedModel(model), NoTokenizer(), folder, world=world)
         except StorageError as error:

@@ -18,9 +18,9 @@ from support.strangers import CODE, change, stranger_in
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.models import shards, weights
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.system import remote_code
 
 READ = "AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer", "AutoProcessor", "AutoImageProcessor"

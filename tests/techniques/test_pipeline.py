@@ -23,9 +23,9 @@ from support.architectures import (
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, Policy, Switch
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques.base import Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile

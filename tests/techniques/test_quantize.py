@@ -16,11 +16,11 @@ from support.runs import losses
 from fxtune.cli.merge import merge
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError
+from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, Type
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques import quantize
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import Quantize

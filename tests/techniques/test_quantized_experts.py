@@ -16,11 +16,11 @@ from support.mixtures import mixture, uneven
 from support.mxfp4 import in_mxfp4
 
 from fxtune.cli.merge import merge
+from fxtune.export.save import save_model
 from fxtune.facts.options import ComputeDtype, Library, Switch, Type
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 from fxtune.techniques import quantized_experts
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast

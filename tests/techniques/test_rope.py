@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.architectures import CPU, FAMILIES, built, facts_of, prepared_model, random_model
 
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.attention.backends import flash4

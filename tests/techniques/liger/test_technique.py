@@ -36,11 +36,11 @@ from support.liger import (
 )
 
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.modules import operation_of
 from fxtune.techniques.liger.technique import OPERATIONS, Liger

@@ -26,10 +26,10 @@ from support.mixtures import mixture, uneven
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
+from fxtune.export.save import save_model
 from fxtune.facts.options import Switch
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.lora.experts import grouped, observe_experts
 from fxtune.techniques.pipeline import make_probe

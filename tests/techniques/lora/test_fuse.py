@@ -17,9 +17,9 @@ from support.lora_models import (
 )
 
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, Library, Switch, Type
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers, parameter_counts
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.pipeline import make_probe

@@ -26,9 +26,9 @@ from torch import nn
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Switch
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.models.structure import backbone, skeleton
 from fxtune.techniques.lora import targets
 from fxtune.techniques.pipeline import make_probe

@@ -20,9 +20,9 @@ from support.architectures import (
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import make_probe
 
 

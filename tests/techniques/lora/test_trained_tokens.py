@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fxtune.cli import verify
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
+from fxtune.export.save import save_model
 from fxtune.facts.options import Switch, Type
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.pipeline import Pipeline, make_probe

@@ -6,8 +6,8 @@ import pytest
 from support.architectures import lora, prepared_model, random_model, trained
 from support.sharded import NoTokenizer
 
-from fxtune.models.save import save_model
-from fxtune.models.vllm import max_rank, obstacles
+from fxtune.export.save import save_model
+from fxtune.export.vllm import max_rank, obstacles
 
 PLAIN = {"r": 16, "lora_alpha": 32, "bias": "none"}
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from fxtune.models import vllm
-from fxtune.models.exported_config import versions_of_readers
+from fxtune.export import vllm
+from fxtune.export.config import versions_of_readers
 from fxtune.models.generation import GENERATION_CONFIG
 from fxtune.models.kinds.base import Kind
 from fxtune.system.atomic_files import read_json

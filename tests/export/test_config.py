@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.architectures import CPU, lora, prepared_model, trained
 
-from fxtune.models.exported_config import versions_of_readers, write_rope_for_4
+from fxtune.export.config import versions_of_readers, write_rope_for_4
+from fxtune.export.save import save_model
 from fxtune.models.load import DType, Init, ModelConfig, build, load_config, load_tokenizer
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 

@@ -1,6 +1,6 @@
 """Proves an export before it counts: what plain peft and plain transformers make of its files is what was trained.
 
-    weights     each tensor of the files is the model's, bit by bit, and none is left over (exported_weights.py)
+    weights     each tensor of the files is the model's, bit by bit, and none is left over (weights.py)
     options     adapter_config.json, config.json and generation_config.json say what acts in the model
     tokenizer   the one that is read back has the same tokens, ids and chat template
     modules     plain peft adapts the same modules with the same ranks and scalings, and gives them the same weights
@@ -33,8 +33,8 @@ from torch.compiler import set_stance
 from fxtune.distributed.chunks import is_divided
 from fxtune.distributed.world import World
 from fxtune.errors import first_line, shortened
+from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
-from fxtune.models.exported_weights import LoadMismatch, Mismatch, bits
 from fxtune.models.generation import GENERATION_CONFIG, end_tokens
 from fxtune.models.packed import PackedExperts
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxtune.models.exported_weights import Mismatch
+from fxtune.export.weights import Mismatch
 from fxtune.models.peft_adapter import FACTORED, WEIGHTS
 from fxtune.models.weights import readable_files
 from fxtune.system.hub import Origin

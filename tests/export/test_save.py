@@ -17,9 +17,9 @@ from support.architectures import (
 )
 
 from fxtune.errors import StorageError
+from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.models.proof import changed_since
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline
 
 

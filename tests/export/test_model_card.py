@@ -13,8 +13,8 @@ from support.architectures import (
     trained,
 )
 
+from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 
 
 def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):

@@ -27,11 +27,11 @@ from support.architectures import (
 
 from fxtune.cli.main import main
 from fxtune.errors import StorageError
+from fxtune.export import save, weights
+from fxtune.export.read_back import LIMIT
+from fxtune.export.save import save_model
 from fxtune.facts.options import Switch
-from fxtune.models import exported_weights, save
-from fxtune.models.export_proof import LIMIT
 from fxtune.models.load import Init, ModelConfig
-from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 
@@ -222,7 +222,7 @@ def test_mutated_adapter_is_no_export(adapted, save_mutated, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_mutated_model_is_no_export(full, save_mutated, monkeypatch, name):
-    monkeypatch.setattr(exported_weights, "FILE_BYTES", 60_000)
+    monkeypatch.setattr(weights, "FILE_BYTES", 60_000)
     mutate, words = MODELS[name]
     assert re.search(words, save_mutated(full, mutate))
 
@@ -242,7 +242,7 @@ def random_experts() -> ModelConfig:
 
 
 def test_unmutated_exports_are_proven(adapted, full, tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(exported_weights, "FILE_BYTES", 60_000)
+    monkeypatch.setattr(weights, "FILE_BYTES", 60_000)
     figures: dict[str, float] = {}
     for model, name in ((adapted, "adapter"), (full, "model")):
         folder = save_model(model, tokenizer, tmp_path / name, record=lambda proof: figures.update(proof.figures()))

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.architectures import on_disk
 
-from fxtune.models.exported_tokenizer import write_tokenizer
+from fxtune.export.tokenizer import write_tokenizer
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from support import sharded
 
 from fxtune.errors import StorageError
-from fxtune.models import exported_weights
+from fxtune.export import weights
+from fxtune.export.save import save_model
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.save import save_model
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def test_files_are_those_of_transformers(tmp_path, kind):
 def test_large_model_is_written_in_several_files(tmp_path, monkeypatch):
     from transformers import LlamaForCausalLM
 
-    monkeypatch.setattr(exported_weights, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(weights, "FILE_BYTES", 20_000)
     model = sharded.llama()
     save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -57,7 +57,7 @@ def test_large_model_is_written_in_several_files(tmp_path, monkeypatch):
 def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, kind):
     model = sharded.MODELS[kind]()
     save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "out")
-    before, real = (tmp_path / "out" / "model.safetensors").read_bytes(), exported_weights.write_tensors
+    before, real = (tmp_path / "out" / "model.safetensors").read_bytes(), weights.write_tensors
 
     def broken(path: Path, given: dict[str, torch.Tensor]) -> None:
         real(path, given)
@@ -65,7 +65,7 @@ def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, ki
         data[-1] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(exported_weights, "write_tensors", broken)
+    monkeypatch.setattr(weights, "write_tensors", broken)
     with pytest.raises(StorageError, match=r"read back from model\.safetensors, is not what the model holds"):
         save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fxtune.models.exported_tokenizer import CONFIG as TOKENIZER
-from fxtune.models.exported_tokenizer import ONLY_5
+from fxtune.export.tokenizer import CONFIG as TOKENIZER
+from fxtune.export.tokenizer import ONLY_5
 
 CONFIG = "config.json"
 ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)

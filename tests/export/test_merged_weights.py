@@ -11,9 +11,9 @@ from support.architectures import lora, on_disk, prepared_model, tiny_model, tra
 
 from fxtune.cli import merge as merging
 from fxtune.errors import StorageError
+from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit
 from fxtune.models.load import ModelConfig, load_tokenizer
-from fxtune.models.save import save_model
 
 
 def adapter(folder, model=None, **options):

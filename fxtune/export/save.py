@@ -13,12 +13,12 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
-from fxtune.models.export_proof import prove
-from fxtune.models.exported_config import write_rope_for_4
-from fxtune.models.exported_tokenizer import write_tokenizer
-from fxtune.models.exported_weights import ExportedWeights, LoadMismatch, Mismatch, on_main
+from fxtune.export.config import write_rope_for_4
+from fxtune.export.model_card import write_card
+from fxtune.export.read_back import prove
+from fxtune.export.tokenizer import write_tokenizer
+from fxtune.export.weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.model_card import write_card
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof, write_proof
@@ -51,7 +51,7 @@ def save_model(
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
     with RoPE as transformers 5, transformers 4 and vLLM read it.
 
-    The folder is proven before it counts (export_proof.py). `answer`: see prove(). `check`: one more check of the
+    The folder is proven before it counts (read_back.py). `answer`: see prove(). `check`: one more check of the
     written files, see Proof.with_check(). `question`: see prove(). `record` gets the proof, which is also in the card
     and, with the sha256 of each file, in proof.json.
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,8 +57,10 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 class Attention(AttentionOptions, Technique):
     _packed = False  # whether rows are packed: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
-    # The backend that runs, set by resolve(). Without an annotation, which would make it an option of the recipe.
-    _running = cast("Backend | None", None)
+
+    def __post_init__(self) -> None:
+        self._running: Backend | None = None
+        """What runs where the recipe asks for `backend`, once resolve() knows."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")

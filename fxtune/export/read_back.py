@@ -36,11 +36,11 @@ from fxtune.errors import first_line, shortened
 from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
 from fxtune.models.generation import GENERATION_CONFIG, end_tokens
-from fxtune.models.packed import PackedExperts
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
+from fxtune.models.replacement import PackedExperts
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class

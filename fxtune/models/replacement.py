@@ -21,7 +21,7 @@ class InPlaceOf(nn.Module):
     replaced: Any
 
     def __init__(self, replaced: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # and no other parent's: the parts are there
         self.__dict__.update({name: value for name, value in vars(replaced).items() if name != "forward"})
         self.__dict__["replaced"] = replaced  # not by setattr, which would make it a part
 
@@ -29,6 +29,18 @@ class InPlaceOf(nn.Module):
         """nn.Module.train(), also for the code of the replaced module, which reads the flag for its dropout."""
         self.replaced.training = mode
         return super().train(mode)
+
+
+class PackedExperts:
+    """The experts of a layer in fewer bits than the model's dtype."""
+
+    stored_as: str
+    """fp8, mxfp4, nf4/LIBRARY or int8/LIBRARY."""
+
+    def run_grouped(self, outermost: Any) -> None:
+        """Let peft's `outermost` wrapper around these experts run them and their adapters: peft itself cannot add an
+        adapter to codes."""
+        raise NotImplementedError
 
 
 def places(model: nn.Module) -> Places:

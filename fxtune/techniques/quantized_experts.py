@@ -27,7 +27,7 @@ from fxtune.kernels import fp8_experts
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, pack_mxfp4, unpack
-from fxtune.models.packed import PackedExperts
+from fxtune.models.replacement import PackedExperts
 from fxtune.models.shards import mark_mxfp4
 from fxtune.techniques.lora.experts import (
     FIRST,

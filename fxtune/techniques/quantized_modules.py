@@ -109,7 +109,7 @@ def is_quantized(module: nn.Module) -> bool:
 @torch.no_grad()
 def dequantized(module: Any) -> Tensor:
     """The weight of a quantized linear, [out, in] in its compute dtype."""
-    if isinstance(module, _Fp8):
+    if isinstance(module, Fp8Linear):
         return fp8.dequantize_weight(whole(module.weight), module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
         return int8_weight(module.codes, module.scale, module.compute_dtype)
@@ -122,7 +122,7 @@ def dequantized(module: Any) -> Tensor:
 def packed(module: Any) -> list[Tensor]:
     """The tensors that a quantized module stores. kernels.quantized.unpack() reads those of nf4 and int8."""
     weight = module.weight
-    if isinstance(module, _Fp8):
+    if isinstance(module, Fp8Linear):
         return [getattr(module, name).detach() for name in module.names]
     if isinstance(module, Fp8Embedding | Fp8Head):
         return [weight, module.scales]
@@ -142,7 +142,7 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
 
     In fp8 they are one stacked weight, since one product takes one matrix. Otherwise they are what each linear stores.
     """
-    if len(modules) == 1 or not isinstance(modules[0], _Fp8):
+    if len(modules) == 1 or not isinstance(modules[0], Fp8Linear):
         return [tensor for module in modules for tensor in packed(module)]
     codes, scales = torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
     transpose = "back" in modules[0].names
@@ -156,7 +156,7 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
 def stored_bytes(module: Any) -> int:
     """Bytes of a quantized module's weight, scales included, on all ranks that hold parts of it."""
     owner = getattr(module, "frozen_weights", module)
-    if isinstance(module, _Fp8) and (owner.weight.is_meta or is_divided(owner.weight)):
+    if isinstance(module, Fp8Linear) and (owner.weight.is_meta or is_divided(owner.weight)):
         # Each view of a divided tensor would be an exchange.
         copies, sizes = len(module.names) // 2, (module.out_features, module.in_features)
         return copies * sizes[0] * sizes[1] + 4 * sum(sizes[:copies])
@@ -200,13 +200,13 @@ def _int8_torchao(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
 
 
 def _fp8(linear: nn.Linear, weight: Tensor, double: bool, transpose: bool) -> Any:
-    made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
+    made = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     made.hold(fp8.quantize_weight(weight, transpose))
     return made
 
 
 def _fp8_without_weight(linear: nn.Linear, device: torch.device, transpose: bool) -> Any:
-    made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
+    made = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     made.hold(_empty_weight(linear.out_features, linear.in_features, device, transpose))
     mark_joined(made.weight, [linear.weight])  # type: ignore[arg-type]  # hold() makes it a parameter
     made.source_dtype = linear.weight.dtype
@@ -274,7 +274,7 @@ class _Cast(nn.Linear):
         return F.linear(input.to(self.compute_dtype), self.weight, self.bias).to(input.dtype)
 
 
-class _Fp8(DividedCodes, nn.Linear):
+class Fp8Linear(DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8, because peft would give adapters the
     dtype of a floating-point weight.
     """

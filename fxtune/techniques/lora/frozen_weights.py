@@ -3,9 +3,9 @@ operator reads.
 
 A group is one adapted linear, or several that read the same input (q, k, v; gate, up). Its weights are one contiguous
 parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving
-and merging: their `weight` becomes a property that returns a view of the group's parameter, and state dicts have
-peft's names (`q_proj.base_layer.weight`). A view can be changed in place, and `weight.data = other` copies the values
-into it. Assigning a parameter (`linear.weight = ...`) raises an error.
+and merging: their bases are replaced by linears whose `weight` is a view of the group's parameter, and state dicts
+have peft's names (`q_proj.base_layer.weight`). A view can be changed in place, and `weight.data = other` copies the
+values into it. Assigning a parameter (`linear.weight = ...`) raises an error.
 
 Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is the codes with
 a scale for each row, and their transpose likewise if it is kept. Other quantized weights (nf4, int8) stay parameters
@@ -14,7 +14,6 @@ of their linears; the group only refers to them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,9 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
+from fxtune.models.replacement import InPlaceOf
 from fxtune.models.shards import mark_joined
-from fxtune.techniques.quantized_modules import FP8_TENSORS, DividedCodes, grouped, register_frozen
+from fxtune.techniques.quantized_modules import FP8_TENSORS, DividedCodes, Fp8Linear, grouped, register_frozen
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -69,13 +69,11 @@ class FrozenWeights(DividedCodes, nn.Module):
         if "weight" not in self.names:
             self.aliased = tuple(bases)
             return
-        start = 0
-        for base in bases:
+        start, kind = 0, ViewedLinear if self.kind == DENSE else ViewedFp8Linear
+        for linear, base in zip(linears, bases, strict=True):
             for name in self.names:
                 delattr(base, name)
-            base.__class__ = _view_class(base.__class__, self.names)
-            # In __dict__, so that the owner is no submodule of its parts.
-            base.__dict__.update(frozen_weights=self, rows=slice(start, start + base.out_features))
+            linear.base_layer = kind(base, self, slice(start, start + base.out_features))
             start += base.out_features
 
     @property
@@ -140,34 +138,50 @@ class WeightView(torch.Tensor):
             self.copy_(value)
 
 
-@functools.cache
-def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
-    """A subclass of a linear's class whose tensors `names` are views of its `frozen_weights`."""
+def _view_of(name: str) -> property:
+    def view(self: Any) -> Any:
+        parameter = self._parameters.get(name)  # own_weight() sets one for a while
+        if parameter is not None:
+            return parameter
+        view = self.frozen_weights.view(name, self.rows)
+        # Compiled code reads it as it is, and FSDP's DTensor stays one.
+        plain = torch.compiler.is_compiling() or type(view) is not torch.Tensor
+        return view if plain else view.as_subclass(WeightView)
 
-    def view_of(name: str) -> property:
-        def view(self: Any) -> Any:
-            parameter = self._parameters.get(name)  # own_weight() sets one for a while
-            if parameter is not None:
-                return parameter
-            view = self.frozen_weights.view(name, self.rows)
-            # Compiled code reads it as it is, and FSDP's DTensor stays one.
-            plain = torch.compiler.is_compiling() or type(view) is not torch.Tensor
-            return view if plain else view.as_subclass(WeightView)
+    return property(view)
 
-        return property(view)
 
-    def save(self: Any, *args: Any) -> None:
+class _Viewed(InPlaceOf):
+    """A linear whose weight is a view of its group's. `rows`: the outputs of the group that are this linear's."""
+
+    frozen_weights: FrozenWeights
+    rows: slice
+    weight: Any = _view_of("weight")
+
+    def __init__(self, linear: nn.Module, owner: FrozenWeights, rows: slice) -> None:
+        super().__init__(linear)
+        # In __dict__, so that the owner is no submodule of its parts.
+        self.__dict__.update(frozen_weights=owner, rows=rows)
+
+    def _save_to_state_dict(self, *given: Any) -> None:
         if is_divided(self.frozen_weights.weight):  # its rows on this rank are not those of one linear
             return
         with own_weight(self):
-            kind._save_to_state_dict(self, *args)
+            super()._save_to_state_dict(*given)
 
-    def load(self: Any, *args: Any) -> None:
+    def _load_from_state_dict(self, *given: Any) -> None:
         with own_weight(self):
-            kind._load_from_state_dict(self, *args)
+            super()._load_from_state_dict(*given)
 
-    methods = {"_save_to_state_dict": save, "_load_from_state_dict": load, "__module__": kind.__module__}
-    return type(f"Viewed{kind.__name__}", (kind,), {**{name: view_of(name) for name in names}, **methods})
+
+class ViewedLinear(_Viewed, nn.Linear):
+    """nn.Linear over a view."""
+
+
+class ViewedFp8Linear(_Viewed, Fp8Linear):
+    """An fp8 linear over views of its group's tensors."""
+
+    scales, back, back_scales = (_view_of(name) for name in FP8_TENSORS[1:])
 
 
 @contextmanager

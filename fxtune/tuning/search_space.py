@@ -225,7 +225,7 @@ def matmul(config: Config, context: SearchContext) -> Iterator[Deltas]:
         return
     size = config.train.micro_batch_size
     facts = replace(context.facts, micro_batch_size=size, techniques=config.techniques)
-    if not (fuse.obstacle(facts) or gemm_backend.obstacle(facts)):
+    if not (fuse.refusal(facts) or gemm_backend.refusal(facts)):
         yield from ({"techniques.lora.matmul": kernel} for kernel in ("cute", "cublas"))
 
 

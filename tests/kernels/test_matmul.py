@@ -328,8 +328,8 @@ def test_kernel_with_wrong_products_is_rejected(quack, tmp_path):
     ],
 )
 def test_unavailable_kernel_is_refused_by_name_and_auto_uses_cublas(facts, reason):
-    assert gemm_backend.obstacle(H200) is None
-    assert reason in gemm_backend.obstacle(facts)
+    assert gemm_backend.refusal(H200) is None
+    assert reason in gemm_backend.refusal(facts)
     facts = replace(
         facts,
         model=random_shape() | facts.model,
@@ -363,7 +363,7 @@ def test_auto_uses_the_kernel_on_a_supported_gpu():
 
 def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
     """A model of two small layers in bfloat16, built as on a GPU that the kernel supports."""
-    monkeypatch.setattr(gemm_backend, "obstacle", lambda facts: None)
+    monkeypatch.setattr(gemm_backend, "refusal", lambda facts: None)
     pipeline = lora(fused=Switch.on, matmul=matmul_, **options)
     pipeline.lora._cute_by_auto = optional
     return pipeline, prepared_model(pipeline, random_model("llama"), dtype="bfloat16")

@@ -39,7 +39,7 @@ from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.transformers import rotation_of
 
 
-def obstacle(facts: Facts) -> str | None:
+def refusal(facts: Facts) -> str | None:
     """Why no adapter can run fused under these options, or None if some can."""
     lora, quantize = facts.techniques.lora, facts.techniques.quantize
     if not lora.enabled:
@@ -57,7 +57,7 @@ def obstacle(facts: Facts) -> str | None:
 def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
     """Whether techniques.lora will run each MLP as one operator. `model`: its skeleton(), or None."""
     lora = facts.techniques.lora
-    if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or obstacle(facts) or model is None:
+    if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or refusal(facts) or model is None:
         return False
     adapted = set(select(model, lora).modules)
     return any(

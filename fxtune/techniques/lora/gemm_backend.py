@@ -1,6 +1,6 @@
 """The GEMM backend for frozen weights of fused adapters and the head: cuBLAS, or quack's kernel (kernels/matmul.py).
 
-`obstacle` says before a weight is loaded why quack's kernel is not available. `enable` compiles it when the model is
+`refusal` says before a weight is loaded why quack's kernel is not available. `enable` compiles it when the model is
 built. `observe` checks with torch's profiler that it runs on one of the model's own weights.
 """
 
@@ -29,7 +29,7 @@ ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
 """Numbers of rows that observe() tries until the kernel computes a product."""
 
 
-def obstacle(facts: Facts) -> str | None:
+def refusal(facts: Facts) -> str | None:
     """Why quack's kernel cannot multiply for fused adapters under `facts`, and what to change; None if it can."""
     found, tokens = facts.packages.get(PACKAGE), facts.tokens
     sizes = [int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)]

@@ -167,7 +167,7 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
             )
     if trains_rows:
         trained = {**dict.fromkeys(saved, "modules_to_save"), **dict.fromkeys(chosen.modules, "target_modules")}
-        yield from trained_tokens.problems(model, trained)
+        yield from trained_tokens.refusals(model, trained)
     for path in chosen.modules:
         if is_router(path, named) and type(named[path]).forward is not nn.Linear.forward:
             yield f"target_modules: {path} is a {type(named[path]).__name__}, which is no plain linear. Take it out."

@@ -63,7 +63,7 @@ class Lora(LoraOptions, Technique):
                 f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the "
                 "weight. Use default with dora."
             )
-        if self.fused is Switch.on and (why := fusing.obstacle(facts)):
+        if self.fused is Switch.on and (why := fusing.refusal(facts)):
             yield f"fused: {why}. Use auto or off."
         if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
             yield f"matmul: cute, but {why}. Or use auto."
@@ -90,7 +90,7 @@ class Lora(LoraOptions, Technique):
     def _resolve_fused(self, facts: Facts) -> str | None:
         if self.fused is not Switch.auto:
             return None
-        why = "no gain on a CPU" if facts.device == "cpu" else fusing.obstacle(facts)
+        why = "no gain on a CPU" if facts.device == "cpu" else fusing.refusal(facts)
         if not why and fusing.mlp_kernel(facts) == "liger":
             why = "techniques.liger has the MLPs"
         self.fused, self._fused_by_auto = (Switch.off if why else Switch.on), True
@@ -126,7 +126,7 @@ class Lora(LoraOptions, Technique):
         """Why quack's kernel is not available."""
         if self.fused is Switch.off:
             return "techniques.lora.fused=off leaves all products to peft's linears"
-        return fusing.obstacle(facts) or gemm_backend.obstacle(facts)
+        return fusing.refusal(facts) or gemm_backend.refusal(facts)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         """Wrap the module in a PeftModel and freeze the base. The random state of the caller decides A.

@@ -45,7 +45,7 @@ def ids_of_adapter(adapter: str) -> list[int]:
     return sorted({token for ids in found.values() for token in ids} if isinstance(found, dict) else found)
 
 
-def problems(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
+def refusals(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
     """Why rows of `model`, without adapters yet, cannot be trained. `trained`: modules with trained weights besides
     these rows, and by which option."""
     for path, table in _tables(model).items():

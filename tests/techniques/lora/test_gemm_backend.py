@@ -19,7 +19,7 @@ def test_a_resumed_run_keeps_the_gemm_backend_that_auto_chose(small, cwd, monkey
 
     small.techniques.lora.fused, small.train.max_steps, small.checkpoint.every = Switch.on, 2, 1
     small.run.dir = "run"
-    monkeypatch.setattr(gemm_backend, "obstacle", lambda facts: None)
+    monkeypatch.setattr(gemm_backend, "refusal", lambda facts: None)
     with monkeypatch.context() as patch:
         patch.setattr(gemm_backend, "prepare", broken)
         patch.setattr(trainer.Trainer, "_finish", broken)

@@ -396,8 +396,8 @@ def fit_line(rows: list[Row], facts: Facts) -> Line:
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     """(tokens, layers besides the last that keep their input on the device, limit) of the longest row that fits."""
-    from fxtune.techniques.checkpointing.offload import pinned_bytes
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
+    from fxtune.techniques.estimate.recomputation import pinned_bytes
 
     layers, hidden = facts.text["num_hidden_layers"], 2 * facts.text["hidden_size"]
     room, host = (1 - SPARE) * facts.free_memory, HOST_SHARE * facts.host_memory

@@ -47,7 +47,7 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any) -> tuple[i
         adapters = _Adapters(_Tensors(opened, [adapter.folder / WEIGHTS]), lora, merged.files)
         count, passed = 0, []
         for name in sorted(merged.files):
-            source = next((one for one in (*_spellings(name), *_tied(name)) if one in stored.files), None)
+            source = next((spelled for spelled in (*_spellings(name), *_tied(name)) if spelled in stored.files), None)
             # By its dimensions, because families name experts differently (Granite-MoE).
             of_experts = bool(lora.target_parameters) and merged[name].dim() > 2
             if of_experts or adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
@@ -88,12 +88,12 @@ class _Adapters:
         self.trained, self.lora = trained, lora
         names = [name.removeprefix(PREFIX) for name in trained.files]
         modules = {name.rpartition(".lora_")[0] for name in names if ".lora_" in name}
-        weights = {module: [f"{one}.weight" for one in _spellings(module)] for module in modules}
+        weights = {module: [f"{path}.weight" for path in _spellings(module)] for module in modules}
         parameters = tuple(lora.target_parameters or ())
         self.modules = {
             module
             for module, spelled in weights.items()
-            if any(one in merged and not one.endswith(parameters) for one in spelled)
+            if any(name in merged and not name.endswith(parameters) for name in spelled)
         }
         others = {module.removesuffix(".base_layer") for module in modules - self.modules} if parameters else set()
         self._others = {path.rpartition(".")[2] for path in others}
@@ -101,7 +101,7 @@ class _Adapters:
             raise Mismatch(f"{stray[0]} has an adapter, and no tensor of the merged model is its weight")
 
     def passes_over(self, name: str) -> bool:
-        """Whether the tensor belongs to a module of which a tensor has an adapter of its own, such as experts."""
+        """Whether the tensor is in a module with an adapter on one of its tensors, such as experts."""
         return not self._others.isdisjoint(name.split("."))
 
     def replacement(self, name: str) -> str | None:
@@ -109,7 +109,7 @@ class _Adapters:
         module, _, leaf = name.rpartition(".")
         spelled = (f"{PREFIX}{module}.{leaf}", f"{PREFIX}{module}.base_layer.{leaf}")
         own = leaf != "weight" or not self._module(name)
-        return next((one for one in spelled if own and one in self.trained.files), None)
+        return next((path for path in spelled if own and path in self.trained.files), None)
 
     def _module(self, name: str) -> str | None:
         return next((one for spelled in _spellings(name) if (one := spelled.rpartition(".")[0]) in self.modules), None)
@@ -135,7 +135,7 @@ class _Adapters:
             transposed = delta.shape != weight.shape
         total = weight + (delta.T if transposed else delta)
         magnitude = f"{PREFIX}{module}.lora_magnitude_vector"
-        found = next((one for one in (magnitude, f"{magnitude}.weight") if one in self.trained.files), None)
+        found = next((path for path in (magnitude, f"{magnitude}.weight") if path in self.trained.files), None)
         if found is None:
             return total
         outputs = 0 if transposed else 1

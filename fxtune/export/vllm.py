@@ -1,6 +1,6 @@
 """Which adapters vLLM loads, by its own rules.
 
-They are those of its main branch of 2026: vllm/lora/peft_helper.py (options that it refuses, and one scaling for all
+The rules are from its main branch of 2026: vllm/lora/peft_helper.py (options that it refuses, and one scaling for all
 modules), vllm/config/lora.py (values of --max-lora-rank) and vllm/lora/lora_model.py (names of tensors). Options that
 it does not read, such as rank_pattern, are the worst: such an adapter loads and gives wrong answers. Whether its class
 of a model takes adapters at all (`SupportsLoRA`) is in its list of models.

@@ -16,7 +16,7 @@ ALIASES = {
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-"""Names of the number of experts in a layer, and of those that a token uses."""
+"""Names of the number of experts in a layer, and of the number of experts that a token uses."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shape:
 
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
-        """`text`: the text model's config as a dict. Missing sizes are those of a Llama of the same width."""
+        """`text`: the text model's config as a dict. Missing sizes are as in a Llama of the same width."""
         for name, others in ALIASES.items():
             if not text.get(name) and (size := next((text[other] for other in others if text.get(other)), None)):
                 text = {**text, name: size}

@@ -68,7 +68,7 @@ class ModelConfig:
     """Start from the weights of this PEFT adapter (a folder or a hub id), with the RoPE scaling in its config.json.
     This does not resume a run: see run.resume."""
     tokenizer: Optional[str] = None
-    """A folder or a hub id for the tokenizer; null: that of `path`."""
+    """A folder or a hub id for the tokenizer; null: the tokenizer of `path`."""
     add_tokens: list[str] = field(default_factory=list)
     """Special tokens that the tokenizer gets beside its own. Their rows of the embedding and the head are spare rows
     of the base, or new ones that start as the mean of all; adapters train them as techniques.lora.train_tokens."""
@@ -175,7 +175,7 @@ def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
 
 def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     """The model's fast tokenizer, with a pad token and with model.add_tokens. Each of its ids has an embedding in the
-    model of `hf_config`, by default that of load_config().
+    model of `hf_config`, by default of load_config().
 
     A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. This is
     safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
@@ -246,7 +246,7 @@ def build(
     random = model.init is Init.random
     origin = None if random else _locate(model)
     if origin is not None and (origin.folder / PROOF).exists():
-        weights.readable_files(origin)  # fetches those of the hub
+        weights.readable_files(origin)  # fetches the files of the hub
         require_unchanged(origin, f"model.path={model.path}", (world.rank, world.size))
     found = None if origin is None else _read_config(origin, model)
     rows, before = hf_config.get_text_config().vocab_size, 0
@@ -311,7 +311,7 @@ def fill(
     """Read or draw the weights of a model that build() made without them: of each the rows that this rank holds.
 
     `pieces`: shards.pieces_of() the model before its parameters got memory. `elsewhere`: what each_weight() has handed
-    out. The other arguments are those of build().
+    out. The other arguments are as in build().
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code

@@ -41,7 +41,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     `nudge`: the relative change of each number of the embedded tokens.
     """
     device = next(model.parameters()).device
-    row = kind_of(model.config).small_row(model, TOKENS)
+    row = kind_of(model.config).small_row(model, TOKENS, spread=False)
     # Without a mask transformers would look for documents in the positions, which have no values on the meta device.
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device) if device.type == "meta" else None
 

@@ -89,13 +89,14 @@ def is_adapter(parameter: str) -> bool:
 def base_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the model's weights. Packed weights and adapters have dtypes of their own."""
     parameters = model.named_parameters()
-    return next(one.dtype for name, one in parameters if one.is_floating_point() and not is_adapter(name))
+    return next(weight.dtype for name, weight in parameters if weight.is_floating_point() and not is_adapter(name))
 
 
 def beside_text(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that no text reaches: those outside of the decoder and the head, such as a vision tower's."""
+    """The parameters that no text reaches, outside of the decoder and the head, such as a vision tower's."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    reached = {id(one) for part in (backbone(model), head) if part is not None for one in part.parameters()}
+    parts = [part for part in (backbone(model), head) if part is not None]
+    reached = {id(parameter) for part in parts for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 
 

@@ -1,4 +1,8 @@
-"""Causal language modelling: cross-entropy summed over supervised tokens, divided by their number in the step."""
+"""Causal language modelling: the cross-entropy of supervised tokens, divided by their number in the whole step.
+
+The loss of a mixture of experts also has the auxiliary loss of its routers (techniques.router.aux_loss_coef). `loss`
+is in nats per supervised token, `eval/perplexity` its exponential.
+"""
 
 from __future__ import annotations
 

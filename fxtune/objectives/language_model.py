@@ -5,8 +5,8 @@ take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden s
 gathered, and the head runs on these alone: the same numbers for less work, and no host sync.
 
 Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). Both are
-applied here, by a table that may be incomplete. So the constructor compares the logits of a small row with those of
-the model's own forward. If they differ, the model's own forward is used, and the evidence says so.
+applied here, by a table that may be incomplete. So the constructor compares the logits of a small row with the logits
+of the model's own forward. If they differ, the model's own forward is used, and the evidence says so.
 
 With `liger.fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """
@@ -101,7 +101,7 @@ class LanguageModel:
         return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
 
     def router_terms(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """(the auxiliary loss, figures of the routers) of the newest forward pass, which was that of `batch`; each is
+        """(the auxiliary loss, figures of the routers) of the newest forward pass, whose input was `batch`; each is
         multiplied by the number of supervised tokens. The loss is None in evaluation and for models without one."""
         self.asked_routers = True
         if self.routers is None:
@@ -178,7 +178,7 @@ class LanguageModel:
         return self._logits(hidden), self._head_losses(hidden, labels, "none")
 
     def _compare(self) -> Evidence:
-        """Compare the logits and losses of a small row with those of the model's own forward; sets `own_forward`."""
+        """Compare the logits and losses of a small row with the model's own forward pass; sets `own_forward`."""
         device = next(self.model.parameters()).device
         row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
         starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)

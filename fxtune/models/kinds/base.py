@@ -3,7 +3,7 @@
 A kind is what is alike in all families of one auto class of transformers: decoders of text are one kind, whether Llama
 or Qwen. Decoders that also read images would be another kind, with a processor beside the tokenizer, pixels in the
 small row, and parts outside of the text model. A head that gives a number for a document makes another kind, too: it
-has an auto class and a `head` of its own, and `architectures` in its config names its class.
+has another auto class, and `architectures` in its config names its class.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Kind(ABC):
         """The decoder layers of a model without adapters, first to last."""
 
     @abstractmethod
-    def small_row(self, model: Any, tokens: int) -> dict[str, torch.Tensor]:
+    def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
         """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and what else a
-        forward pass needs beside positions and masks."""
+        forward pass needs beside positions and masks. `spread`: ids from all over the vocabulary; False: the first."""
 
     @abstractmethod
     def untrained_parts(self, config: Any) -> str:

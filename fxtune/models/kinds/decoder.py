@@ -52,9 +52,9 @@ class Decoder(Kind):
     def layers(self, model: Any) -> list[nn.Module]:
         return [layer for layers in _layer_lists(_decoder(model), model.config) for layer in layers]
 
-    def small_row(self, model: Any, tokens: int) -> dict[str, torch.Tensor]:
-        device = next(model.parameters()).device
-        ids = (torch.arange(tokens, device=device) * 7919 + 3) % model.config.get_text_config().vocab_size
+    def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
+        ids = torch.arange(tokens, device=next(model.parameters()).device)
+        ids = (ids * 7919 + 3 if spread else ids) % model.config.get_text_config().vocab_size
         return {"input_ids": ids.unsqueeze(0)}
 
     def untrained_parts(self, config: Any) -> str:

@@ -4,14 +4,13 @@ and resumes, on ranks and in any micro-batches, and no line of the trainer, of p
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.documents import EXAMPLES
+from support.rows import write_ranked
 from support.runs import history
 from torch.nn import functional as F
 
@@ -50,17 +49,7 @@ TEMPERATURE = 32
 
 @pytest.fixture
 def rows(cwd):
-    """96 questions with three answers of different lengths, of which one is right; two plugins that read and rank them."""
-    for name in ("ranked.py", "listwise.py"):
-        Path(name).write_text(EXAMPLES[name])
-    draw = random.Random(0)
-    with Path("rows.jsonl").open("w") as out:
-        for number in range(96):
-            candidates = [("It is seven.", 1), ("It is a lamp.", 0), ("Ask me again.", 0)]
-            draw.shuffle(candidates)
-            texts, relevance = zip(*candidates, strict=True)
-            row = {"query": f"Which number? {number}", "candidates": texts, "relevance": relevance}
-            out.write(json.dumps(row) + "\n")
+    write_ranked()
 
 
 def train(*words: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
+
+from support.documents import EXAMPLES
 
 from fxtune.data.config import SourceConfig
 from fxtune.data.read.sources import open_source
@@ -20,6 +23,20 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
+
+
+def write_ranked() -> None:
+    """Write into the working directory rows.jsonl, 96 questions with three answers each, one of them right, and the
+    plugins of docs/plugins.md that read and rank them."""
+    for name in ("ranked.py", "listwise.py"):
+        Path(name).write_text(EXAMPLES[name])
+    draw, rows = random.Random(0), []
+    for number in range(96):
+        candidates = [("It is seven.", 1), ("It is a lamp.", 0), ("Ask me again.", 0)]
+        draw.shuffle(candidates)
+        texts, relevance = zip(*candidates, strict=True)
+        rows.append({"query": f"Which number? {number}", "candidates": texts, "relevance": relevance})
+    write_jsonl(Path("rows.jsonl"), rows)
 
 
 def values(path: str | Path, **config: Any) -> list[Any]:

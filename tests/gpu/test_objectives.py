@@ -1,0 +1,30 @@
+"""An objective over groups of documents on a GPU: recorded passes give the losses of plain ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.rows import write_ranked
+from support.runs import history
+
+from fxtune.cli.main import main
+
+
+def losses(run: str, *words: str) -> list[float]:
+    options = ["objective=listwise", "data.sources=[{path: rows.jsonl, format: ranked}]", "data.sequence_length=256"]
+    options += ["techniques=[lora]", "train.micro_batch_size=2", "train.global_batch_size=4", "train.max_steps=12"]
+    options += ["data.packing=true", "data.cache_dir=cache", "run.report=false", "train.log_every=1"]
+    assert main(["--plugin", "ranked.py", "--plugin", "listwise.py", *options, f"run.dir={run}", *words]) == 0
+    return [line["train/loss"] for line in history(Path(run)) if "train/loss" in line]
+
+
+@pytest.mark.parametrize("head", ["on", "off"])
+def test_recorded_passes_over_groups_give_the_losses_of_plain_ones(cwd, head):
+    write_ranked()
+    words = ["techniques.compile.enabled=true", "techniques.liger.enabled=true"]
+    words.append(f"techniques.liger.fused_linear_cross_entropy='{head}'")
+    plain = losses("plain", *words, "techniques.compile.cuda_graphs='off'")
+    recorded = losses("recorded", *words, "techniques.compile.cuda_graphs='on'")
+    assert len(plain) == 12
+    assert recorded == pytest.approx(plain, rel=1e-2)

@@ -67,7 +67,7 @@ def test_wheel_holds_all_recipes_configs_and_assets(wheel):
         assert files
         missing = {f"{inside}/{path.relative_to(CHECKOUT / folder)}" for path in files} - names
         assert not missing
-    assert not any("tests" in name or name.endswith(".pyc") for name in names)
+    assert not any("tests/" in name or name.endswith(".pyc") for name in names)
 
 
 @pytest.mark.vital

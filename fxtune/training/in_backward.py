@@ -1,9 +1,9 @@
 """The optimizer's step in the backward pass: a weight is updated as soon as its gradient is whole, and the gradient is
-freed. So the gradients of one layer exist at a time, or those of the head. That is 15 GB less for 8B in bfloat16.
+freed. So the gradients of one layer, or of the head, exist at a time. That is 15 GB less for 8B in bfloat16.
 
 Autograd calls a hook on each weight once per backward pass, when nothing in the pass adds to its gradient or reads the
 weight any more. There the weight's own part of the optimizer takes its step. The arithmetic and the random bits of a
-weight do not depend on other weights, so the bits are those of an ordinary step.
+weight do not depend on other weights, so the bits equal an ordinary step's.
 
 What needs all gradients before the first update is refused: clipping by the global norm, sums over micro-batches and
 over ranks, a loss scale. The loss is known before, so a step whose loss is not finite, or a spike that is skipped,
@@ -39,7 +39,8 @@ class InBackward:
         """The norm of each gradient of this step, scalars on the device."""
         self.torn = False
         """Whether some weights are updated and others may not be."""
-        self._armed = False
+        self.armed = False
+        """Whether the backward pass of this step updates, or has updated, the weights."""
         self._lr, self._seed = 0.0, 0
         self._updates = torch.ones((), dtype=torch.bool)
         # Through a weak reference, or the hooks of a model would keep the moments of every optimizer that it had.
@@ -49,9 +50,9 @@ class InBackward:
 
     def begin(self, lr: float, updates: torch.Tensor, seed: int) -> None:
         """Let the next backward pass take a whole step at rate `lr`. `updates`: whether weights change at all, a bool
-        on the device; `seed`: that of stochastic rounding."""
-        assert not self._armed, "a step has one backward pass"
-        self._lr, self._updates, self._seed, self._armed = lr, updates, seed, True
+        on the device; `seed`: for stochastic rounding."""
+        assert not self.armed, "a step has one backward pass"
+        self._lr, self._updates, self._seed, self.armed = lr, updates, seed, True
         self.norms.clear()
 
     def norm(self) -> torch.Tensor:
@@ -61,11 +62,11 @@ class InBackward:
 
     def end(self) -> None:
         """Call it when all weights have taken the step, or when none has and the step is dropped."""
-        self._armed = self.torn = False
+        self.armed = self.torn = False
 
     def _arrived(self, weight: torch.Tensor) -> None:
         """The gradient of `weight` is whole."""
-        if not self._armed:
+        if not self.armed:
             return
         if weight in self.norms:
             raise ConfigError(
@@ -93,7 +94,7 @@ def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:
 
     def count(weight: torch.Tensor) -> None:
         nonlocal most
-        most = max(most, sum(one.grad is not None for one in weights))
+        most = max(most, sum(other.grad is not None for other in weights))
         arrived[weight] += 1
         weight.grad = None
 

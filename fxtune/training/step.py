@@ -85,12 +85,8 @@ class TrainStep:
             final = self.recorder is None and not loss_scale.active  # gradients, when hooks run
             overlap = final and self.world.context_ranks == 1 and self.sharding is None
             self.gradient_sum = GradientSum(self.world, optimizer.whole, parallel, bucket_bytes, overlap)
-        self._index = 0
-        self._lr: float | None = None
-        """The rate at which this step's backward pass updates weights; None: it leaves gradients."""
-        self._spike_limit = torch.full((), math.inf)
-        """The `spike_limit` of a step whose backward pass updates weights."""
         self._names: tuple[str, ...] = ("loss",)
+        """The names of what a pass returns: a recording of a pass returns a tensor and no names."""
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
         """Take `step` of `plan` with learning rate `lr`.
@@ -103,7 +99,7 @@ class TrainStep:
         metrics = self.sum_over_ranks(self.rank_report.timed(backward))
         with self.rank_report.timer.part(UPDATE):
             self.clip(metrics)
-            self.update(metrics, lr)
+            self.update(metrics, lr, step.index)
         return metrics
 
     def backward(
@@ -120,10 +116,9 @@ class TrainStep:
         `index`: of the step. Dropout depends only on it, the micro-batch's place in the step and the seed, so a
         resumed run repeats it exactly, with any number of ranks.
         `own`: see StepBatches; further micro-batches add zeros.
-        `lr`: with optimizer.in_backward the weights are updated at this rate, and no gradients are left; None: they
-        are left.
+        `lr`: with optimizer.in_backward the weights are updated at this rate, no gradients are left, and the means
+        hold `spike_limit`. None: gradients are left.
         """
-        self._index, self._lr = index, lr
         totals: torch.Tensor | None = None
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
@@ -133,7 +128,7 @@ class TrainStep:
             place = position * self.world.data_ranks + self.world.data_rank
             torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
             share = normalizer if own is None or position < own else math.inf
-            part = self.recorder(batch, share) if self.recorder else self._pass(batch, share)
+            part = self.recorder(batch, share) if self.recorder else self._pass(batch, share, index, lr)
             totals = part if totals is None else totals + part
         assert totals is not None, "a step has a micro-batch"
         self.optimizer.collect()
@@ -166,25 +161,27 @@ class TrainStep:
         """Clip the gradient; adds `grad_norm`, `finite` and `spike_limit` to what backward() returned. In a local step
         `grad_norm` is the mean of the ranks' norms, so a step that is not finite on one rank is skipped by all.
         """
-        updating = self.in_backward if self._lr is not None else None
-        metrics["grad_norm"] = updating.norm() if updating else self.optimizer.clip(self.max_grad_norm)
+        updated = self.in_backward if self.in_backward and self.in_backward.armed else None
+        metrics["grad_norm"] = updated.norm() if updated else self.optimizer.clip(self.max_grad_norm)
         if self.weight_average:
             metrics["grad_norm"] = metrics["grad_norm"] / self.world.size
             totals = self.world.sum(torch.stack([value.float() for value in metrics.values()]), "adding up losses")
             metrics.update(zip(list(metrics), totals.unbind(), strict=True))
         loss = metrics["loss"]
         metrics["finite"] = torch.isfinite(metrics["grad_norm"]) & torch.isfinite(loss)
-        metrics["spike_limit"] = self._spike_limit if updating else self.spikes.limit(loss)
+        if updated is None:
+            metrics["spike_limit"] = self.spikes.limit(loss)
 
-    def update(self, metrics: Metrics, lr: float) -> None:
-        """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`."""
+    def update(self, metrics: Metrics, lr: float, index: int = 0) -> None:
+        """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`. `index`: as
+        in backward()."""
         finite = metrics["finite"]
-        if self.in_backward and self._lr is not None:
+        if self.in_backward and self.in_backward.armed:
             self.in_backward.end()
             self.optimizer.drop()
         else:
             updates = self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite)
-            self.optimizer.step(lr, updates, _seed(self.seed, self._index))  # the same on any number of ranks
+            self.optimizer.step(lr, updates, _seed(self.seed, index))  # the same on any number of ranks
         if self.gradient_sum and self.gradient_sum.compression:
             self.gradient_sum.compression.keep(updates)
         if self.weight_average:
@@ -208,26 +205,26 @@ class TrainStep:
 
     @property
     def keeps_rank_state(self) -> bool:
-        """Whether each rank has state of its own that a resumed run needs."""
+        """Whether a resumed run needs state that differs from rank to rank."""
         compresses = self.gradient_sum is not None and self.gradient_sum.compression is not None
         return compresses or self.weight_average is not None
 
     def all_rank_bytes(self, moments: int) -> int:
-        """Bytes of `moments`, the optimizer's on one rank, and of what rank_state() will be on all ranks."""
+        """Bytes of the optimizer's `moments` on one rank and of rank_state() on all ranks."""
         if self.weight_average:
             return moments * self.world.size
         errors = 4 * sum(parameter.numel() for parameter in self.optimizer.names) * self.world.size
         return moments + errors * self.keeps_rank_state
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """State that each rank has of its own, by name: PowerSGD's errors, or the moments of local steps."""
+        """State that differs from rank to rank, by name: PowerSGD's errors, or the moments of local steps."""
         if self.gradient_sum and self.gradient_sum.compression:
             return self.gradient_sum.compression.state()
         return self.optimizer.state()[0] if self.weight_average else {}
 
     def load_rank_states(self, ranks: Sequence[Mapping[str, torch.Tensor]], scalars: dict[str, Any]) -> None:
-        """Restore what rank_state() returned on each rank. `scalars`: those of the optimizer, which all ranks share.
-        With another number of ranks than now, moments stay those of the first rank."""
+        """Restore what rank_state() returned on each rank. `scalars`: the optimizer's state that is not
+        tensors, which all ranks share. If the number of ranks has changed, all ranks keep the moments of rank 0."""
         if not ranks:
             return
         if self.gradient_sum and self.gradient_sum.compression:
@@ -245,20 +242,23 @@ class TrainStep:
         if self.weight_average:
             self.weight_average.average()
 
-    def _pass(self, batch: Batch, normalizer: torch.Tensor | float) -> torch.Tensor:
-        """Run a micro-batch forward and backward. Returns its share of the mean loss, or of [1 + metrics] means."""
+    def _pass(
+        self, batch: Batch, normalizer: torch.Tensor | float, index: int = 0, lr: float | None = None
+    ) -> torch.Tensor:
+        """Run a micro-batch forward and backward. Returns its share of the mean loss, or of [1 + metrics] means.
+        `index`, `lr`: as in backward(); a recording updates no weights and needs neither."""
         with self.precision.context(batch.input_ids.device):
             loss, metrics = self.objective.loss(self.model, batch)
             mean = loss / normalizer
         if self.norms:
             self.norms.begin()
-        if self.in_backward and self._lr is not None:
-            loss = mean.detach()
-            self._spike_limit = self.spikes.limit(loss)
-            updates = self.spikes.updates_weights(self._spike_limit, loss, torch.isfinite(loss))
-            self.in_backward.begin(self._lr, updates, _seed(self.seed, self._index))
-        self.loss_scale.scaled(mean).backward()
         values = {"loss": mean.detach(), **{name: metric.detach() / normalizer for name, metric in metrics.items()}}
+        if self.in_backward and lr is not None:
+            loss, limit = values["loss"], self.spikes.limit(values["loss"])
+            updates = self.spikes.updates_weights(limit, loss, torch.isfinite(loss))
+            self.in_backward.begin(lr, updates, _seed(self.seed, index))
+            values["spike_limit"] = limit
+        self.loss_scale.scaled(mean).backward()
         if self.norms:
             values |= self.norms.read(batch.labels, len(batch.input_ids), normalizer)
         self._names = tuple(values)

@@ -73,7 +73,7 @@ from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
 
 MORE_TOKENS = 16
-"""Tokens that the answer in the proof of the export may have beyond those of the right one."""
+"""Tokens by which the answer in the proof of the export may be longer than the right answer."""
 LARGE_METRICS = 200 * 2**20
 """Bytes of metrics.jsonl, of some 300,000 log lines, beyond which a run writes no page when it ends."""
 
@@ -196,7 +196,7 @@ class Trainer:
         self._name_untrained_tokens()
         evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
         resume_check.check_model(self.language_model.prepared, builder.techniques.options())
-        folder.write(EVIDENCE, [dataclasses.asdict(one) for one in evidence])
+        folder.write(EVIDENCE, [dataclasses.asdict(observation) for observation in evidence])
         screen.evidence(evidence)
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
         # weight.
@@ -270,8 +270,10 @@ class Trainer:
         self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, self.techniques.compile)
         self.logs_late = self.world.device.type == "cuda"
         """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
-        self.unlogged_lr: float | None = None
-        """The learning rate of a step whose log line is due; None: no line is due."""
+        self.line_due = False
+        """Whether the last step ends in a log line that is not written yet."""
+        self.lr = 0.0
+        """The learning rate of the last step."""
 
     def _evaluation_steps(self) -> float:
         """About how many steps take as long as an evaluation, by their tokens. Asked for a deadline alone."""
@@ -388,8 +390,7 @@ class Trainer:
         if state.step:  # a signal may have interrupted the evaluation, and the run may have been told to finish
             self._end_step(evaluate=state.evaluation_due, save=state.evaluation_due, looks=True)
         for step, lr, metrics in self.steps() if not self._pauses() else ():
-            if self.unlogged_lr is not None:
-                self._log_line(self.unlogged_lr)
+            self._log_due_line()
             statistics.add(metrics)
             meter.add(step.index, step.wait_seconds)
             self.training.done = step.index + 1
@@ -399,14 +400,14 @@ class Trainer:
             save = self.end.begins_decay(self.schedule) or last or _due(state.step, config.checkpoint.every)
             looks = state.step % config.train.log_every == 0 or self.end.looks(state.step)
             # A run may end with any evaluation that can stop it.
-            self.unlogged_lr = lr if last or looks or (evaluate and config.train.stop.patience) else None
+            self.line_due, self.lr = last or looks or (evaluate and config.train.stop.patience > 0), lr
             state.evaluation_due = evaluate
             if self.world.size == 1:  # several ranks agree on a signal in the next step
                 SIGNALS.check()
-            if self.unlogged_lr is not None:
+            if self.line_due:
                 statistics.post()
                 if evaluate or save or not self.logs_late or self.end.looks(state.step):
-                    self._log_line(self.unlogged_lr)
+                    self._log_due_line()
             self._stop_if_not_finite()
             self._end_step(evaluate, save, looks)
             if self._pauses():
@@ -423,8 +424,8 @@ class Trainer:
             with self.meter.paused():
                 save = self._evaluate() or save
         decision = self.end.decide(self.schedule, evaluate, looks)
-        if decision is not None and self.unlogged_lr is not None:
-            self._log_line(self.unlogged_lr)
+        if decision is not None:
+            self._log_due_line()
         if decision is not None and decision.origin is not None and not self.run_state.go_back(decision.origin):
             self.screen.note("The decay begins from the present weights.")
             self.state.branch_step = None
@@ -508,7 +509,7 @@ class Trainer:
                 take.clip(metrics)
             # Not repeated when it runs out of memory: some weights may be updated already.
             with self.builder.oom_context(f"The update of step {step.index + 1}"):
-                take.update(metrics, lr)
+                take.update(metrics, lr, step.index)
         return metrics
 
     def _has_new_rows(self, index: int) -> bool:
@@ -569,8 +570,7 @@ class Trainer:
             rows = self.plan.micro_rows(self.state.step)  # more of them, where they are shorter
         message = out_of_memory_message(part, rows, why)
         with SIGNALS.deferred():
-            if self.unlogged_lr is not None:
-                self._log_line(self.unlogged_lr)
+            self._log_due_line()
             try:
                 if self.train_step.torn:
                     self.run_state.checkpoints.wait()
@@ -594,15 +594,13 @@ class Trainer:
 
     def _stop(self, stop: Stopped) -> None:
         """Save the state and tell the user how to resume the run. Returns when the state is on the disk."""
-        if self.unlogged_lr is not None:
-            self._log_line(self.unlogged_lr)
+        self._log_due_line()
         self._ensure_saved()
         stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
     def _pause(self) -> dict[str, Any]:
         """Save the state. Returns the last figures of the run so far."""
-        if self.unlogged_lr is not None:
-            self._log_line(self.unlogged_lr)
+        self._log_due_line()
         self._ensure_saved()
         self.energy.end(self.state.tokens)
         self.tracker.finish(exit_code=GOES_ON)
@@ -622,16 +620,17 @@ class Trainer:
         if self.monitor.must_stop:
             self.monitor.statistics.settle()  # a step issued since may be finite
         if self.monitor.must_stop:
-            if self.unlogged_lr is not None:
-                self._log_line(self.unlogged_lr)
+            self._log_due_line()
             if self.monitor.last_finite > self.run_state.saved:  # its weights are in no checkpoint yet
                 self.run_state.save()
             self.run_state.checkpoints.wait()
             raise self.monitor.stop_error(self.run_state.checkpoints.folder, self._broken_router())
 
-    def _log_line(self, lr: float) -> None:
-        """Log the steps up to state.step. Waits for the device to finish them."""
-        self.unlogged_lr = None
+    def _log_due_line(self) -> None:
+        """Log the steps up to state.step if a line is due. Waits for the device to finish these steps."""
+        if not self.line_due:
+            return
+        self.line_due = False
         figures = self.monitor.read()
         startup = self.log.started()
         self.clock.reached(self.state.step)
@@ -641,7 +640,7 @@ class Trainer:
         self.log.log(
             {
                 "train/epoch": self.plan.epoch(self.state.step),
-                "train/lr": lr,
+                "train/lr": self.lr,
                 **figures,
                 **self.meter.read(self.rank_report.longest_wait()),
                 **self.rank_report.figures(),
@@ -792,7 +791,7 @@ class Trainer:
             name = broken_router(self.model, routers, run) if routers is not None else None
         except Exception:  # noqa: BLE001  the error that ends the run is the loss, whatever fails in this search
             name = None
-        return next((one for one in self.world.gather(name, "looking for a broken router") if one), None)
+        return next((router for router in self.world.gather(name, "looking for a broken router") if router), None)
 
 
 def _due(step: int, every: int) -> bool:

@@ -78,7 +78,7 @@ class Part:
 
 
 def stage(folder: Path, step: int) -> Path:
-    """Make the folder in which the checkpoint of `step` is put together. Raises OSError."""
+    """Make the staging folder for the checkpoint of `step`. Raises OSError."""
     staging = folder / f".staging-step-{step:08d}"
     staging.mkdir()
     return staging
@@ -200,18 +200,18 @@ def _tensor_files(manifest: Mapping[str, Any], kind: str) -> dict[str, Chunks | 
         chunks = found[name] = manifest["files"][name]["tensors"]
         for chunk in chunks.values():
             numbers = [*chunk["shape"], *chunk["offset"]]
-            if len(chunk["shape"]) != len(chunk["offset"]) or any(type(one) is not int for one in numbers):
+            if len(chunk["shape"]) != len(chunk["offset"]) or any(type(number) is not int for number in numbers):
                 raise TypeError(f"{name}: a chunk of a part is none")
     return found
 
 
 def name_of_rank(rank: int, name: str) -> str:
-    """The name in MOMENTS of a tensor that rank `rank` has of its own."""
+    """The name in MOMENTS of a tensor that belongs to rank `rank` alone."""
     return f"rank-{rank}/{name}"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that has the tensor of this name of its own; None if it is of all ranks."""
+    """The rank that stores this tensor; None if all ranks share the tensor."""
     found = _OF_RANK.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -222,7 +222,7 @@ def of_all_ranks(moments: Mapping[str, Moment]) -> dict[str, Moment]:
 
 
 def by_rank(moments: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """What the ranks have of their own in `moments`, by rank and name."""
+    """The tensors in `moments` that belong to single ranks, by rank and name."""
     ranks: dict[int, dict[str, torch.Tensor]] = {}
     for full, tensor in moments.items():
         if found := _OF_RANK.fullmatch(full):

@@ -158,7 +158,7 @@ class Checkpoints:
         """Find out which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
         several write and one of them does not see the folder of rank 0.
 
-        `all_write`: each rank has moments of its own, which it names by folder.name_of_rank().
+        `all_write`: moments differ from rank to rank. Each rank names its moments by folder.name_of_rank().
         """
         mine = sorted({coordinates(weight) for weight in weights.values()})
         for rank, held in enumerate(self.ranks.gather(mine, "comparing the parts of sharded weights")):
@@ -232,16 +232,18 @@ class Checkpoints:
     ) -> tuple[Part, dict[tuple[str, str], torch.Tensor]]:
         """(where this rank's parts lie in the whole tensors, the parts that this rank writes)."""
         own = {
-            (kind, name): one for (kind, name), one in tensors.items() if self._writer(name, one) == self.ranks.rank
+            (kind, name): tensor
+            for (kind, name), tensor in tensors.items()
+            if self._writer(name, tensor) == self.ranks.rank
         }
         writers = self._writers
         if len(writers) == 1 or self.ranks.rank not in writers:
-            return Part(), {key: local(one) for key, one in own.items()}
-        chunks = {(kind, name): chunk_of(one) for (kind, name), one in own.items()}
+            return Part(), {key: local(tensor) for key, tensor in own.items()}
+        chunks = {(kind, name): chunk_of(tensor) for (kind, name), tensor in own.items()}
         part = Part(
-            writers.index(self.ranks.rank) + 1, len(writers), {name: found for (_, name), found in chunks.items()}
+            writers.index(self.ranks.rank) + 1, len(writers), {name: chunk for (_, name), chunk in chunks.items()}
         )
-        return part, {key: local(one) for key, one in own.items() if not chunks[key].empty}
+        return part, {key: local(tensor) for key, tensor in own.items() if not chunks[key].empty}
 
     def _writer(self, name: str, tensor: torch.Tensor) -> int:
         """The rank that writes its part of a tensor."""
@@ -512,7 +514,7 @@ class _Save(threading.Thread):
         return self.ranks.together(named, doing)
 
     def _begin(self) -> Path | None:
-        """Rank 0 makes room, and the folder in which the checkpoint is put together."""
+        """Rank 0 makes room and creates the staging folder. Returns the folder on rank 0, None elsewhere."""
         if not self.ranks.main:
             self.own_step = self.step
             return None

@@ -138,6 +138,6 @@ def _complete(chunks: list[Chunk]) -> bool:
         for chunk in chunks
         for start, length, end in zip(chunk.offset, chunk.size, shape, strict=True)
     )
-    apart = all(one.overlap(other) is None for index, one in enumerate(chunks) for other in chunks[:index])
+    apart = all(chunk.overlap(other) is None for index, chunk in enumerate(chunks) for other in chunks[:index])
     filled = sum(math.prod(chunk.size) for chunk in chunks)
     return inside and (apart or not shape) and filled == math.prod(shape)

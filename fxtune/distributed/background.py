@@ -70,7 +70,7 @@ class BackgroundGroup:
         found = self.gather((result, mine), doing)
         failures = {rank: failure for rank, (_, failure) in enumerate(found) if failure is not None}
         if not failures:
-            return [one for one, _ in found]
+            return [result for result, _ in found]
         if error is not None and not isinstance(error, expected):
             raise error
         rank, (usual, words) = min(failures.items(), key=lambda item: (item[1][0], item[0]))

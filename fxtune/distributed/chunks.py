@@ -44,7 +44,7 @@ class Chunk:
         return None if any(length <= 0 for length in size) else Chunk(self.shape, begin, size)
 
     def within(self, other: Chunk) -> tuple[slice, ...]:
-        """The slices of this chunk in a tensor that holds `other`, of which it is a part."""
+        """The slices of this chunk in a tensor that holds the larger chunk `other`."""
         starts = [mine - theirs for mine, theirs in zip(self.offset, other.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 

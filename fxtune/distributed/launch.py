@@ -113,7 +113,7 @@ def launch(ranks: int, argv: list[str]) -> int:
 
 
 def _first_cause(failures: list[Failure], otherwise: BaseException) -> BaseException:
-    """The first of `failures` as the error that it was, but for bugs and those that another rank's end caused;
+    """The error of the first of `failures`, without bugs and errors that another rank's exit caused;
     `otherwise` if there is none."""
     for found in failures:
         if found.signal is not None:
@@ -133,22 +133,24 @@ def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, 
     """
     if ended:
         raise RankError(f"{ended} {AGAIN}")
-    silent = {rank: one for rank, one in deaths.items() if rank not in {found.rank for found in failures}}
-    killed = {rank: one for rank, one in silent.items() if one.exitcode not in (-signal.SIGTERM, -signal.SIGABRT)}
-    first = min((one.timestamp for one in killed.values()), default=float("inf"))
+    silent = {rank: death for rank, death in deaths.items() if rank not in {found.rank for found in failures}}
+    killed = {
+        rank: death for rank, death in silent.items() if death.exitcode not in (-signal.SIGTERM, -signal.SIGABRT)
+    }
+    first = min((death.timestamp for death in killed.values()), default=float("inf"))
     causes = [found for found in failures if not found.lost and found.at < first + 1]  # timestamps are whole seconds
     if any(found.signal is None for found in causes) or not silent:
         causes = [found for found in causes if found.signal is None] or causes
         if causes and causes[0].bug:
             return causes[0].exit_code
         raise _first_cause(causes, RankError(f"The ranks of this run lost each other. {AGAIN}"))
-    rank, one = min((killed or silent).items(), key=lambda item: item[1].timestamp)
-    if one.exitcode > 0:  # it has printed why
-        return int(one.exitcode)
-    name = signal.Signals(-one.exitcode).name
+    rank, death = min((killed or silent).items(), key=lambda item: item[1].timestamp)
+    if death.exitcode > 0:  # it has printed why
+        return int(death.exitcode)
+    name = signal.Signals(-death.exitcode).name
     killer = " Most often the machine ran out of memory (`dmesg` tells)." if name == "SIGKILL" else ""
     raise RankError(
-        f"Rank {rank} of this run ({socket.gethostname()}, process {one.pid}) was killed by {name} at "
+        f"Rank {rank} of this run ({socket.gethostname()}, process {death.pid}) was killed by {name} at "
         f"{beats.get(rank, Beat())}, and the others were ended.{killer} {AGAIN}"
     )
 

@@ -66,7 +66,7 @@ class ParallelConfig:
             if value != AUTO and not re.fullmatch(r"[1-9]\d{0,4}", value):
                 yield f"`parallel.{name}={value}` must be `auto` or a whole number from 1 on"
         if len(asked := self.summed_otherwise) > 1:
-            yield f"{' and '.join(f'`{one}`' for one in asked)} exclude each other: keep one of them"
+            yield f"{' and '.join(f'`{option}`' for option in asked)} exclude each other: keep one of them"
         if self.powersgd_rank and adapters:
             yield (
                 f"`parallel.powersgd_rank={self.powersgd_rank}` approximates large gradient matrices, and those of "

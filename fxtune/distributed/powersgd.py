@@ -28,7 +28,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 
 EPSILON = 1e-8
-"""Added to the norms of columns, some of which are zero: the hook would divide by them."""
+"""Added to the norms of columns. The hook divides by the norms, and some are zero."""
 
 
 class PowerSGD:

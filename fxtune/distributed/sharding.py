@@ -99,7 +99,8 @@ def shard(
 
     def divide(part: nn.Module) -> Any:
         # Autocast leaves operations other than products in the dtype of their weights.
-        codes = any(not one.is_floating_point() for one in part.parameters())  # fp8: older torch would cast them, too
+        # Older torch would also cast the codes of fp8 weights.
+        codes = any(not weight.is_floating_point() for weight in part.parameters())
         dtype = cast if _only_linears(part, ignored) and not codes else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         with _CodesWithoutGradients():

@@ -103,7 +103,7 @@ class StoreWatch:
         """`processes`: the process id and the host of each rank; `run`: counts the runs of this process."""
         self.rank, self.heartbeat, self.run, now = rank, heartbeat, run, time.monotonic()
         self.beats = {
-            one: Beat(since=now, process=process, host=host) for one, (process, host) in enumerate(processes)
+            rank: Beat(since=now, process=process, host=host) for rank, (process, host) in enumerate(processes)
         }
         """The last beats that the store gave."""
         self._over = threading.Event()

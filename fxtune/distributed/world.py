@@ -238,7 +238,7 @@ class World:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         with self.waiting(doing):
             dist.all_gather(everyone, mine)
-        return [each.tolist() for each in everyone]
+        return [values.tolist() for values in everyone]
 
     def broadcast(self, value: Result, doing: str = "following rank 0") -> Result:
         """Rank 0's `value`, which can be pickled, on every rank."""
@@ -359,7 +359,7 @@ class World:
             device_name=name,
             capability=self.capability,
             memory=total,
-            free_memory=min(each for each, _ in ranks),
+            free_memory=min(free for free, _ in ranks),
             host_memory=memory()[0] // [host for _, host in ranks].count(socket.gethostname()),
             cores=cores(),
             platform=platform.system(),
@@ -434,7 +434,7 @@ def _join(world: World) -> None:
     packages, process = installed_packages(), (os.getpid(), socket.gethostname())
     ranks = world.gather((packages, process), "comparing packages")
     if HEARTBEATS not in os.environ:
-        _WATCH[:] = [StoreWatch(world.rank, [one for _, one in ranks], world.heartbeat, failure.runs())]
+        _WATCH[:] = [StoreWatch(world.rank, [process for _, process in ranks], world.heartbeat, failure.runs())]
     for rank, (others, _) in enumerate(ranks):
         if differing := sorted(
             name for name in packages.keys() | others.keys() if packages.get(name) != others.get(name)

@@ -60,8 +60,8 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
         return facts, ""
     needs = []
     for freed in (False, True):
-        one = replace(facts, in_backward=freed)
-        needs.append(config.techniques.decided(one)[0].memory_need(one).device)
+        variant = replace(facts, in_backward=freed)
+        needs.append(config.techniques.decided(variant)[0].memory_need(variant).device)
     if needs[0] <= facts.free_memory or needs[1] >= needs[0]:
         return facts, ""
     kept, least, free = (bytes_ / GIB for bytes_ in (*needs, facts.free_memory))

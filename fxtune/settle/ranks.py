@@ -62,13 +62,13 @@ def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") 
 
 def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
     """The degrees that `config.parallel` allows `ranks` ranks and that divide a step, the one that sends the least
-    first. `cut`: also those that divide rows where the config leaves it open."""
+    first. `cut`: include degrees that divide rows where the config leaves this open."""
     return [
-        one
-        for one in possible(ranks)
-        if agrees(config.parallel, one)
-        and not config.train.micro_batches % one.data_ranks
-        and (cut or one.context == 1 or config.parallel.context != AUTO)
+        degrees
+        for degrees in possible(ranks)
+        if agrees(config.parallel, degrees)
+        and not config.train.micro_batches % degrees.data_ranks
+        and (cut or degrees.context == 1 or config.parallel.context != AUTO)
     ]
 
 
@@ -91,16 +91,18 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
         return not [*techniques.unshareable(shared), *chain(*reasons)]
 
     uncut = replace(parallel, context="1") if parallel.context == AUTO else parallel
-    whole = [one for count in counts for one in possible(count) if agrees(uncut, one) and can(one)]
-    fit = any(fits(techniques, facts, one) for one in whole)
-    found = [one for count in counts for one in ways(config, count, cut=not fit) if can(one)]
-    if not found:
+    whole = [degrees for count in counts for degrees in possible(count) if agrees(uncut, degrees) and can(degrees)]
+    whole_rows_fit = any(fits(techniques, facts, degrees) for degrees in whole)
+    candidates = [
+        degrees for count in counts for degrees in ways(config, count, cut=not whole_rows_fit) if can(degrees)
+    ]
+    if not candidates:
         chosen = decide(parallel, counts[0])
         return chosen, str(chosen)
-    chosen, need = choose(techniques, facts, found)
+    chosen, need = choose(techniques, facts, candidates)
     why = f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB a card by the forecast"
-    if chosen != found[0]:
-        why += f"; {found[0]} would need {need_with(techniques, facts, found[0]).device / GIB:.1f}"
+    if chosen != candidates[0]:
+        why += f"; {candidates[0]} would need {need_with(techniques, facts, candidates[0]).device / GIB:.1f}"
     return chosen, f"{chosen} ({why})"
 
 

@@ -1,4 +1,4 @@
-"""The reasons why a run is refused that are known from its config, beside those of its techniques."""
+"""The reasons why a run is refused that its config shows. Techniques have reasons of their own (Technique.check)."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def settle_here(config: Config, world: World, ranks: int | None = None) -> Settl
     with import_ahead(machine, [name for name, _ in config.techniques.enabled()]) as imported:
 
         def tries(machine: MachineFacts, packages: Iterable[str], heads: Heads) -> dict[str, str]:
-            each = world.gather(unusable(machine, packages, heads, imported), "trying packages")
-            return {name: why for found in each for name, why in found.items()}
+            by_rank = world.gather(unusable(machine, packages, heads, imported), "trying packages")
+            return {name: why for broken in by_rank for name, why in broken.items()}
 
         return settle(config, machine, ranks, world.size, tries)
 

@@ -109,7 +109,7 @@ def _reason_to_leave(world: World, result: MemoryExhausted | _Failed) -> Excepti
 
 
 def _common_error(world: World, mine: Exception | None) -> Exception:
-    """The error of the first rank that has one. A rank raises a bug of its own itself, with its traceback."""
+    """The error of the first rank that failed. A rank raises its own bugs itself, with the traceback."""
     sent = mine if mine is None or isinstance(mine, UserError) else RankError(first_line(mine))
     errors = world.gather(sent, "comparing errors")
     rank = next(rank for rank, error in enumerate(errors) if error is not None)

@@ -67,7 +67,9 @@ class BadBatches:
         by_source: dict[int, list[str]] = {}
         for source, document in pairs[:MAX_NAMED]:
             by_source.setdefault(source, []).append(str(document))
-        named = [f"{self.plan.tables[source].name} documents {', '.join(each)}" for source, each in by_source.items()]
+        named = [
+            f"{self.plan.tables[source].name} documents {', '.join(names)}" for source, names in by_source.items()
+        ]
         return "; ".join(named) + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
 
     def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:

@@ -137,7 +137,9 @@ def document_losses(model: LanguageModel, loader: Loader, precision: Precision) 
                     slots = torch.from_numpy(_slots(plan.batch_spec(step.index, micro))).to(loader.device)
                     parts.append(torch.stack([losses.double(), _targets(batch)])[:, slots].cpu())
                     pieces = plan.documents(step.index, micro)
-                    digests.append(np.array([plan.tables[at].digests[one] for at, one in pieces], np.uint64))
+                    digests.append(
+                        np.array([plan.tables[table].digests[document] for table, document in pieces], np.uint64)
+                    )
     finally:
         model.model.train(training)
     distinct, owner = np.unique(np.concatenate(digests), return_inverse=True)

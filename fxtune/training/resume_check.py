@@ -107,7 +107,7 @@ class ResumeCheck:
         packing, buckets = rows.get("packing"), rows.get("buckets", [])
         if not isinstance(packing, bool):
             return data
-        if not isinstance(buckets, list) or not all(type(one) is int and one > 1 for one in buckets):
+        if not isinstance(buckets, list) or not all(type(length) is int and length > 1 for length in buckets):
             raise StorageError(f"{self.folder / SETTING}: rows.buckets={buckets} are no lengths. Restore the file.")
         return dataclasses.replace(data, packing=packing, buckets=buckets)
 

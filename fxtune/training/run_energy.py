@@ -37,7 +37,7 @@ class Used:
     gpu_joules: Optional[float] = None
     cpu_joules: Optional[float] = None
     gpu_seconds: float = 0.0
-    """Those of card_seconds in which a card's energy was read."""
+    """Card seconds with an energy reading."""
     busy_seconds: Optional[float] = None
     """Card seconds in which a kernel ran."""
 

@@ -140,7 +140,7 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
     if lengths is not None:
         epochs = train.epochs or (None if train.max_steps else 1.0)
         by_epochs = max(1, round(epochs * lengths.padded / row_tokens)) if epochs else None
-        steps = min(one for one in (train.max_steps, by_epochs) if one)
+        steps = min(limit for limit in (train.max_steps, by_epochs) if limit)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)
@@ -182,7 +182,7 @@ def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, 
     facts = forecast.facts
     freeing = change_for(config, facts)
     _, changes = oom_advice.advice(facts, forecast.techniques, config.optimizer, MemoryPhase.training, freeing)
-    return [(one, forecast.need.device - one.saves <= facts.free_memory) for one in changes]
+    return [(change, forecast.need.device - change.saves <= facts.free_memory) for change in changes]
 
 
 def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Lengths | None) -> int | None:

@@ -87,7 +87,7 @@ class RunState:
     def _load_rank_states(
         self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> None:
-        """Restore the state that each rank had of its own, `ranks`. Rank 0's is `moments` unless `ranks` has it."""
+        """Restore `ranks`, the state that differs from rank to rank. Rank 0's is `moments` unless `ranks` has it."""
         if ranks and self.train_step.keeps_rank_state:
             found = {0: moments, **ranks}
             self.train_step.load_rank_states([found[rank] for rank in range(len(found))], scalars)

@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss is far above that of the steps before, detected on the device while they run.
+"""Loss spikes: steps whose loss is far above the losses before, detected on the device while they run.
 
 A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826
 times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974), and

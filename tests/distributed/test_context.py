@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.harness import command
 from support.killing import ForkServer, Reference, tail
-from support.ranks import Ranks
+from support.ranks import ONE_THREAD, Ranks
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(forks: ForkServer, ranks: Ranks, folder: Path, words: tuple[str, ...], *more: str) -> None:
-    Reference.of(forks, made(folder / "alone", *words), folder / "alone")
-    codes = ranks.run(made(folder / "cut", *words, *more), folder / "cut")
+    Reference.of(forks, made(folder / "alone", *words), folder / "alone", **ONE_THREAD)
+    codes = ranks.run(made(folder / "cut", *words, *more), folder / "cut", **ONE_THREAD)
     assert codes == [0] * len(codes), tail(folder / "cut")
     one, several = (losses(folder / name / "run") for name in ("alone", "cut"))
     assert len(one) == len(several) == 20

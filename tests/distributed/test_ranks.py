@@ -12,17 +12,13 @@ import torch
 from safetensors.torch import load_file
 from support.harness import command, write_chats
 from support.killing import MODES, Reference, tail
-from support.ranks import Ranks
+from support.ranks import ONE_THREAD, Ranks
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
 QUESTIONS = "data.questions={path: questions.jsonl, limit: 11, batch_size: 2, max_new_tokens: 6}"
 UNDROPPED = ("data.eval_fraction=0.1", "train.eval_every=6")
 PACKED = (*UNDROPPED, "data.packing=true", "train.micro_batch_size=1", "train.global_batch_size=2")
-
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""By default two ranks have half as many threads each as one process, and sums of other threads have other bits."""
 
 
 def made(folder: Path, *words: str) -> list[str]:

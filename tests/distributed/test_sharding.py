@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.harness import command
 from support.killing import Reference, tail
-from support.ranks import Ranks
+from support.ranks import ONE_THREAD, Ranks
 from support.runs import losses
 
 pytestmark = pytest.mark.slow
@@ -62,8 +62,8 @@ def assert_same_learning(alone: Path, shared: Path, tolerance: float) -> None:
 def test_halves_of_the_weights_learn_what_one_process_learns(ranks, forks, tmp_path, words, tolerance):
     """Bit for bit with one micro-batch a rank and no norm of the gradient, where the order of the sums is the same."""
     alone, folder = tmp_path / "alone", tmp_path / "two"
-    Reference.of(forks, made(alone, *words), alone)
-    assert ranks.run(made(folder, *words, "parallel.shard=2"), folder) == [0, 0], tail(folder)
+    Reference.of(forks, made(alone, *words), alone, **ONE_THREAD)
+    assert ranks.run(made(folder, *words, "parallel.shard=2"), folder, **ONE_THREAD) == [0, 0], tail(folder)
     assert_same_learning(alone, folder, tolerance)
     evidence = json.loads((folder / "run" / "evidence.json").read_text())
     seen = next(one["observed"] for one in evidence if one["technique"] == "parallel")
@@ -74,17 +74,17 @@ def test_halves_of_the_weights_learn_what_one_process_learns(ranks, forks, tmp_p
 def test_two_copies_of_two_halves_learn_what_one_process_learns(forks, tmp_path):
     words = (*FULL, "train.micro_batch_size=1", "train.max_steps=20")
     alone, folder = tmp_path / "alone", tmp_path / "four"
-    Reference.of(forks, made(alone, *words), alone)
+    Reference.of(forks, made(alone, *words), alone, **ONE_THREAD)
     four = Ranks(forks, 4)
     argv = made(folder, *words, "parallel.shard=2", "parallel.replicate=2")
-    assert four.run(argv, folder) == [0, 0, 0, 0], tail(folder)
+    assert four.run(argv, folder, **ONE_THREAD) == [0, 0, 0, 0], tail(folder)
     assert_same_learning(alone, folder, 1e-6)
 
 
 def test_three_ranks_hold_rows_that_they_do_not_divide(forks, tmp_path):
     words = (*FULL, "train.micro_batch_size=2", "train.global_batch_size=6")
     alone, folder = tmp_path / "alone", tmp_path / "three"
-    Reference.of(forks, made(alone, *words), alone)
+    Reference.of(forks, made(alone, *words), alone, **ONE_THREAD)
     three = Ranks(forks, 3)
-    assert three.run(made(folder, *words, "parallel.shard=3"), folder) == [0, 0, 0], tail(folder)
+    assert three.run(made(folder, *words, "parallel.shard=3"), folder, **ONE_THREAD) == [0, 0, 0], tail(folder)
     assert_same_learning(alone, folder, 1e-6)

@@ -12,6 +12,10 @@ from support.killing import Forked, ForkServer, tail
 
 from fxtune.system.threads import PROCESSES
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""For runs whose bits are compared: by default each of two ranks has half of the threads of one process, and another
+number of threads sums in another order."""
+
 
 def free_port() -> int:
     with socket.socket() as taken:

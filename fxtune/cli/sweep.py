@@ -1,19 +1,19 @@
-"""`fxtune sweep`: searches for good hyper-parameters, and stops the losers early.
+"""`fxtune sweep`: searches for good hyper-parameters, and stops bad configurations early.
 
     fxtune sweep +recipe=quickstart data.eval_fraction=0.1 sweep.lr='loguniform(1e-3,2e-2)' sweep.r='choice(8,16,32)'
-    fxtune sweep ... --method hyperband                  # several brackets: many judged early to few run to the end
-    fxtune sweep ... --trials 16 --eta 4 --workers 2     # more configurations, one of four goes on, two runs at a time
+    fxtune sweep ... --method hyperband                  # several brackets, with early rungs and late rungs
+    fxtune sweep ... --trials 16 --eta 4 --workers 2     # one of four goes on at a rung; two runs at a time
 
 sweep.KEY takes loguniform(LOW,HIGH), uniform(LOW,HIGH) or choice(A,B,C). KEY may be shortened to the end of its name.
-Each configuration trains up to a rung, a share of its run, and is paused by a checkpoint. The best 1/eta go on with
-the same bits, at the learning rate of the whole run; the others are stopped. Eight configurations cost 2.5 runs.
+Each configuration trains up to a rung (a share of its run), writes a checkpoint and pauses. The best 1/eta go on with
+the same bits, at the learning rate of the whole run. The others are stopped. Eight configurations cost 2.5 runs.
 
-methods: halving (the default), hyperband; asha and median (Optuna's pruners, which judge each configuration by those
-before it); none (each runs to its end). Several GPUs train one configuration each.
+methods: halving (the default), hyperband, asha and median (Optuna's pruners, which judge a configuration by earlier
+configurations), none (each configuration runs to its end). Each of several GPUs trains another configuration.
 
-The sweep is in runs/NAME_sweep, or in run.dir: a run for each configuration, optuna.db for optuna-dashboard,
-sweep.json and curves.svg. It ends with a recipe of the winner, recipes/NAME_swept.yaml. The same command goes on after
-a kill.
+The sweep's folder is runs/NAME_sweep, or run.dir: a run for each configuration, optuna.db for optuna-dashboard,
+sweep.json and curves.svg. The sweep ends with the winner's recipe, recipes/NAME_swept.yaml. After a kill the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -80,10 +80,13 @@ def run(
         raise ConfigError("nothing is swept: add sweep.KEY=VALUES, as in sweep.lr='loguniform(1e-4,2e-3)'")
     typed = recipe_writer.choices(list(overrides))
     if any(choice.sweeps for choice in typed):
-        raise ConfigError("sweep draws values itself, so each key has one: leave -m out, and write sweep.KEY=A,B")
-    for one in dimensions:
-        if any(choice.key == one.key for choice in typed):
-            raise ConfigError(f"`{one.key}` is given, and swept, too: leave one of them out")
+        raise ConfigError("sweep draws values itself, so a key takes one value: leave -m out, and write sweep.KEY=A,B")
+    for dimension in dimensions:
+        if any(choice.key == dimension.key for choice in typed):
+            raise ConfigError(
+                f"`{dimension.key}` has a value and is swept: leave out `{dimension.key}=...` or "
+                f"`{sweep_space.PREFIX}{dimension.key}=...`"
+            )
     refuse(config)
     plan = plan_of(dimensions, trials, Method(method), eta, rungs, sampler, seed)
     path = recipe_writer.output_path(list(overrides), config.run.name, output, "swept")
@@ -109,7 +112,7 @@ def run(
         if json is not None:
             options.write_json(json, found)
         if best is None:
-            raise ConfigError(f"No configuration came to its end; {folder / FILE} says why")
+            raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")
         recipe_writer.write(path, header(sweep, best, path), list(overrides), winning_config(sweep, best))
     say(f"The best is trial {best.entrant.number}: {best.title}, held-out loss {best.entrant.loss:.4f}: {best.folder}")
     if line := sentence(sweep.used().figures(0, config.tracking.cost)):
@@ -126,7 +129,7 @@ def plan_of(
     sampler: Optional[str],
     seed: int,
 ) -> SweepPlan:
-    """What the options mean. Raises ConfigError."""
+    """The plan that the options ask for, with defaults for options that were not given."""
     if rungs is None:
         rungs = min(MOST_RUNGS, 1 + int(math.log(trials or TRIALS, eta) + 1e-9)) if method is Method.halving else 4
         rungs = 1 if method is Method.none else max(rungs, 2)
@@ -142,12 +145,15 @@ def plan_of(
 
 
 def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
-    """The variables of each process that trains: its card or, on the CPU, its share of the threads."""
+    """Environment variables for each process that trains: its card or, on the CPU, its share of the threads."""
     if torch.cuda.is_available() and config.run.device.value != "cpu":
         cards = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         cards = cards or [str(index) for index in range(torch.cuda.device_count())]
         if workers is not None and workers > len(cards):
-            raise ConfigError(f"--workers {workers}, but there are {len(cards)} GPUs: each run has one")
+            raise ConfigError(
+                f"--workers {workers}, but this machine has {len(cards)} GPUs, and each worker needs a GPU. "
+                f"Set --workers {len(cards)} or less"
+            )
         return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:workers]]
     workers = workers or 1
     if os.environ.keys() & VARIABLES:
@@ -157,8 +163,7 @@ def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]
 
 @contextmanager
 def _shown(sweep: Sweep, kind: DisplayKind) -> Iterator[Any]:
-    """Show the race as a live table on a terminal; elsewhere its events are lines. Yields what is to be called each
-    second."""
+    """Show the race: a live table on a terminal, lines elsewhere. Yields a function to call each second."""
     live, total = None, sum(bracket.cost for bracket in sweep.plan.brackets()) / sweep.plan.parts
     if kind in (DisplayKind.auto, DisplayKind.rich) and console.is_live():
         progress.hide()
@@ -184,13 +189,13 @@ def table(sweep: Sweep) -> Any:
         loss = f"{entrant.loss:.4f}" if entrant.losses else ""
         values = [shown(value) for value in trial.values.values()]
         rows.append([str(entrant.number), *values, f"{steps}/{trial.steps}" if trial.steps else "", loss, state])
-    keys = [one.key.removeprefix("techniques.") for one in sweep.plan.space]
+    keys = [dimension.key.removeprefix("techniques.") for dimension in sweep.plan.space]
     title = f"Sweep of {sweep.plan.trials} configurations, {sweep.plan.method.value}; {sweep.runs:.3g} whole runs"
     return console.table(title, ["trial", *keys, "steps", "held-out loss", ""], rows)
 
 
 def results(sweep: Sweep) -> dict[str, Any]:
-    """What sweep.json has: each configuration, best first."""
+    """The content of sweep.json: the plan, and each configuration, best first."""
     best = sweep.winner()
     rows = []
     for trial in sweep.ranking():
@@ -229,14 +234,14 @@ def _write_curves(sweep: Sweep) -> None:
 
 
 def winning_config(sweep: Sweep, best: Trial) -> Config:
-    """The config of the winner's run, without what the sweep added to tell its runs apart."""
+    """The config of the winner's run, without the names and folders that the sweep gave the run."""
     return load([word for word in sweep.words(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
 
 
 def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
-    """The comment at the top of the recipe: what it is, how to run it, and what was measured."""
+    """The comment at the top of the recipe: its purpose, its command and the measurements."""
     plan, entrant = sweep.plan, best.entrant
-    words = [f"{sweep_space.PREFIX}{one.key}={one.text}" for one in plan.space]
+    words = [f"{sweep_space.PREFIX}{dimension.key}={dimension.text}" for dimension in plan.space]
     asked = ["--method", plan.method.value, "--trials", str(plan.trials), "--seed", str(plan.seed)]
     command = shlex.join([*redact_arguments(list(sweep.overrides)), *words, *asked])
     done = sum(trial.entrant.state is State.done for trial in sweep.trials)

@@ -62,7 +62,9 @@ def run(
     """
     names, typed = parse_axes(axes), list(overrides)
     if any(choice.sweeps for choice in recipe_writer.choices(typed)):
-        raise ConfigError("tune tries values itself, so each key has one: leave -m out, and name the axes with --axes")
+        raise ConfigError(
+            "tune tries values itself, so a key takes one value: leave -m out, and choose axes with --axes"
+        )
     path = recipe_writer.output_path(typed, config.run.name, output)
     context = survey(typed, config, with_data=not dry_run)
 
@@ -74,7 +76,7 @@ def run(
     search = Search(config, typed, context, names, minutes * 60, steps, TrialCache(cache_home() / "tune", again), tell)
     if dry_run:
         say(planned_table(search.planned()))
-        say(f"Nothing was run. These are the values of the first round. The recipe would be {path}.")
+        say(f"Nothing was run. The table has the values of the first round. The recipe would be {path}.")
         return
     try:
         with trial.unwind_on_signal():
@@ -109,7 +111,7 @@ def parse_axes(text: Optional[str]) -> list[str]:
         if name not in AXES:
             raise ConfigError(f"--axes {text}: there is no axis `{name}`{did_you_mean(name, AXES)}")
     if not names:
-        raise ConfigError(f"--axes names none. There are: {', '.join(AXES)}.")
+        raise ConfigError(f"--axes names no axis. The axes: {', '.join(AXES)}.")
     return list(dict.fromkeys(names))
 
 
@@ -142,35 +144,40 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
 
 
 def planned_table(planned: Iterator[tuple[str, Candidate]]) -> Any:
-    rows = [[axis, one.title, f"{_gib(one)} GiB".strip(), one.verdict or "a trial"] for axis, one in planned]
+    rows = [
+        [axis, candidate.title, f"{_gib(candidate)} GiB".strip(), candidate.verdict or "a trial"]
+        for axis, candidate in planned
+    ]
     return table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""], rows)
 
 
 def results_table(search: Search) -> Any:
     base = search.candidates[0].speed if search.candidates else 0.0
-    rows = [_result_row(one, base) for one in sorted(search.candidates, key=lambda one: -one.speed)]
+    ranked = sorted(search.candidates, key=lambda candidate: -candidate.speed)
+    rows = [_result_row(candidate, base) for candidate in ranked]
     title = f"{len(rows)} settings, {search.steps} steps each; loss within {TOLERANCE[search.context.precision]:g}"
     return table(title, ["setting", "tokens/s", "speed", "peak GiB", "forecast", "loss off by", ""], rows)
 
 
-def _result_row(one: Candidate, base: float) -> list[str]:
-    peak = max((result.peak for result in one.results), default=0.0)
-    spread = f" ({min(one.speeds):,.0f} to {max(one.speeds):,.0f})" if len(one.speeds) > 1 else ""
+def _result_row(candidate: Candidate, base: float) -> list[str]:
+    speeds = candidate.speeds
+    peak = max((result.peak for result in candidate.results), default=0.0)
+    spread = f" ({min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
     return [
-        one.title,
-        f"{statistics.median(one.speeds):,.0f}{spread}" if one.speeds else "",
-        f"{one.speed / base:.2f}x" if one.speed and base else "",
+        candidate.title,
+        f"{statistics.median(speeds):,.0f}{spread}" if speeds else "",
+        f"{candidate.speed / base:.2f}x" if candidate.speed and base else "",
         f"{peak:.2f}" if peak else "",
-        _gib(one),
-        "" if one.loss_error is None else f"{one.loss_error:.0e}",
-        textwrap.shorten(one.verdict, REASON_WIDTH, placeholder=" ..."),
+        _gib(candidate),
+        "" if candidate.loss_error is None else f"{candidate.loss_error:.0e}",
+        textwrap.shorten(candidate.verdict, REASON_WIDTH, placeholder=" ..."),
     ]
 
 
 def header(search: Search, winner: Candidate, path: Path) -> list[str]:
-    """The comment at the top of the recipe: what it is, how to run it, where and what was measured."""
+    """The comment at the top of the recipe: its purpose, its command, the machine and the measurements."""
     facts, base, speeds = search.context.facts, search.candidates[0], winner.speeds
-    count = sum(bool(one.speeds) for one in search.candidates)
+    count = sum(bool(candidate.speeds) for candidate in search.candidates)
     axes = [] if search.axes == list(AXES) else ["--axes", ",".join(search.axes)]
     packages = [f"{name} {facts.packages[name]}" for name in PACKAGES if name in facts.packages]
     times = f"one run of {search.steps} steps"
@@ -178,7 +185,7 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
         times = f"{min(speeds):,.0f} to {max(speeds):,.0f} in {len(speeds)} runs of {search.steps} steps"
     command = shlex.join([*redact_arguments(search.overrides), *axes])
     several = f"{facts.degrees.ranks} x " if facts.degrees.ranks > 1 else ""
-    peak, gain = max(one.peak for one in winner.results), ""
+    peak, gain = max(result.peak for result in winner.results), ""
     if winner is not base:
         gain = f"; {winner.speed / base.speed - 1:+.1%} against" if base.speed else "; no measurement of"
         gain += " the recipe as it was"
@@ -200,14 +207,14 @@ def results(search: Search, winner: Optional[Candidate] = None, why: str = "") -
     """All results so far, for --json; `winner` is null until the search is over."""
     rows = [
         {
-            "deltas": one.deltas,
-            "forecast_gib": one.need / GIB,
-            "verdict": one.verdict,
-            "loss_off": one.loss_error,
-            "tokens_per_second": one.speed,
-            "answers": [asdict(result) for result in one.results],
+            "deltas": candidate.deltas,
+            "forecast_gib": candidate.need / GIB,
+            "verdict": candidate.verdict,
+            "loss_off": candidate.loss_error,
+            "tokens_per_second": candidate.speed,
+            "answers": [asdict(result) for result in candidate.results],
         }
-        for one in search.candidates
+        for candidate in search.candidates
     ]
     return {
         "winner": None if winner is None else winner.deltas,

@@ -60,7 +60,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
         for note in [*config.techniques.ignored_options(), *builder.settled.notes]:
             say(note)
         if builder.facts.in_backward:
-            say("verify looks at all gradients at once, so it needs memory for them, which the run does not")
+            say("verify keeps all gradients at once, so it needs memory for gradients that the run does not need")
         model, evidence = builder.observed_model()
         seen = [*evidence, *observe_data(data), *observe_step(builder, model, data.training)]
         seen = of_all_ranks(builder.world, seen)
@@ -72,15 +72,15 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
             compared = parity.compare(builder, data.training, each, say)
             say(comparison_table(compared))
             say(parity.describe_bounds(builder))
-    failed = [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in seen if not one.acted]
-    failed += [f"  loss: {one.name}: {', '.join(one.beyond())}" for one in compared if not one.within]
+    failed = [f"  {row.technique}: asked for {row.asked}; seen: {row.observed}" for row in seen if not row.acted]
+    failed += [f"  loss: {variant.name}: {', '.join(variant.beyond())}" for variant in compared if not variant.within]
     if json is not None:
         found = {
             "acted": not failed,
             "decided": list(builder.settled.notes),
             "techniques": builder.techniques.options(),
-            "evidence": [dataclasses.asdict(one) for one in seen],
-            "loss": [dataclasses.asdict(one) for one in compared],
+            "evidence": [dataclasses.asdict(row) for row in seen],
+            "loss": [dataclasses.asdict(variant) for variant in compared],
         }
         write_json(json, found)
     count = len(seen) + len(compared)
@@ -107,11 +107,11 @@ def saved(run: str) -> None:
     proven = [path.parent for path in folder.glob(f"*/{PROOF}")]
     folders = sorted({*exported, *proven}) or [find_output(run).folder]
     changed = []
-    for one in folders:
-        proof, lines = changed_since(one)
-        changed += [f"  {one / line}" for line in lines]
+    for folder in folders:
+        proof, lines = changed_since(folder)
+        changed += [f"  {folder / line}" for line in lines]
         if not lines:
-            say(f"{one}: as it was proven. {proof.sentence()}")
+            say(f"{folder}: as it was proven. {proof.sentence()}")
     if changed:
         raise CheckError(
             f"{len(changed)} files differ from the proven files:\n" + "\n".join(changed) + "\nExport them again "
@@ -120,14 +120,14 @@ def saved(run: str) -> None:
 
 
 def of_all_ranks(world: World, seen: list[Evidence]) -> list[Evidence]:
-    """What rank 0 has seen, and what did not act on another rank."""
-    others = enumerate(world.gather(seen, "comparing what the ranks have seen"))
-    failed = [(rank, one) for rank, evidence in others if rank for one in evidence if not one.acted]
-    return [*seen, *(replace(one, observed=f"rank {rank}: {one.observed}") for rank, one in failed)]
+    """The evidence of rank 0, and the failed evidence of other ranks."""
+    ranks = enumerate(world.gather(seen, "comparing what the ranks have seen"))
+    failed = [(rank, row) for rank, rows in ranks if rank for row in rows if not row.acted]
+    return [*seen, *(replace(row, observed=f"rank {rank}: {row.observed}") for rank, row in failed)]
 
 
 def observe_data(data: PreparedData) -> Iterator[Evidence]:
-    """What is supervised in the rows of the first steps, and how much of them is padding."""
+    """Supervised tokens and padding in the rows of the first steps."""
     plan, steps = data.training, min(STEPS, data.training.steps)
     micro_batches = [(step, micro) for step in range(steps) for micro in range(plan.micro_batches(step))]
     batches = [plan.batch(*index) for index in micro_batches]
@@ -161,7 +161,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     device, model, options = builder.world.device, language_model.model, builder.config.optimizer
     world = builder.world
     batch = builder.own(plan).batch(0, 0).to(device)
-    # Of a piece of a row, attention has shown it before: see techniques/attention/context.py.
+    # Where ranks share a row, techniques/attention/context.py has shown the isolation before.
     if world.context_ranks == 1 and (isolation := _observe_isolation(builder, language_model, batch)):
         yield isolation
     scale = parity.loss_scale(builder, batch.supervised)
@@ -198,7 +198,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     if world.size > 1 and world.degrees.shard == 1:
         train_step.average()
         sums = [sum(_sample(parameter).double().sum().item() for parameter in names)]
-        same = len({repr(one) for one in world.gather(sums, "comparing weights")}) == 1
+        same = len({repr(own) for own in world.gather(sums, "comparing weights")}) == 1
         yield Evidence(
             "ranks",
             "all ranks hold the same weights after the step",
@@ -218,10 +218,10 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
 def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None]) -> Evidence:
     """Whether exactly the adapters (or all parameters) are trained, and a gradient reaches all of them.
 
-    A new LoRA adapter's B is zero, so the gradient of its A is zero, and that of B must not be. Experts to which no
-    token of the batch was routed need none.
+    A new LoRA adapter's B is zero: the gradient of A is zero, and the gradient of B must not be. An expert that gets no
+    token of the batch needs no gradient.
     """
-    adapters, images = builder.techniques.lora.enabled, {id(one) for one in beside_text(model)}
+    adapters, images = builder.techniques.lora.enabled, {id(parameter) for parameter in beside_text(model)}
     wrong = [
         name
         for name, parameter in model.named_parameters()
@@ -237,7 +237,7 @@ def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[st
         f"{len(reached) - len(without)} of {len(reached)} {'adapted modules' if adapters else 'tensors'}"
     )
     seen += "".join(f"; not as asked: {name}" for name in wrong[:1]) + "".join(
-        f"; none in {name}" for name in without[:1]
+        f"; no gradient in {name}" for name in without[:1]
     )
     return Evidence(
         "parameters",
@@ -308,9 +308,10 @@ def _vocabulary(language_model: LanguageModel) -> int:
 def comparison_table(compared: list[parity.Compared]) -> Any:
     columns = ["variant", "loss", "loss off by", "gradient off by", "worst parameter", "within"]
     rows: list[list[object]] = []
-    for one in compared:
-        # A parameter's name without the parts that all of them have.
-        worst = re.sub(r"^(base_model\.)?(model\.)*|\.default|\.weight$", "", one.worst)
-        errors = [f"{one.loss_off:.1e}", f"{one.gradient_off:.1e}", f"{one.worst_off:.1e} {worst}"]
-        rows.append([one.name, f"{one.loss:.6f}", *(errors if rows else ["the reference", "", ""]), tick(one.within)])
+    for variant in compared:
+        # The name without the parts that all parameters have.
+        worst = re.sub(r"^(base_model\.)?(model\.)*|\.default|\.weight$", "", variant.worst)
+        errors = [f"{variant.loss_off:.1e}", f"{variant.gradient_off:.1e}", f"{variant.worst_off:.1e} {worst}"]
+        errors = errors if rows else ["the reference", "", ""]
+        rows.append([variant.name, f"{variant.loss:.6f}", *errors, tick(variant.within)])
     return table("The same global batch in each variant", columns, rows)

@@ -1,22 +1,22 @@
 """The race of a sweep: which configuration runs next and how far, and which ones are stopped.
 
-A configuration runs to a rung, a share of its run, and is paused there. Once all of its bracket have come as far, the
-best 1/eta of them go on to the next rung, which is eta times as far, and the others are stopped.
+A rung is a share of a run. A configuration runs to a rung and pauses there. Once all configurations of its bracket
+have come to the rung, the best 1/eta go on to the next rung, which is eta times as far. The others are stopped.
 
 - Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943) has one bracket: eight configurations with rungs
   at 1/8, 1/4, 1/2 and 1 cost 2.5 runs.
-- Hyperband (Li et al. 2018, arXiv 1603.06560) has several, from many configurations that are judged early to few that
-  run to their end, for tasks where the first losses say little about the last.
-- With a pruner of Optuna each configuration is judged as soon as it comes to a rung, by those that came before.
+- Hyperband (Li et al. 2018, arXiv 1603.06560) has several brackets: the first has many configurations and early rungs,
+  the last has few configurations, which run to their end. It suits tasks whose first losses say little about the last.
+- A pruner of Optuna judges each configuration when it comes to a rung, by the configurations that came there before.
 
-A race knows nothing of processes and files: it is a function of the losses that were reported.
+A race knows nothing of processes and files: it is a function of the reported losses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -32,9 +32,9 @@ class State(str, Enum):
 @dataclass(frozen=True)
 class Bracket:
     count: int
-    """Configurations that begin in it."""
+    """Configurations that begin in the bracket."""
     rungs: tuple[int, ...]
-    """Where they are judged, in parts of a run; the last one is the end of the run."""
+    """Parts of a run after which configurations are judged; the last rung is the end of the run."""
 
     @property
     def cost(self) -> float:
@@ -57,7 +57,7 @@ class Entrant:
     losses: dict[int, float] = field(default_factory=dict)
     """Rung -> held-out loss there."""
     reason: str = ""
-    """Why it failed."""
+    """Why the configuration failed."""
 
     @property
     def reached(self) -> int:
@@ -84,12 +84,12 @@ def hyperband(eta: int, parts: int) -> list[Bracket]:
 
 def limited(brackets: Sequence[Bracket], count: int) -> list[Bracket]:
     """The first `count` configurations of `brackets`."""
-    found = []
+    shortened = []
     for bracket in brackets:
         if count > 0:
-            found.append(Bracket(min(bracket.count, count), bracket.rungs))
+            shortened.append(Bracket(min(bracket.count, count), bracket.rungs))
         count -= bracket.count
-    return found
+    return shortened
 
 
 def _rungs(first: int, eta: int, parts: int) -> tuple[int, ...]:
@@ -101,9 +101,10 @@ def _rungs(first: int, eta: int, parts: int) -> tuple[int, ...]:
 
 
 class Race:
-    """`entrants` in the order of their numbers; the caller adds one when next() says so.
+    """A race of `entrants`, in the order of their numbers. The caller adds an entrant when next() says so.
 
-    `prunes`: judges one entrant at its last rung by those that came before; None: rungs keep the best 1/eta.
+    `prunes`: whether an entrant stops at its last rung, by the entrants that came there before. None: a rung keeps the
+    best 1/eta.
     """
 
     def __init__(self, brackets: Sequence[Bracket], eta: int, prunes: Callable[[Entrant], bool] | None = None) -> None:
@@ -123,29 +124,28 @@ class Race:
 
     def limit_rungs(self, bracket: int, count: int) -> None:
         """Keep only the last `count` rungs of a bracket, whose runs have `count` evaluations."""
-        one = self.brackets[bracket]
-        self.brackets[bracket] = Bracket(one.count, one.rungs[-count:])
+        self.brackets[bracket] = replace(self.brackets[bracket], rungs=self.brackets[bracket].rungs[-count:])
 
     def add(self, entrant: Entrant) -> None:
         assert entrant.number == len(self.entrants)
         self.entrants.append(entrant)
 
     def next(self) -> tuple[Entrant, int] | int | None:
-        """What to do next: (an entrant, the rung to run it to); the number of an entrant that is to be drawn; or None
-        until another report.
+        """What to do next: (an entrant, the rung to run it to); the number of an entrant to draw; or None until the
+        next report.
 
-        A pruner judges in the order of arrival, so one configuration runs on as long as it may. Otherwise all of a
-        bracket come to a rung before the first goes on. A new bracket begins once there is nothing left to do in the
-        ones before.
+        A pruner judges in the order of arrival, so a configuration runs on until the pruner stops it. Otherwise all
+        configurations of a bracket come to a rung before the first goes on. A new bracket begins once the brackets
+        before it leave nothing to do.
         """
-        ready = [one for one in self.entrants if one.state in (State.waiting, State.paused)]
-        running = [(self._next_rung(one), one) for one in ready]
-        order = sorted(running, key=lambda pair: (pair[1].bracket, pair[0] or 0, pair[1].number))
+        ready = [entrant for entrant in self.entrants if entrant.state in (State.waiting, State.paused)]
+        jobs = [(entrant, rung) for entrant in ready if (rung := self._next_rung(entrant)) is not None]
         if self.prunes is not None:
-            order.sort(key=lambda pair: (-pair[1].reached, pair[1].number))
-        for rung, one in order:
-            if rung is not None:
-                return one, rung
+            jobs.sort(key=lambda job: (-job[0].reached, job[0].number))
+        else:
+            jobs.sort(key=lambda job: (job[0].bracket, job[1], job[0].number))
+        if jobs:
+            return jobs[0]
         return len(self.entrants) if len(self.entrants) < self.total else None
 
     def _next_rung(self, entrant: Entrant) -> int | None:
@@ -157,13 +157,13 @@ class Race:
 
     def _undecided(self, bracket: int, rung: int) -> bool:
         """Whether configurations of the bracket have yet to come to the rung."""
-        drawn = [one for one in self.entrants if one.bracket == bracket]
+        drawn = [entrant for entrant in self.entrants if entrant.bracket == bracket]
         return len(drawn) < self.brackets[bracket].count or any(
-            one.reached < rung for one in drawn if one.state not in (State.stopped, State.failed)
+            entrant.reached < rung for entrant in drawn if entrant.state not in (State.stopped, State.failed)
         )
 
     def reach(self, entrant: Entrant, rung: int, loss: float) -> list[Entrant]:
-        """`entrant` has come to `rung` with a held-out loss of `loss`. Returns those that are stopped now."""
+        """`entrant` has come to `rung` with a held-out loss of `loss`. Returns the entrants that this stops."""
         entrant.losses[rung] = loss
         last = rung == self.brackets[entrant.bracket].rungs[-1]
         entrant.state = State.done if last else State.paused
@@ -174,65 +174,72 @@ class Race:
         return self._judge(entrant.bracket, rung)
 
     def fail(self, entrant: Entrant, reason: str) -> list[Entrant]:
-        """`entrant` cannot go on. Returns those that are stopped now, because their rung no longer waits for it."""
+        """`entrant` cannot go on. Returns the entrants that this stops, because their rung waited for `entrant`."""
         entrant.state, entrant.reason = State.failed, reason
         if self.prunes is not None:
             return []
         rungs = self.brackets[entrant.bracket].rungs
-        return [one for rung in rungs[:-1] for one in self._judge(entrant.bracket, rung)]
+        return [stopped for rung in rungs[:-1] for stopped in self._judge(entrant.bracket, rung)]
 
     def judge(self) -> list[Entrant]:
-        """Stop the configurations that the losses so far rule out. After a restart this completes what was being
-        decided when the sweep was killed."""
+        """Stop the entrants that the losses so far rule out, and return them. After a restart this completes a verdict
+        that was cut off when the sweep was killed."""
         if self.prunes is not None:
-            paused = [one for one in self.entrants if one.state is State.paused]
-            return self._stop([one for one in paused if self.prunes(one)])
+            paused = [entrant for entrant in self.entrants if entrant.state is State.paused]
+            return self._stop([entrant for entrant in paused if self.prunes(entrant)])
         return [
-            one
+            entrant
             for index, bracket in enumerate(self.brackets)
             for rung in bracket.rungs[:-1]
-            for one in self._judge(index, rung)
+            for entrant in self._judge(index, rung)
         ]
 
     def _judge(self, bracket: int, rung: int) -> list[Entrant]:
-        """Stop all but the best 1/eta of those that came to `rung`, once all have."""
+        """Once all entrants of the bracket came to `rung`, stop all but the best 1/eta, and return those stopped."""
         if rung not in self.brackets[bracket].rungs or self._undecided(bracket, rung):
             return []
-        came = [one for one in self.entrants if one.bracket == bracket and rung in one.losses]
+        arrived = [entrant for entrant in self.entrants if entrant.bracket == bracket and rung in entrant.losses]
         keep = max(1, self._begin(bracket, rung) // self.eta)
         # The losses at this rung, not later ones: after a restart the verdict is the same.
-        came.sort(key=lambda one: (_last(one.losses[rung]), one.number))
-        return self._stop([one for one in came[keep:] if one.state is State.paused and one.reached == rung])
+        arrived.sort(key=lambda entrant: (_nan_last(entrant.losses[rung]), entrant.number))
+        losers = arrived[keep:]
+        return self._stop([loser for loser in losers if loser.state is State.paused and loser.reached == rung])
 
     def _begin(self, bracket: int, rung: int) -> int:
-        """How many configurations of the bracket were to come to `rung`."""
+        """How many configurations of the bracket should come to `rung`."""
         count = self.brackets[bracket].count
-        for other in self.brackets[bracket].rungs:
-            if other == rung:
-                break
+        for _ in range(self.brackets[bracket].rungs.index(rung)):
             count = max(1, count // self.eta)
         return count
 
     def _stop(self, entrants: list[Entrant]) -> list[Entrant]:
-        for one in entrants:
-            one.state = State.stopped
+        for entrant in entrants:
+            entrant.state = State.stopped
         return entrants
 
     @property
     def over(self) -> bool:
         ended = (State.stopped, State.done, State.failed)
-        return len(self.entrants) == self.total and all(one.state in ended for one in self.entrants)
+        return len(self.entrants) == self.total and all(entrant.state in ended for entrant in self.entrants)
 
     def winner(self) -> Entrant | None:
-        """The best of those that ran to their end; None if none did."""
+        """The entrant with the lowest loss at the end of its run; None if no entrant came there."""
         return next(iter(self.ranking(State.done)), None)
 
     def ranking(self, *states: State) -> list[Entrant]:
-        """The entrants, of these states if any are given: the farthest first, then the lowest loss."""
-        found: Iterator[Entrant] = (one for one in self.entrants if not states or one.state in states)
-        return sorted(found, key=lambda one: (one.state is State.failed, -one.reached, _last(one.loss), one.number))
+        """The entrants in these states, or all: the farthest first, then the lowest loss; failed entrants last."""
+        ranked = [entrant for entrant in self.entrants if not states or entrant.state in states]
+        ranked.sort(
+            key=lambda entrant: (
+                entrant.state is State.failed,
+                -entrant.reached,
+                _nan_last(entrant.loss),
+                entrant.number,
+            )
+        )
+        return ranked
 
 
-def _last(loss: float) -> float:
-    """A loss to sort by: one that is not a number comes last."""
+def _nan_last(loss: float) -> float:
+    """A loss to sort by: NaN comes last."""
     return math.inf if math.isnan(loss) else loss

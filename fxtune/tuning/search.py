@@ -34,7 +34,7 @@ CLEAR = 0.2
 REPEATS = 2
 """Further measurements of the two fastest, if they are closer than CLEAR."""
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
-"""Allowed relative distance from the first trial, for the loss of the first step and for the mean loss."""
+"""Allowed relative distance from the first trial, for the first step's loss and for the mean loss."""
 STEP_TOLERANCE = 5
 """Factor of TOLERANCE for any later step: training amplifies rounding."""
 MIN_LIMIT, LIMIT_FACTOR = 600.0, 4.0
@@ -71,8 +71,8 @@ class Search:
             self._find_start()
         except _TimeIsUp:
             raise ConfigError(
-                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more, or fewer "
-                "--steps."
+                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more --minutes "
+                "or fewer --steps."
             ) from None
         for _ in range(ROUNDS if self.best.speed else 0):
             before = self.best
@@ -86,7 +86,7 @@ class Search:
             self.untried.append("more measurements of the fastest")
 
     def planned(self) -> Iterator[tuple[str, Candidate]]:
-        """(axis, candidate) of the first round, as far as it is known without a trial."""
+        """Yield (axis, candidate) for each candidate of the first round that is known before a trial."""
         self.best, _ = self._add({})
         yield "", self.best
         for axis in self.axes:
@@ -98,18 +98,20 @@ class Search:
     def winner(self) -> tuple[Candidate, str]:
         """The candidate that wins, and the reason in a sentence."""
         ranked = self._ranked()
-        spread = max((max(one.speeds) - min(one.speeds)) / one.speed for one in ranked[:2])
+        fastest = ranked[:2]
+        spread = max((max(candidate.speeds) - min(candidate.speeds)) / candidate.speed for candidate in fastest)
         margin = max(spread, NOISE)
-        tied = [one for one in ranked if one.speed >= ranked[0].speed * (1 - margin)]
-        winner, base = min(tied, key=lambda one: (len(one.deltas), -one.speed)), self.candidates[0]
+        tied = [candidate for candidate in ranked if candidate.speed >= ranked[0].speed * (1 - margin)]
+        winner = min(tied, key=lambda candidate: (len(candidate.deltas), -candidate.speed))
+        base = self.candidates[0]
         why = f"{winner.title}: {winner.speed:,.0f} tokens/s"
         if base.speed and winner is not base:
             why += f", {winner.speed / base.speed - 1:+.1%} against the recipe as it is ({base.speed:,.0f})"
         kind = "the spread of repeated measurements" if spread > NOISE else "the assumed noise"
-        if all(len(one.speeds) == 1 for one in ranked[:2]):
+        if all(len(candidate.speeds) == 1 for candidate in fastest):
             kind += ", as nothing was measured twice"
-        others = "; ".join(one.title for one in tied if one is not winner)
-        rule = ". The one that changes the fewest keys wins" if others else ""
+        others = "; ".join(candidate.title for candidate in tied if candidate is not winner)
+        rule = ". The candidate that changes the fewest keys wins" if others else ""
         return winner, f"{why}. Tied with it, within {margin:.1%} ({kind}): {others or 'none'}{rule}."
 
     def _find_start(self) -> None:
@@ -130,12 +132,12 @@ class Search:
                 return
 
     def _search_axis(self, axis: str) -> None:
-        """Make the best value of one axis `best`. After a slower step, no further step in its direction is tried.
+        """Make the best value of one axis `best`. After a slower candidate, its direction is given up.
 
-        When the time is up, the loop goes on without trials, so that `untried` lists what the time cut off.
+        When the time is up, the loop goes on without trials, so that `untried` lists all candidates that were left.
         """
         if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
-            self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so none is tried")
+            self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so no other number is tried")
             return
         given_up: set[str] = set()
         for deltas in list(self._values(axis)):
@@ -147,7 +149,7 @@ class Search:
             except _TimeIsUp:
                 self.untried.append(Candidate(deltas, {}).title)
                 continue
-            # With fewer changes than the best it must be as fast, with more it must be faster beyond noise.
+            # A candidate with fewer changes than the best must be as fast, another one faster beyond noise.
             simpler = len(candidate.deltas) < len(self.best.deltas)
             if candidate.speed > self.best.speed * (1 - NOISE if simpler else 1 + NOISE):
                 self.best = candidate
@@ -156,7 +158,7 @@ class Search:
                 given_up.add(direction)
 
     def _values(self, axis: str) -> Iterator[Deltas]:
-        """The values of an axis, as changes of the user's config, from the best candidate."""
+        """Yield the best candidate's deltas with each value of an axis put in."""
         best = self.best.deltas
         for value in AXES[axis](search_space.apply_deltas(self.config, best), self.context):
             deltas = {**best, **value}
@@ -167,22 +169,22 @@ class Search:
                 yield deltas
 
     def _direction(self, axis: str, deltas: Deltas) -> str:
-        """The direction from the best candidate to this one; the deltas themselves if the axis has no directions."""
+        """The direction from the best candidate to `deltas`; the deltas as text if the axis has no directions."""
         present = self.config.train.micro_batch_size
         here, there = (point.get(MICRO_BATCH, present) for point in (self.best.deltas, deltas))
         if axis == "micro_batch":
             return "more rows" if there > here else "fewer rows"
         need = search_space.candidate(self.config, deltas, self.context).need
         if axis == "checkpointing" and here == there and need < self.best.need:
-            return "less memory"  # recomputation takes time, and buys no larger micro-batch here
+            return "less memory"  # recomputation takes time, and the micro-batch is no larger for it
         return str(deltas)
 
     def _add(self, deltas: Deltas) -> tuple[Candidate, bool]:
-        """The candidate of these deltas and True, or the earlier candidate of the same setting and False."""
+        """(the candidate of these deltas, True), or (the earlier candidate of the same setting, False)."""
         new = search_space.candidate(self.config, deltas, self.context)
-        for known in self.candidates:
-            if known.identity == new.identity:
-                return known, False
+        for earlier in self.candidates:
+            if earlier.identity == new.identity:
+                return earlier, False
         self.candidates.append(new)
         return new, True
 
@@ -209,12 +211,12 @@ class Search:
         """A result from the cache, or from a trial in the time that is left. Raises _TimeIsUp."""
         key = self._cache_key(candidate, repeat)
         title = f"{candidate.title}, again ({repeat} of {REPEATS})" if repeat else candidate.title
-        if found := self.cache.find(key):
+        if cached := self.cache.find(key):
             self.tell(title)
-            candidate.results.append(found)
-            return found
+            candidate.results.append(cached)
+            return cached
         times = [result.seconds for result in self._measured()]
-        reserved = 0 if repeat else len(self._rivals())  # trials, to measure each of them once more
+        reserved = 0 if repeat else len(self._rivals())  # one more trial for each rival
         left = self.deadline - time.monotonic()
         if left <= (statistics.median(times) if times else 0.0) * (1 + reserved):
             raise _TimeIsUp
@@ -228,18 +230,18 @@ class Search:
         ]
         result = replace(trial.measure(overrides, self.steps, min(limit, left)), data=self.context.data)
         if result.outcome is Outcome.hung and left < limit:
-            raise _TimeIsUp  # cut short by the deadline, so this says nothing about the candidate
+            raise _TimeIsUp  # the deadline cut the trial short, which says nothing about the candidate
         self.cache.keep(key, result)
         candidate.results.append(result)
         return result
 
     def _measured(self) -> Iterator[TrialResult]:
-        results = (result for known in self.candidates for result in known.results)
+        results = (result for candidate in self.candidates for result in candidate.results)
         return (result for result in results if result.outcome is Outcome.measured)
 
     def _compare_losses(self, candidate: Candidate, result: TrialResult) -> None:
         """Give the candidate a verdict if its losses are not those of the first trial on the same data."""
-        first = next(one.losses for one in self._measured() if one.data == result.data)
+        first = next(measured.losses for measured in self._measured() if measured.data == result.data)
         if not first or len(first) != len(result.losses):
             candidate.verdict = f"another loss: {len(result.losses)} steps, and the first trial took {len(first)}"
             return
@@ -252,7 +254,8 @@ class Search:
             candidate.verdict = f"another loss: off by {candidate.loss_error:.1e}, more than {tolerance:g}"
 
     def _ranked(self) -> list[Candidate]:
-        return sorted((one for one in self.candidates if one.speed), key=lambda one: -one.speed)
+        ran = [candidate for candidate in self.candidates if candidate.speed]
+        return sorted(ran, key=lambda candidate: -candidate.speed)
 
     def _rivals(self) -> list[Candidate]:
         """The two fastest, if one measurement of each cannot tell them apart."""
@@ -263,7 +266,9 @@ class Search:
         """Measure the rivals again, alternately, so that a GPU that heats up or a busy host slows down both."""
         rivals = self._rivals()
         for repeat in range(1, REPEATS + 1):
-            for candidate in (one for one in rivals if one.speed):
+            for candidate in rivals:
+                if not candidate.speed:
+                    continue
                 result = self._measure(candidate, repeat)
                 if result.outcome is not Outcome.measured:
                     candidate.verdict = f"failed when repeated: {result.outcome.value}: {result.reason}"

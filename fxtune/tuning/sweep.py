@@ -1,12 +1,12 @@
 """The engine of `fxtune sweep`: runs the race of the configurations on the cards, and keeps it in a folder.
 
-    FOLDER/sweep.yaml      what is swept and how; the same command goes on, another one is refused
+    FOLDER/sweep.yaml      the plan of the sweep; the same command goes on, a command with another plan is refused
     FOLDER/optuna.db       the study of Optuna: drawn values, losses at the rungs, verdicts (optuna-dashboard reads it)
     FOLDER/trial-N/        the run of configuration N, as any other run: config, metrics, checkpoints, result
-    FOLDER/trial-N.log     what it printed
+    FOLDER/trial-N.log     what the run printed
 
-A run is paused by train.pause_after and goes on with the same bits, at the learning rate of the whole run. The state
-of a sweep is what Optuna's storage and the run folders hold, so a sweep that is killed goes on where it was.
+train.pause_after pauses a run. The run goes on with the same bits, at the learning rate of the whole run. Optuna's
+storage and the run folders are the state of a sweep, so a killed sweep goes on where it was.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ SETTINGS, STUDY = "sweep.yaml", "optuna.db"
 THREADS = "OMP_NUM_THREADS"
 """The environment variable that gives a process of a sweep its number of CPU threads."""
 TAIL = 8192
-"""Bytes that hold the last line of a metrics.jsonl."""
+"""Bytes at the end of a metrics.jsonl in which its last line fits."""
 REFRESH = 1.0
-"""Seconds between two looks at the runs."""
+"""Seconds between two calls of `look`."""
 STARTUP = 8
-"""Configurations that are spread evenly before TPE takes over; with Hyperband, those of the first bracket."""
+"""Configurations spread evenly before TPE takes over. With Hyperband: the configurations of the first bracket."""
 END_SWEEP = {error.__name__: error for error in (StorageError, DataError)}
-"""Errors of a run that its configuration did not cause: the sweep ends with them, and goes on when they are mended.
-ConfigError is one of them if the configuration has trained before: then its data or its packages have changed."""
+"""Errors that a configuration did not cause. They end the sweep; the same command goes on once they are mended.
+A ConfigError ends the sweep too, if the configuration has trained before: then its data or packages have changed."""
 
 
 class Method(str, Enum):
@@ -70,12 +70,12 @@ class Method(str, Enum):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What is swept and how."""
+    """The swept keys, the number of configurations, and the rules of the race."""
 
     space: tuple[Dimension, ...]
     method: Method
     trials: int
-    """Configurations."""
+    """Number of configurations."""
     parts: int
     """The first rung is after 1/parts of a run."""
     eta: int
@@ -90,7 +90,7 @@ class SweepPlan:
         return race.halving(self.trials, self.eta, self.parts)
 
     def pruner(self) -> optuna.pruners.BasePruner:
-        """Optuna's pruner, for the methods that judge each configuration by those before it."""
+        """Optuna's pruner of asha and median; for other methods a pruner that stops nothing."""
         if self.method is Method.asha:
             return optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=self.eta)
         if self.method is Method.median:
@@ -100,7 +100,7 @@ class SweepPlan:
     def saved(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in ("trials", "parts", "eta", "seed")}
         return {
-            "space": {one.key: one.text for one in self.space},
+            "space": {dimension.key: dimension.text for dimension in self.space},
             "method": self.method.value,
             "sampler": self.sampler.value,
             **values,
@@ -115,11 +115,11 @@ class Trial:
     values: dict[str, Any]
     folder: Path
     steps: int = 0
-    """Steps of the whole run; 0: not known yet."""
+    """Steps of the whole run; 0 before they are known."""
     parts: int = 1
     """Rung r is near r / parts of the run."""
     rungs: tuple[int, ...] = ()
-    """The rungs of its bracket, including those for which its run has no evaluation."""
+    """All rungs of its bracket, also rungs at which the run has no evaluation."""
     every: int = 1
     """Steps between two evaluations."""
 
@@ -133,14 +133,18 @@ class Trial:
         return -(-self.steps // self.every)
 
     def step_of(self, rung: int) -> int:
-        """The step of a rung: of the evaluation that is nearest to its share of the run and after that of the rung
-        before. Where there are fewer evaluations than rungs, the last rungs have one each."""
-        at = 0
-        for index, one in enumerate(self.rungs[:-1]):
+        """The step at which `rung` is judged: the evaluation nearest to the rung's share of the run.
+
+        Two rungs share no evaluation: a rung's evaluation comes after the evaluation of the rung before. With fewer
+        evaluations than rungs, the last rungs get one evaluation each.
+        """
+        evaluation = 0
+        for index, earlier in enumerate(self.rungs[:-1]):
             latest = self.evaluations - (len(self.rungs) - 1 - index)
-            at = max(1, min(latest, max(at + 1, round(one * self.steps / (self.parts * self.every)))))
-            if one == rung:
-                return min(self.steps, at * self.every)
+            nearest = round(earlier * self.steps / (self.parts * self.every))
+            evaluation = max(1, min(latest, max(evaluation + 1, nearest)))
+            if earlier == rung:
+                return min(self.steps, evaluation * self.every)
         return self.steps if rung else 0
 
     def curve(self) -> list[tuple[int, float]]:
@@ -166,7 +170,7 @@ def shown(value: Any) -> str:
 
 
 class Sweep:
-    """A sweep in `folder`. `overrides`: the recipe and keys as typed, without what is swept."""
+    """A sweep in `folder`. `overrides`: the recipe and keys as typed, without the swept keys."""
 
     def __init__(
         self,
@@ -177,7 +181,7 @@ class Sweep:
         environments: Sequence[Mapping[str, str]],
         tell: Callable[[str], None],
     ) -> None:
-        """`environments`: of each process that trains. `tell` gets a line for each event."""
+        """`environments`: environment variables, for each process that trains. `tell` gets a line for each event."""
         self.config, self.plan, self.folder, self.tell = config, plan, folder, tell
         self.overrides = [word for word in overrides if not word.lstrip("+").startswith("run.dir=")]
         self.environments = environments
@@ -186,12 +190,12 @@ class Sweep:
         self._steps: dict[str, int] = {}
         """The swept values of `train` -> the steps of a run."""
         self._jobs: dict[int, tuple[Trial, int]] = {}
-        """Index of a worker -> what it runs, and to which rung."""
+        """Index of a busy worker -> (its trial, the rung to which the trial runs)."""
         self.workers: list[SweepWorker] = []
 
     @contextmanager
     def opened(self) -> Iterator[Sweep]:
-        """Lock the folder, and read the study in it or begin one. Raises ConfigError if another sweep is there."""
+        """Lock the folder, and read its study or begin a study. Raises ConfigError if the folder has another sweep."""
         lock = FolderLock(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +214,7 @@ class Sweep:
             lock.release()
 
     def _claim(self) -> None:
-        """Write sweep.yaml, or compare with the one that is there."""
+        """Write sweep.yaml. If the folder has one, compare it with this sweep."""
         plain = redact(json.loads(json.dumps(asdict(self.config))))
         now = {**self.plan.saved(), "config": plain}
         before, resume = read_config(self.folder, SETTINGS), self.config.run.resume
@@ -249,14 +253,14 @@ class Sweep:
         self._steps = dict(self.study.user_attrs.get("steps", {}))
         for frozen in self.study.get_trials(deepcopy=False):
             values = frozen.params
-            if frozen.state is TrialState.RUNNING:  # it may have been killed while it was drawn
+            if frozen.state is TrialState.RUNNING:  # the sweep may have been killed as it drew the values
                 values = self._values(frozen.number, partial(trial_of, self.study, frozen))
             entrant = Entrant(frozen.number, self.race.bracket_of(frozen.number))
             entrant.losses = dict(frozen.intermediate_values)
             entrant.reason = frozen.user_attrs.get("reason", "")
             entrant.state = states.get(frozen.state, State.paused if entrant.losses else State.waiting)
             self._add(entrant, values)
-        for trial in self.trials:  # killed between two of the lines that record a result
+        for trial in self.trials:  # the sweep was killed between the loss and the end of a trial
             if trial.entrant.state is State.paused and trial.entrant.reached == self._last_rung(trial):
                 self._tell_end(trial, State.done)
         for entrant in self.race.judge():
@@ -273,15 +277,16 @@ class Sweep:
         return trial
 
     def _measure(self, trial: Trial) -> None:
-        """Set the steps of the run, if they are known."""
+        """Set the steps of the run and its evaluations, if the steps are known."""
         trial.steps = self._steps.get(_length_key(trial), 0)
         trial.every = self.config.train.eval_every or max(1, -(-trial.steps // self.plan.parts))
         if trial.steps:
             self.race.limit_rungs(trial.entrant.bracket, trial.evaluations)
 
     def run(self, look: Callable[[], None]) -> None:
-        """Race until it is over. `look` is called each second. Raises Stopped after all runs are saved; StorageError
-        and DataError; ConfigError or another UserError if every configuration fails.
+        """Race until it is over. `look` is called each second.
+
+        Raises Stopped once all runs are saved, an error of END_SWEEP, and ConfigError if every configuration fails.
         """
         if self.race.over:
             return
@@ -299,21 +304,24 @@ class Sweep:
                     worker.end()
         failed = [trial for trial in self.trials if trial.entrant.state is State.failed]
         if len(failed) == len(self.trials):
-            raise ConfigError(f"No configuration ran. The first one: {failed[0].entrant.reason}")
+            raise ConfigError(f"Every configuration failed. The first of them: {failed[0].entrant.reason}")
 
     def _with_the_same_threads(self) -> list[Mapping[str, str]]:
-        """The environments, with as many CPU threads as when the sweep was begun, if this machine has the cores: sums
-        depend on their number, and the same command may go on with another number of processes."""
+        """The environments, with as many CPU threads as at the sweep's first start, if this machine has the cores.
+
+        Sums depend on the number of threads, and the same command may go on with another number of processes.
+        """
         threads = self.environments[0].get(THREADS)
         if threads is None:  # a card, or the user has set it
             return list(self.environments)
         begun = str(self.study.user_attrs.get("threads", threads))
         self.study.set_user_attr("threads", begun)
-        kept = begun if int(begun) <= cores() else threads
-        return [{**environment, THREADS: kept} for environment in self.environments]
+        if int(begun) <= cores():
+            threads = begun
+        return [{**environment, THREADS: threads} for environment in self.environments]
 
     def _fill(self) -> None:
-        """Give each idle worker a job, as long as there are any."""
+        """Give each idle worker a job, until the race has no job left."""
         for index, worker in enumerate(self.workers):
             while not worker.busy and (following := self.race.next()) is not None:
                 if isinstance(following, int):
@@ -338,7 +346,7 @@ class Sweep:
             self._fail(trial, redact_text(str(error)))
 
     def _values(self, number: int, ask: Callable[[], optuna.Trial]) -> dict[str, Any]:
-        """The values of configuration `number`, which `ask` draws."""
+        """The values of configuration `number`. `ask` draws them, as an Optuna trial."""
         plan = self.plan
         first = self.race.brackets[0].count if plan.method is Method.hyperband else STARTUP
         self.study.sampler = sampling.sampler_for(plan.sampler, number, first, plan.space, plan.seed)
@@ -347,7 +355,7 @@ class Sweep:
         return sampling.suggest(drawn, plan.space)
 
     def _find_steps(self, trial: Trial, worker: SweepWorker) -> None:
-        """Read the data as `trial` would, to know how many steps a run takes."""
+        """Let `worker` read the data of `trial`, to know how many steps its run takes."""
         worker.send(PLAN, self.words(trial, 1), self.log(trial))
         while not select.select([worker], [], [], REFRESH)[0]:
             with SIGNALS.interruptible():
@@ -370,7 +378,7 @@ class Sweep:
             )
 
     def _wait(self, look: Callable[[], None]) -> None:
-        """Wait for a result, or a second."""
+        """Wait until a worker answers, for at most a second, and take the answers."""
         look()
         busy = {worker: index for index, worker in enumerate(self.workers) if worker.busy}
         if not busy:
@@ -380,7 +388,7 @@ class Sweep:
         for worker in ready:
             answer = worker.receive()
             trial, rung = self._jobs.pop(busy[worker])
-            if "stopped" in answer:  # by somebody else
+            if "stopped" in answer:  # somebody else stopped the run
                 trial.entrant.state = State.paused if trial.entrant.losses else State.waiting
             elif reason := answer.get("error"):
                 self._fail_or_end(trial, reason, answer["kind"])
@@ -389,11 +397,11 @@ class Sweep:
             look()
 
     def _reach(self, trial: Trial, rung: int) -> None:
-        """`trial` has come to `rung`: record its loss there, and stop the configurations that this rules out."""
+        """`trial` has come to `rung`: record its loss there, and stop the configurations that its loss rules out."""
         last = trial.step_of(rung)
         losses = [loss for step, loss in trial.curve() if step <= last]
         if not losses:
-            self._fail(trial, f"its run was not evaluated up to step {last}")
+            self._fail(trial, f"metrics.jsonl of its run has no held-out loss up to step {last}")
             return
         loss = min(losses) if self.config.run.export is Export.best else losses[-1]
         entrant = trial.entrant
@@ -439,12 +447,12 @@ class Sweep:
         self._end_all(stopped)
 
     def _clean(self, trial: Trial) -> None:
-        """Remove the checkpoints of a trial that was stopped: it does not go on."""
+        """Remove the checkpoints of a stopped trial, which never goes on."""
         if trial.entrant.state is State.stopped and not (trial.folder / RESULT).exists():
             shutil.rmtree(trial.folder / CHECKPOINTS, ignore_errors=True)
 
     def _save_all(self) -> str:
-        """Have all runs save their state. Returns what was saved."""
+        """Have all runs save their state. Returns a sentence about the saved runs."""
         busy = [worker for worker in self.workers if worker.busy]
         for worker in busy:
             worker.interrupt()
@@ -470,29 +478,27 @@ class Sweep:
         return self.folder / f"{trial.folder.name}.log"
 
     def words(self, trial: Trial, rung: int | None = None) -> list[str]:
-        """The words of a command line that trains `trial`, up to `rung` (None: to its end)."""
-        name, wandb = self.config.run.name, self.config.tracking.wandb
+        """The words of a command line that trains `trial` up to `rung`; None: as a run of the winner by itself."""
         quoted = str(trial.folder).replace("\\", "\\\\").replace("'", "\\'")
-        words = [*self.overrides, *(one.override(trial.values[one.key]) for one in self.plan.space)]
+        words = [*self.overrides, *(dimension.override(trial.values[dimension.key]) for dimension in self.plan.space)]
         words += [f"train.eval_every={self.config.train.eval_every or trial.every}"]
         if rung is not None:
             words += [
                 f"run.dir='{quoted}'",
                 "run.resume=auto",
-                f"run.name='{name}-{trial.entrant.number}'",
+                f"run.name='{self.config.run.name}-{trial.entrant.number}'",
                 "run.gpus=1",
                 "tracking.display=plain",
             ]
-            group = wandb.group or self.folder.name
-            words.append(f"tracking.wandb.group='{group}'")
+            words.append(f"tracking.wandb.group='{self.config.tracking.wandb.group or self.folder.name}'")
             if rung < self._last_rung(trial) and trial.steps:
-                # Nobody needs the answers of a run that may be stopped.
+                # The race does not read answers, and the run may be stopped.
                 words += [f"train.pause_after={trial.step_of(rung)}", "data.questions.path=null"]
         return words
 
     def winner(self) -> Trial | None:
-        found = self.race.winner()
-        return None if found is None else self.trials[found.number]
+        entrant = self.race.winner()
+        return None if entrant is None else self.trials[entrant.number]
 
     def ranking(self) -> list[Trial]:
         return [self.trials[entrant.number] for entrant in self.race.ranking()]
@@ -503,12 +509,12 @@ class Sweep:
 
     @property
     def runs(self) -> float:
-        """What was trained so far, in whole runs."""
+        """Training so far, in whole runs."""
         return sum(trial.step_of(trial.entrant.reached) / trial.steps for trial in self.trials if trial.entrant.losses)
 
 
 def _length_key(trial: Trial) -> str:
-    """What the length of a run may depend on, such as train.global_batch_size."""
+    """The swept values that the length of a run may depend on, such as train.global_batch_size, as text."""
     return json.dumps({key: value for key, value in trial.values.items() if key.startswith("train.")})
 
 
@@ -517,27 +523,34 @@ PRUNERS = (Method.asha, Method.median)
 
 def refuse(config: Config) -> None:
     """Raise ConfigError with each reason why this recipe cannot be swept."""
-    problems = []
+    refusals = []
     train = config.train
     if not config.data.eval_fraction and not config.data.eval_sources:
-        problems.append(
-            "nothing is held out, and configurations are compared by the held-out loss: set data.eval_fraction=0.05 "
-            "or data.eval_sources"
+        refusals.append(
+            "no data is held out, and configurations are compared by the held-out loss: set "
+            "data.eval_fraction=0.05 or data.eval_sources"
         )
     if train.stop.patience:
-        problems.append(
-            "train.stop.patience: the sweep stops the losers itself. Leave it out, and add it to the recipe that wins"
+        refusals.append(
+            "train.stop.patience: the sweep stops configurations itself. Leave the key out, and add it to the recipe "
+            "that wins"
         )
     for key, value in (("max_minutes", train.max_minutes), ("eval_share", train.eval_share)):
         if value is not None:
-            problems.append(f"train.{key} depends on the clock, and configurations are compared after the same steps")
+            refusals.append(
+                f"train.{key} depends on the clock, and configurations are compared after the same steps: leave the "
+                "key out"
+            )
     if train.pause_after is not None:
-        problems.append("train.pause_after: the sweep decides when its runs pause")
+        refusals.append("train.pause_after: the sweep decides when its runs pause. Leave the key out")
     if config.run.gpus not in ("auto", "1"):
-        problems.append(f"run.gpus={config.run.gpus}: each run of a sweep has one card. --workers says how many run")
+        refusals.append(
+            f"run.gpus={config.run.gpus}: each run of a sweep has one card. Leave the key out; --workers says how "
+            "many runs train at once"
+        )
     degrees = ((name, getattr(config.parallel, name)) for name in DEGREES)
     several = [f"parallel.{name}={value}" for name, value in degrees if value not in (AUTO, "1")]
     for asked in (*several, *config.parallel.summed_otherwise):
-        problems.append(f"{asked}: each run of a sweep has one card. Leave it out, and add it to the recipe that wins")
-    if problems:
-        raise ConfigError("This recipe cannot be swept as it is:\n" + "\n".join(f"  {line}" for line in problems))
+        refusals.append(f"{asked}: each run of a sweep has one card. Leave it out, and add it to the recipe that wins")
+    if refusals:
+        raise ConfigError("This recipe cannot be swept as it is:\n" + "\n".join(f"  {line}" for line in refusals))

@@ -34,7 +34,7 @@ SPACE = parse(["sweep.lr=loguniform(1e-4,1e-2)"])
     [
         ([*QUICKSTART], "nothing is swept: add sweep.KEY=VALUES"),
         ([*QUICKSTART, "sweep.lrr=1,2"], "there is no key `lrr`"),
-        ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "optimizer.lr=1e-3"], "`optimizer.lr` is given, and swept, too"),
+        ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "optimizer.lr=1e-3"], "`optimizer.lr` has a value and is swept"),
         (["+recipe=quickstart", "sweep.lr=1e-3,2e-3"], "nothing is held out"),
         ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "--trials", "1"], "a whole number, 2 or more"),
         ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "--output", "mine.txt"], "a recipe is a file NAME.yaml"),

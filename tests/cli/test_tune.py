@@ -197,7 +197,7 @@ def test_the_gpu_is_examined_by_another_process(cwd, monkeypatch):
     ("words", "message"),
     [
         (["--axes", "micro_bach"], "there is no axis `micro_bach`; did you mean `micro_batch`?"),
-        (["--axes", ","], "There are: attention, compile"),
+        (["--axes", ","], "The axes: attention, compile"),
         (["--minutes", "soon"], "--minutes soon: give the minutes of the search, a number above 0"),
         (["--steps", "2.5"], "--steps 2.5: give a whole number, 1 or more"),
         (["--output", "fast.txt"], "a recipe is a file NAME.yaml"),

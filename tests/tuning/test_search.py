@@ -98,7 +98,7 @@ def test_in_a_tie_the_fewest_changes_win(trials, run):
     winner, why = run("attention").winner()
     assert winner.deltas == {}
     assert why.startswith("the recipe as it is: 1,000 tokens/s. Tied with it, within 1.0% (the assumed noise): ")
-    assert "attention.backend=eager. The one that changes the fewest keys wins." in why
+    assert "attention.backend=eager. The candidate that changes the fewest keys wins." in why
 
 
 def test_speeds_within_the_spread_of_repeated_measurements_are_a_tie(monkeypatch, run):

@@ -212,7 +212,7 @@ def test_failed_configuration_loses_and_says_why(recipe):
 
 
 def test_sweep_whose_configurations_all_fail_is_an_error(recipe):
-    with pytest.raises(ConfigError, match=r"No configuration ran. The first one: .*must be a multiple"):
+    with pytest.raises(ConfigError, match=r"Every configuration failed. The first of them: .*must be a multiple"):
         race([*recipe, "train.micro_batch_size=4"], trials=2, space=["sweep.global_batch_size=choice(5,6)"])
 
 
@@ -296,7 +296,7 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
     ("words", "told"),
     [
         (["data.eval_fraction=0"], "nothing is held out"),
-        (["train.stop.patience=2"], "the sweep stops the losers itself"),
+        (["train.stop.patience=2"], "the sweep stops configurations itself"),
         (["train.max_minutes=3"], "depends on the clock"),
         (["train.pause_after=3"], "decides when its runs pause"),
         (["run.gpus=2"], "each run of a sweep has one card"),

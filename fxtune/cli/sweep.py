@@ -151,7 +151,7 @@ def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]
         cards = cards or [str(index) for index in range(torch.cuda.device_count())]
         if workers is not None and workers > len(cards):
             raise ConfigError(
-                f"--workers {workers}, but this machine has {len(cards)} GPUs, and each worker needs a GPU. "
+                f"--workers {workers}, but there are {len(cards)} GPUs, and each worker needs a GPU. "
                 f"Set --workers {len(cards)} or less"
             )
         return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:workers]]

@@ -218,8 +218,8 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
 def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None]) -> Evidence:
     """Whether exactly the adapters (or all parameters) are trained, and a gradient reaches all of them.
 
-    A new LoRA adapter's B is zero: the gradient of A is zero, and the gradient of B must not be. An expert that gets no
-    token of the batch needs no gradient.
+    A new LoRA adapter's B is zero: the gradient of A is zero, and the gradient of B must not be. An expert that
+    gets no token of the batch needs no gradient.
     """
     adapters, images = builder.techniques.lora.enabled, {id(parameter) for parameter in beside_text(model)}
     wrong = [
@@ -237,7 +237,7 @@ def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[st
         f"{len(reached) - len(without)} of {len(reached)} {'adapted modules' if adapters else 'tensors'}"
     )
     seen += "".join(f"; not as asked: {name}" for name in wrong[:1]) + "".join(
-        f"; no gradient in {name}" for name in without[:1]
+        f"; none in {name}" for name in without[:1]
     )
     return Evidence(
         "parameters",

@@ -527,7 +527,7 @@ def refuse(config: Config) -> None:
     train = config.train
     if not config.data.eval_fraction and not config.data.eval_sources:
         refusals.append(
-            "no data is held out, and configurations are compared by the held-out loss: set "
+            "nothing is held out, and configurations are compared by the held-out loss: set "
             "data.eval_fraction=0.05 or data.eval_sources"
         )
     if train.stop.patience:

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from fxtune.config.root import Config
-from fxtune.optim.config import READS
+from fxtune.optim.config import TRAITS
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _is_set(config: Config, setting: str) -> bool:
 
 
 def _readers(option: str) -> str:
-    return "optimizer.name=" + "|".join(name.value for name in READS if option in READS[name])
+    return "optimizer.name=" + "|".join(name.value for name, traits in TRAITS.items() if option in traits.reads)
 
 
 _ASKED = ("limit", "show", "max_new_tokens", "batch_size", "metrics")

@@ -191,7 +191,7 @@ class DataConfig:
     cache_dir: Optional[str] = None
     """Where tokenized sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
     cache_days: Optional[int] = field(default=30, metadata={"min": 1})
-    """When new tokens are cached, remove those that no run has used for this many days, and
+    """When new tokens are cached, remove tokens that no run has used for this many days, and
     print a line. Null: keep all."""
 
     def __post_init__(self) -> None:

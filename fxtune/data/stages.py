@@ -4,7 +4,8 @@ A run has one stage, or several: `train.batch_ramp` lets the batch grow, and `da
 stage begins at a share of the run's steps, so the plan must know how many there are. With train.epochs that is the
 smallest number of steps that covers the epochs. Learning-rate schedules count steps, as always.
 
-Rows of a stage are n times shorter than those of the last stage, n a whole number, and a step takes n times as many.
+Rows of the last stage are n times longer than rows of an earlier stage, n a whole number, whose steps take n times as
+many rows.
 So each step has room for the same tokens, in micro-batches of the same tokens: memory, the time of the matmuls and the
 noise of a gradient stay about what they are, and only attention becomes cheaper. "Dataset Decomposition" (arXiv
 2405.13226) keeps the tokens of a step, too.
@@ -30,7 +31,7 @@ class Stage(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a stage begins, and what it has."""
+    """The first step and row of a stage, and the size of its steps and rows."""
 
     step: int
     row: int
@@ -138,7 +139,7 @@ class StepRows:
 
 
 def ramp_conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> list[str]:
-    """What is wrong with train.batch_ramp, worded as what to change."""
+    """Faults of train.batch_ramp, each worded as a change to make."""
     name = f"`train.batch_ramp={[list(stage) for stage in ramp]}`"
     if not _are_pairs(ramp):
         return [f"{name} is a list of [share of the steps, rows], as in [[0.5, 16]]"]
@@ -152,7 +153,7 @@ def ramp_conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> lis
 
 
 def length_conflicts(schedule: Sequence[Sequence[Any]], sequence_length: int) -> list[str]:
-    """What is wrong with data.length_schedule, worded as what to change."""
+    """Faults of data.length_schedule, each worded as a change to make."""
     name = f"`data.length_schedule={[list(stage) for stage in schedule]}`"
     if not _are_pairs(schedule):
         return [f"{name} is a list of [share of the steps, tokens of a row], as in [[0.0, 8192], [0.5, 65536]]"]
@@ -164,8 +165,8 @@ def length_conflicts(schedule: Sequence[Sequence[Any]], sequence_length: int) ->
         found.append(f"{name} does not say how long the first rows are: begin with a stage of share 0")
     if lengths[-1] != sequence_length:
         found.append(
-            f"{name} ends with rows of {lengths[-1]} tokens: set data.sequence_length={lengths[-1]}, by which long "
-            "documents are split"
+            f"{name} ends with rows of {lengths[-1]} tokens: set data.sequence_length={lengths[-1]}, the "
+            "length at which long documents are split"
         )
     elif lengths[0] < 2 or lengths != sorted(set(lengths)):
         found.append(f"{name}: rows grow, from 2 tokens on")
@@ -199,6 +200,6 @@ def stages(
     lengths = [(0.0, sequence_length), *((float(share), int(length)) for share, length in schedule)]
     found = []
     for share in sorted({share for share, _ in (*batches, *lengths)}):
-        batch, length = ([value for begin, value in each if begin <= share][-1] for each in (batches, lengths))
+        batch, length = ([value for begin, value in steps if begin <= share][-1] for steps in (batches, lengths))
         found.append(Stage(share, batch * (sequence_length // length), length))
     return tuple(found)

@@ -256,7 +256,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _require_grad(*inputs: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
 
 def _to_dtype_of(like: Tensor | None, gradient: Tensor | None) -> Tensor | None:

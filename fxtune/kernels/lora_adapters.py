@@ -38,11 +38,11 @@ class Adapters:
 
     @property
     def ranks(self) -> list[int]:
-        return [one.shape[0] for one in self.a]
+        return [factor.shape[0] for factor in self.a]
 
     @property
     def outs(self) -> list[int]:
-        return [one.shape[0] for one in self.b]
+        return [factor.shape[0] for factor in self.b]
 
     @property
     def inner(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import FloatNode
 
@@ -76,27 +76,27 @@ class OptimizerConfig:
 
 ZERO_INITS = ("default", "gaussian")
 """Values of techniques.lora.init with which an adapter starts as zero."""
-READS: dict[OptimizerName, tuple[str, ...]] = {
-    OptimizerName.adamw: ("betas", "eps", "fused"),
-    OptimizerName.adamw_8bit: ("betas", "eps"),
-    OptimizerName.adamw_schedulefree: ("betas", "eps"),
-    OptimizerName.apex_adamw: ("betas", "eps"),
-    OptimizerName.sgd: ("momentum", "fused"),
-    OptimizerName.adafactor: (),
-    OptimizerName.lion: ("betas",),
-    OptimizerName.muon: ("momentum", "betas", "eps", "fused"),
+
+
+class Traits(NamedTuple):
+    """Properties of an optimizer that hold on every machine."""
+
+    reads: tuple[str, ...]
+    """Options that this optimizer reads besides lr and weight_decay."""
+    has_lr_rule: bool = False
+    """Whether lr=auto has a rule: for the kinds of AdamW, and for Muon, whose updates are scaled to AdamW's."""
+
+
+TRAITS = {
+    OptimizerName.adamw: Traits(("betas", "eps", "fused"), has_lr_rule=True),
+    OptimizerName.adamw_8bit: Traits(("betas", "eps"), has_lr_rule=True),
+    OptimizerName.adamw_schedulefree: Traits(("betas", "eps"), has_lr_rule=True),
+    OptimizerName.apex_adamw: Traits(("betas", "eps"), has_lr_rule=True),
+    OptimizerName.sgd: Traits(("momentum", "fused")),
+    OptimizerName.adafactor: Traits(()),
+    OptimizerName.lion: Traits(("betas",)),
+    OptimizerName.muon: Traits(("momentum", "betas", "eps", "fused"), has_lr_rule=True),
 }
-"""For each optimizer, the options it reads beyond those that all read. Muon also reads AdamW's."""
-
-
-HAS_RULE = (
-    OptimizerName.adamw,
-    OptimizerName.adamw_8bit,
-    OptimizerName.adamw_schedulefree,
-    OptimizerName.apex_adamw,
-    OptimizerName.muon,
-)
-"""Optimizers for which lr=auto has a rule: AdamW's kinds, and Muon, whose updates are scaled to AdamW's."""
 
 
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
@@ -105,7 +105,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield from no_rule(config, facts)
     eight_bit, chosen = config.name is OptimizerName.adamw_8bit, library(config, facts)
     if eight_bit and chosen is Library.auto:
-        both = [f"{one} {facts.lacks(one)}" for one in ("bitsandbytes", "torchao")]
+        both = [f"{name} {facts.lacks(name)}" for name in ("bitsandbytes", "torchao")]
         lacking = " and ".join(both) if facts.broken else "neither is installed"
         yield (f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and {lacking}. {QUANT}, or use adamw.")
     elif eight_bit and chosen.value not in facts.packages:
@@ -162,7 +162,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
 def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason why lr=auto has no rule to go by."""
     give = "Give a number (`fxtune lr` tests rates)"
-    if config.name not in HAS_RULE:
+    if not TRAITS[config.name].has_lr_rule:
         yield f"optimizer.lr: auto has a rule for AdamW and none for {config.name.value}. {give}."
     if not facts.text.get("hidden_size"):
         yield f"optimizer.lr: auto needs the model's hidden size, and its config has no hidden_size. {give}."
@@ -189,7 +189,7 @@ def library(config: OptimizerConfig, facts: MachineFacts) -> Library:
     order = [Library.torchao, Library.bitsandbytes]
     if facts.device == "cuda" and not config.stochastic_rounding:
         order.reverse()
-    return next((one for one in order if one.value in facts.packages), Library.auto)
+    return next((choice for choice in order if choice.value in facts.packages), Library.auto)
 
 
 def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:

@@ -1,10 +1,9 @@
 """Muon for matrices that are divided by rows over ranks (parallel.shard).
 
-Muon makes the update of a whole matrix orthogonal, and here a rank has only some rows of it. Momentum is a number for
-each weight, so each rank keeps that of its rows. Then the ranks share the work: of each N matrices, rank i gets all
-rows of the update of matrix i, makes it orthogonal, and sends the rows back. Both exchanges are in bfloat16, in which
-Muon computes anyway, so the numbers are those of one process. A rank sends 4 (N - 1) / N bytes for each weight that it
-holds.
+Muon makes the update of a whole matrix orthogonal, and here a rank has only some rows of the matrix. Each rank keeps
+the momentum of its rows. Then N ranks share the work on N matrices: rank i gets all rows of the update of matrix i,
+makes the update orthogonal, and sends the rows back. Both exchanges are in bfloat16, Muon's own precision, so N ranks
+and one process get the same numbers. A rank sends 4 (N - 1) / N bytes for each weight that it holds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class DividedMuon(torch.optim.Muon):
 
     def __init__(self, matrices: Sequence[Matrix], sharding: Sharding, **options: Any) -> None:
         self.orthogonal, self.adjusted = upstream.muon_parts()
-        super().__init__([one.own for one in matrices if one.own.numel()], **options)
+        super().__init__([matrix.own for matrix in matrices if matrix.own.numel()], **options)
         self.matrices, self.sharding = matrices, sharding
 
     @torch.no_grad()
@@ -58,7 +57,7 @@ class DividedMuon(torch.optim.Muon):
 
         for first in range(0, len(self.matrices), ranks):
             turn = self.matrices[first : first + ranks]
-            updates = [self._update(one.own, options) for one in turn]
+            updates = [self._update(matrix.own, options) for matrix in turn]
             nothing = updates[0].new_empty(0)
             updates += [nothing] * (ranks - len(turn))
             mine = turn[me].shape if me < len(turn) else torch.Size((0, 0))

@@ -37,7 +37,7 @@ Scalar = int | float | bool
 STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
 """State that a package keeps for all weights of a group. It is saved with each weight."""
 TRAINED = "trained"
-"""The state's key for a weight as it is trained, where it is saved and evaluated as an average (averages())."""
+"""The state's key for the trained weight of an optimizer that saves and evaluates an average (averages())."""
 
 
 class Optimizer:
@@ -94,13 +94,17 @@ class Optimizer:
 
     @property
     def whole(self) -> dict[torch.Tensor, str]:
-        """The weights that each rank holds whole, and their names: all, unless they are divided. Their gradients are
-        its own until set_gradients(); those of divided weights are summed over the ranks by the backward pass."""
-        return {one: name for one, name in self.names.items() if one not in self.divided}
+        """The weights that each rank holds whole, and their names: all, unless weights are divided. Each rank has its
+        own gradients of them until set_gradients(). The backward pass sums gradients of divided weights over ranks."""
+        return {weight: name for weight, name in self.names.items() if weight not in self.divided}
 
     def _in_one_step(self, part: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The weights that are updated together with those of `part`, itself included."""
-        return [one for group in part.param_groups for one in group["params"]] if self.one_by_one else list(self.names)
+        """The weights that are updated together with the weights of `part`, including these."""
+        return (
+            [weight for group in part.param_groups for weight in group["params"]]
+            if self.one_by_one
+            else list(self.names)
+        )
 
     def collect(self) -> None:
         """Take the gradients that the backward pass has left in divided parameters."""
@@ -109,14 +113,14 @@ class Optimizer:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """The gradients of `whole`; None where no backward pass has reached a weight."""
-        return [self._gradient(one) for one in self.whole]
+        return [self._gradient(weight) for weight in self.whole]
 
     def _gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         return weight.grad if self.names[weight] in self.reached or not self.keep_gradients else None
 
     @torch.no_grad()
     def set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        """Set what gradients() returns, in each weight's own dtype."""
+        """Set the gradients of `whole`, in the order of gradients(), each in its weight's dtype."""
         for parameter, gradient in zip(self.whole, gradients, strict=True):
             if gradient is None:
                 continue
@@ -128,10 +132,10 @@ class Optimizer:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to norm `max_norm` (0: do not). Returns its norm before, a scalar on the device."""
-        reached = {one: gradient for one in self.names if (gradient := self._gradient(one)) is not None}
-        norm = self._norm(gradient for one, gradient in reached.items() if one not in self.divided)
+        reached = {weight: gradient for weight in self.names if (gradient := self._gradient(weight)) is not None}
+        norm = self._norm(gradient for weight, gradient in reached.items() if weight not in self.divided)
         if self.sharding is not None:
-            own = self._norm(gradient for one, gradient in reached.items() if one in self.divided).double()
+            own = self._norm(gradient for weight, gradient in reached.items() if weight in self.divided).double()
             norm = (norm.double().square() + self.sharding.sum_over_shards(own.square())).sqrt().float()
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(list(reached), max_norm, norm, foreach=True)
@@ -161,7 +165,7 @@ class Optimizer:
         seed: int,
         on_host: Callable[[], Any] | None = None,
     ) -> None:
-        """step() of one of `parts`, which leaves its gradients. `on_host`: reads `finite`."""
+        """Update the weights of one of `parts`, and keep their gradients. `on_host`: reads `finite` on the host."""
         for group in part.param_groups:
             if isinstance(group["lr"], torch.Tensor):  # torchao would recompile for a new constant
                 group["lr"].fill_(lr)
@@ -232,7 +236,7 @@ class Optimizer:
 
     @torch.no_grad()
     def averages(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What to evaluate, save and export in place of each weight, as new tensors; empty where it is the weight.
+        """The tensors to evaluate, save and export in place of the weights; empty for optimizers without averages.
 
         Schedule-free AdamW takes gradients at y, between the averaged weights x and the moving ones, z: y = b x +
         (1 - b) z, with its momentum b.
@@ -269,7 +273,7 @@ def _state_of_group(part: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _seed(step: int, name: str) -> int:
-    """The seed of a weight's random bits, from that of the step."""
+    """The seed of a weight's random bits in a step with seed `step`."""
     return int.from_bytes(hashlib.blake2b(f"{step}/{name}".encode(), digest_size=8).digest()) >> 1
 
 
@@ -426,10 +430,10 @@ def moment_bytes(optimizer: str, parts: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of the moments that the library optimizers `parts` will keep. `optimizer`: its name in the recipe."""
     total = 0
     for part in parts:
-        each = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
+        numbers = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
         for weight in (weight for group in part.param_groups for weight in group["params"]):
             size = 4 if "8bit" in optimizer else weight.element_size()
             if isinstance(part, StochasticAdamW):
                 size = part.moments_of(weight).itemsize
-            total += int(each * weight.numel() * size)
+            total += int(numbers * weight.numel() * size)
     return total

@@ -43,7 +43,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of each step of a run. Steps are those that the run has taken, from 0 on."""
+    """The learning rate of each step of a run. Steps count from the run's first step, 0."""
 
     config: ScheduleConfig
     peak: float

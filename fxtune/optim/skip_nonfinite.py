@@ -7,8 +7,8 @@ This arithmetic runs on their bits, read as integers: an infinite moment read as
 gradients of a bad step are zeroed before it, so that no library's kernel sees a NaN.
 
 Libraries count steps on the host for bias correction, and the device cannot undo that. The host reads `finite` when
-the next step begins, long after it was computed, and corrects the count before it is used. A weight without a
-gradient, such as that of an expert that got no token, was not counted.
+the next step begins, long after the device computed it, and corrects the count before its next use. Libraries count no
+step of a weight without a gradient, such as a weight of an expert that got no token.
 
 Cost: a copy of the trained weights, their gradients and moments during the step, so this is for adapters and small
 models (MAX_BYTES). In larger models a host sync costs a thousandth of the step.
@@ -34,7 +34,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guard:
-    """Takes steps of `part`, a library's optimizer, and undoes those that are not finite."""
+    """Takes steps of `part`, a library's optimizer, and undoes non-finite steps."""
 
     def __init__(self, part: torch.optim.Optimizer) -> None:
         self.part = part
@@ -43,8 +43,7 @@ class Guard:
         self.arrived: Any = None
         """The event after that copy; None on a CPU."""
         self.counters: list[dict[str, Any]] = []
-        """The dicts in which the library may have counted the last step: states of weights with a gradient, and
-        groups."""
+        """The dicts that may count the last step: states of weights with a gradient, and groups."""
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> bool:
@@ -117,13 +116,13 @@ class Guard:
 
 def _zeroed_unless(gradients: list[torch.Tensor], finite: torch.Tensor) -> list[torch.Tensor]:
     """Copies of the gradients, zero unless `finite`."""
-    found: dict[int, torch.Tensor] = {}
+    zeroed: dict[int, torch.Tensor] = {}
     for dtype in {gradient.dtype for gradient in gradients}:
         places = [place for place, gradient in enumerate(gradients) if gradient.dtype is dtype]
         buffer, pieces = _copies([gradients[place] for place in places])
         buffer.masked_fill_(~finite, 0)
-        found.update(zip(places, pieces, strict=True))
-    return [found[place] for place in range(len(gradients))]
+        zeroed.update(zip(places, pieces, strict=True))
+    return [zeroed[place] for place in range(len(gradients))]
 
 
 def _copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -56,7 +56,7 @@ def update(
     square = second.float() * beta2 + fine * fine * (1 - beta2)
     denominator = (square / (1 - beta2**step)).sqrt() + eps
     moved = weight.float() * kept - lr / (1 - beta1**step) * mean / denominator
-    if weight.dtype is torch.bfloat16:  # a draw takes longer than what is done with it, so there is one of 48 bits
+    if weight.dtype is torch.bfloat16:  # drawing takes longest: one draw of 48 bits serves three tensors
         bits = torch.randint(0, 1 << 48, weight.shape, dtype=torch.int64, device=weight.device)
     for place, (old, new) in enumerate(((weight, moved), (first, mean), (second, square))):
         if old.dtype is torch.bfloat16:
@@ -77,7 +77,7 @@ def _compiled() -> Callable[..., None]:
 class StochasticAdamW(torch.optim.Optimizer):
     """AdamW for bfloat16 weights (and float32 ones, which need no rounding). It is used like torch's fused AdamW: the
     caller sets `found_inf`, a float scalar on the device, before step(); if it is not 0, no weight, moment or counter
-    changes. `moments`: their dtype; those of float32 weights are float32.
+    changes. `moments`: the dtype of the moments of bfloat16 weights; float32 weights have float32 moments.
     """
 
     def __init__(

@@ -248,8 +248,8 @@ def test_clipping_scales_the_gradient_to_max_norm():
         assert torch.allclose(parameter.grad, grad / 2, rtol=1e-4)
 
 
-def test_reads_table_matches_what_each_optimizer_uses():
-    """Changing an option changes the library optimizer exactly where READS lists it."""
+def test_traits_list_the_options_that_each_optimizer_uses():
+    """Changing an option changes the library optimizer exactly where TRAITS lists it."""
 
     def built(name, options):
         _, made = make(name, **options)
@@ -261,11 +261,11 @@ def test_reads_table_matches_what_each_optimizer_uses():
         return str(plain)
 
     changes = {"betas": [0.5, 0.6], "eps": 1e-3, "momentum": 0.25, "fused": False}
-    for name, reads in update_rule.READS.items():
+    for name, traits in update_rule.TRAITS.items():
         acts = {
             option for option, value in changes.items() if built(name.value, {option: value}) != built(name.value, {})
         }
-        assert acts == set(reads), name
+        assert acts == set(traits.reads), name
 
 
 def test_schedule_free_averages_are_those_of_its_library():

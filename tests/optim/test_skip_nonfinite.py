@@ -57,7 +57,7 @@ def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
     (model, asking), (other, guarded) = (
         make(
             name,
-            fused="fused" not in update_rule.READS[OptimizerName(CASES[name].get("name", name))]
+            fused="fused" not in update_rule.TRAITS[OptimizerName(CASES[name].get("name", name))].reads
             or "stochastic" in name,
         )
         for _ in range(2)

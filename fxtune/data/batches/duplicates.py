@@ -121,17 +121,19 @@ def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float)
     near, like = list[int](), list[int]()
     for document in np.flatnonzero(suspect).tolist():
         slots = [(number, int(band[document])) for number, band in enumerate(bands)]
-        found = None
+        original = None
         if owner[document] >= held_out:
             candidates = sorted({other for slot in slots for other in kept.get(slot, ())[:_COMPARED]})[:_COMPARED]
-            found = next((one for one in candidates if shingles.similarity(one, document) >= similarity), None)
-        if found is None:
+            original = next(
+                (other for other in candidates if shingles.similarity(other, document) >= similarity), None
+            )
+        if original is None:
             for slot in slots:
                 kept.setdefault(slot, []).append(document)
         else:
             near.append(document)
-            like.append(found)
-    dropped, others = (digests[order[np.array(one, np.int64)]] for one in (near, like))
+            like.append(original)
+    dropped, others = (digests[order[np.array(documents, np.int64)]] for documents in (near, like))
     sort = np.argsort(dropped)
     return dropped[sort], others[sort]
 
@@ -145,7 +147,9 @@ class _Shingles:
         count = len(owner)
         if count >= FEW:
             sample = np.argsort(splitmix64(np.arange(count, dtype=np.uint64)), kind="stable")[:SAMPLED]
-            hashes, times = np.unique(np.concatenate([self.of(one) for one in sample.tolist()]), return_counts=True)
+            hashes, times = np.unique(
+                np.concatenate([self.of(document) for document in sample.tolist()]), return_counts=True
+            )
             self.frequent = hashes[times >= max(2, FREQUENT * len(sample))]
 
     def of(self, document: int) -> np.ndarray:

@@ -77,9 +77,9 @@ class Coverage:
     def check_conversation(
         self, row: Mapping[str, Any], chat: Conversation, messages: Messages, text: str, template: ChatTemplate
     ) -> list[str]:
-        """Remarks about what the template leaves out by design. Raises RowError if anything else is left out.
+        """Remarks about what the template leaves out by design. Raises RowError if it leaves out anything else.
 
-        `messages`: those of `chat` as the template takes them.
+        `messages`: the messages of `chat` in the form that the template takes.
         """
         if not self.enabled:
             return []
@@ -168,7 +168,7 @@ class Coverage:
         return self._shapes[shape]
 
     def _keeps_reasoning(self, template: ChatTemplate, as_field: bool) -> bool:
-        """Whether a final answer keeps its reasoning, given as a field of its own or in the content."""
+        """Whether a final answer keeps its reasoning, given as a separate field or in the content."""
         shape = (id(template), as_field)
         if shape not in self._shapes:
             answer = {"role": "assistant", "content": "a"}

@@ -1,13 +1,14 @@
-"""Splits a chat longer than a row into shorter ones, so that no answer is cut and each keeps its system prompt.
+"""Splits a chat longer than a row into pieces, so that no answer is cut and each piece keeps the system prompt.
 
-Each piece is a conversation of its own, rendered by the chat template: the leading system messages and the tools, then
+The chat template renders each piece as a separate conversation: the leading system messages and the tools, then
 as many whole exchanges as fit. An exchange is a question and all that follows it up to the next question. An exchange
 that does not fit alone is usually an agent's work: it is split into its steps (an assistant turn with the results of
-its calls), and each piece repeats the question. A step that does not fit alone is cut at the end of the row. A chat
-whose template refuses to begin in its middle is cut as a whole. What is cut off is counted.
+its calls), and each piece repeats the question. A step that does not fit alone is cut at the end of the row. If
+the template refuses a conversation that begins in the middle of the chat, the whole chat is cut at the end of a row.
+Tokens that are cut off are counted.
 
-A chat whose template writes an answer otherwise once another turn follows is split before that: into one document for
-each question, which ends with the answer (split_questions).
+Some templates change the text of an answer once another turn follows. Such a chat is first split into one document for
+each question, and each document ends with an answer (split_questions).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Encode = Callable[[Conversation], Any]
 
 @dataclass
 class SplitCounts:
-    """What became of the long chats of a source."""
+    """Counts of the pieces and losses of long chats of a source."""
 
     chats: int = 0
     pieces: int = 0
@@ -45,7 +46,7 @@ class SplitCounts:
 @dataclass
 class SplitChat:
     pieces: list[Any] = field(default_factory=list)
-    """Each with a supervised token; the class is the one that `encode` returns."""
+    """Results of `encode`, each with a supervised token."""
     counts: SplitCounts = field(default_factory=lambda: SplitCounts(chats=1))
 
 
@@ -64,9 +65,9 @@ def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> 
 
 
 def split_questions(chat: Conversation, rewritten: list[int], encode: Encode, longest: int | None) -> SplitChat:
-    """One document for each part of a chat in which all learned turns are written as in sampling. `rewritten`: the
-    turns after which such a part ends. A part has all messages before its end, and teaches the turns behind the
-    part before. `longest`: parts with more tokens are split; None: no part is."""
+    """Divide a chat into documents whose learned turns are all written as in sampling. A document ends after each
+    turn of `rewritten`, and at the end of the chat. It has all messages up to its end, and teaches the turns that no
+    earlier document teaches. `longest`: documents with more tokens are split; None: no document is."""
     found, start = SplitChat(counts=SplitCounts()), 0
     for end in (*(turn + 1 for turn in rewritten), len(chat.messages)):
         learned = [start <= index and chosen for index, chosen in enumerate(chat.supervised[:end])]

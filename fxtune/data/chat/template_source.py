@@ -19,7 +19,7 @@ from fxtune.errors import DataError, did_you_mean, shortened
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 CLOCK = "strftime_now"
-"""The function by which a template asks for the time."""
+"""The function that tells a template the time."""
 _TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
 _NO_TIME_CALL = re.compile(CLOCK + r"\s+is\s+(?:not\s+)?defined|\{#.*?#\}", re.DOTALL)
 

@@ -11,7 +11,7 @@ from fxtune.data.formats.values import RowError, require_text
 
 
 class PromptCompletionFormat(ChatFormat):
-    """Lists are a chat; two strings are one text, of which the completion is learned, without a chat template."""
+    """Lists are a chat; two strings are one text without a chat template, whose completion is learned."""
 
     name = "prompt_completion"
     columns = ("prompt", "completion")

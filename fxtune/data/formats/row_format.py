@@ -99,7 +99,7 @@ class RowFormat(ABC):
     aliases: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Names so common that rows whose texts have them are read as `columns`. Others need the source's `columns`."""
     covered: ClassVar[frozenset[str]]
-    """Columns that are read, and columns that often repeat what others hold: the rendered text, the first question.
+    """Columns that are read, and columns that often repeat other columns: the rendered text, the first question.
     Any other column must be in the text (data/chat/coverage.py)."""
     is_chat: ClassVar[bool] = False
     """Whether rows are chats, in which only answers are learned. Long chats are split between turns."""

@@ -1,4 +1,4 @@
-"""Plain text: `text`, every token of which is supervised."""
+"""Plain text in a column `text`; every token is supervised."""
 
 from __future__ import annotations
 

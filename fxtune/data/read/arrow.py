@@ -81,7 +81,7 @@ def arrow_rows(table: Any, name: str, previous: int, decode: Decoder) -> Iterato
     """
     sizes = [table.slice(at, 1).nbytes for at in range(len(table))] if table.nbytes > MAX_ROW_BYTES else []
     size, begin = max(1, table.nbytes // max(1, len(table))), 0
-    for end in [*(at for at, each in enumerate(sizes) if each > MAX_ROW_BYTES), len(table)]:
+    for end in [*(at for at, size_of_row in enumerate(sizes) if size_of_row > MAX_ROW_BYTES), len(table)]:
         decoded = decode(table.slice(begin, end - begin)) if end > begin else ()
         for at, value in enumerate(decoded, previous + begin + 1):
             kept = {key: without_nulls(item, keep=("content",)) for key, item in value.items() if item is not None}

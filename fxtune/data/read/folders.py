@@ -119,7 +119,7 @@ def splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
 def _with_word(word: re.Pattern[str], paths: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """The names with a part that matches, in the order of the globs."""
     ranked = [(name, [match.lastindex or 0 for match in map(word.fullmatch, parts) if match]) for name, parts in paths]
-    return [name for name, ranks in sorted(ranked, key=lambda one: min(one[1], default=0)) if ranks]
+    return [name for name, ranks in sorted(ranked, key=lambda entry: min(entry[1], default=0)) if ranks]
 
 
 def describe(

@@ -1,6 +1,6 @@
 """JSON files: an array of objects, or an object with one such array among its values.
 
-Values are decoded one by one from a window over the text, so the memory needed is that of one row.
+Values are decoded one by one from a window over the text, so one row is in memory at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `split` of a source means for data on this disk: which rows of which splits.
+"""Reads `split` of a source with data on this disk: which rows of which splits it selects.
 
 A split is written as in the datasets library, whose parser is used: `train`, `train[:10%]`, `train[100:200]`,
 `train[-5%:]`, `train+test`. folders.py says which files of a folder belong to a split. A file or a glob has one split,

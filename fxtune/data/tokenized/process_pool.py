@@ -1,8 +1,8 @@
 """Worker processes that take tasks in order and return the results in the same order.
 
 Each worker has its own pipe to the main process. The workers of a ProcessPoolExecutor share a queue: if one is killed
-while it writes a large result, the main process reads the rest of it forever, and if one is killed while it holds the
-queue's lock, the others wait forever. A pipe of its own ends with its process.
+while it writes a large result, the main process waits forever for the rest; if one is killed while it holds the
+queue's lock, the others wait forever. A worker's own pipe ends with the worker.
 """
 
 from __future__ import annotations

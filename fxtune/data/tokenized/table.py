@@ -54,11 +54,11 @@ class TokenTable:
         format: the rows' format.
         bad_rows: how many rows could not be used.
         escaped: in how many documents special tokens that a message quotes were tokenized as text.
-        remarks: in how many documents the chat template left something out by design, by what that is.
+        remarks: {remark: documents}. A remark names something that the chat template leaves out by design.
         rewritten: how many chats have a learned turn that is not written as in sampling.
-        split: what became of these chats and of those longer than a row, if they are stored as pieces with the digest
-            of their chat.
-        whole: the same source with its chats unsplit, in that case.
+        split: counts of the pieces, if chats that are longer than a row, or rewritten, are stored as pieces. A piece
+            has the digest of its chat.
+        whole: the same source with its chats unsplit, if this table has pieces.
     """
 
     ids: np.ndarray

@@ -82,7 +82,7 @@ def tokenize(
         encoder.by_question = bool(table.rewritten) and data.on_rewritten is OnRewritten.split
         is_cut = format.is_chat and data.on_long is OnLong.split
         if encoder.by_question or (is_cut and table.longest > data.sequence_length):
-            # A table of its own, because the tokens of all other sources do not depend on the row's length.
+            # A second table: the first one does not depend on the row's length, so other lengths can reuse it.
             encoder.longest = data.sequence_length if is_cut else None
             settings.append(["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question])
             pieces, found = _open_or_build(folder, settings, opened, encoder, data)

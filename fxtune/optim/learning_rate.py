@@ -42,14 +42,14 @@ class Guess:
 
 
 def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
-    """The learning rate of optimizer.lr=auto. `documents`: the mean number of documents in a step of the run. no_rule() of
-    optim/config.py refuses recipes without a rule before this call.
+    """The learning rate of optimizer.lr=auto. `documents`: the mean number of documents in a step of the run.
+    no_rule() of optim/config.py refuses recipes without a rule before this call.
     """
     lora, hidden, family = facts.techniques.lora, int(facts.text["hidden_size"]), str(facts.text.get("model_type"))
     like = next((name for name in EXPONENTS if family.startswith(name)), "llama")
     exponent = EXPONENTS[like]
     rate = BASE * (HIDDEN / hidden) ** exponent
-    whose = "" if family.startswith(like) else f", as of {like}: {family} has no own exponent"
+    whose = "" if family.startswith(like) else f", as of {like}: {family} has no exponent of its own"
     factors = [f"{BASE:g}", f"({HIDDEN} / hidden size {hidden})^{exponent:g}{whose}"]
     if lora.enabled:
         alpha = lora.alpha * (math.sqrt(lora.r) if lora.rslora else 1.0)

@@ -3,8 +3,8 @@
     W = base + scaling * B A            scaling: alpha / r, or alpha / sqrt(r)
     W = m / |base + scaling * B A| * (base + scaling * B A)      DoRA, the norm over each output's row
 
-The formulas are those of the papers, not peft's code, which did the merge. What is read is the base's files, the
-adapter's file and the merged files: one tensor of each is in host memory at a time.
+The formulas come from the papers and not from peft's code, which did the merge. The base's files, the adapter's file
+and the merged files are read: one tensor of each is in host memory at a time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ UNKNOWN = {
 def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any) -> tuple[int, str]:
     """Compare the merged model in `folder` with what its base and its adapter give.
 
-    `lora`: peft's options of the adapter. Returns the number of tensors that were computed, and which were not and
-    why. Raises Mismatch for the first tensor that is something else.
+    `lora`: peft's options of the adapter. Returns how many tensors were computed, and a clause that says which
+    were left out and why. Raises Mismatch for the first tensor that is something else.
     """
     if lora.init_lora_weights in FACTORED:
         return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base"
@@ -112,7 +112,8 @@ class _Adapters:
         return next((path for path in spelled if own and path in self.trained.files), None)
 
     def _module(self, name: str) -> str | None:
-        return next((one for spelled in _spellings(name) if (one := spelled.rpartition(".")[0]) in self.modules), None)
+        modules = (spelled.rpartition(".")[0] for spelled in _spellings(name))
+        return next((module for module in modules if module in self.modules), None)
 
     def applied(self, name: str, start: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
         """What the merged tensor `name` must be, from the base's, and whether the adapter changes it."""

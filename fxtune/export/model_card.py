@@ -18,8 +18,8 @@ from fxtune.system.redact import redact
 def write_card(folder: Path, kind: Kind, facts: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`, over the empty template that peft writes.
 
-    `facts`, all optional: title, base, revision, adapter (one that was merged in), data (its fingerprint), weights
-    (of which step), figures (metric -> value), proof (a sentence), facts (the machine's Facts), config (the run's, as
+    `facts`, all optional: title, base, revision, adapter (merged into the model), data (its fingerprint), weights
+    (their step), figures (metric -> value), proof (a sentence), facts (the machine's Facts), config (the run's, as
     plain data). Secrets are redacted.
     """
     import yaml
@@ -142,8 +142,9 @@ def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refu
     adapter."""
     text = config.get("text_config") or config
     parameters = text.get("rope_parameters") or {}
-    sets = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]  # one, or one a layer type
-    kinds = {each.get("rope_type", "default") for each in sets} - {"default"}
+    # One set of parameters, or a set for each type of layer.
+    sets = [values for values in (parameters, *parameters.values()) if isinstance(values, dict)]
+    kinds = {values.get("rope_type", "default") for values in sets} - {"default"}
     if not kinds:
         return []
     positions = int(text["max_position_embeddings"])

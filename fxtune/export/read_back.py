@@ -2,7 +2,7 @@
 
     weights     each tensor of the files is the model's, bit by bit, and none is left over (weights.py)
     options     adapter_config.json, config.json and generation_config.json say what acts in the model
-    tokenizer   the one that is read back has the same tokens, ids and chat template
+    tokenizer   read back from its files, it has the same tokens, ids and chat template
     modules     plain peft adapts the same modules with the same ranks and scalings, and gives them the same weights
     logits      plain peft over plain transformers answers a probe as the trained model does
     ending      plain generation with the exported generation config ends its answer to a question of the data; if it
@@ -36,7 +36,7 @@ from fxtune.errors import first_line, shortened
 from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
 from fxtune.models.generation import GENERATION_CONFIG, end_tokens
-from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, comparable
+from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weights, comparable
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
@@ -67,9 +67,9 @@ def prove(
 ) -> Proof:
     """Compare the files in `folder` with the model and the tokenizer that they were written from. Rank 0 calls it.
 
-    `tensors`: how many of them were compared already. `answer`: gives the trained model's answer to the probe; None:
-    the model's own. `question`: the token ids of a question of the data, and how many tokens the
-    plain model may write as its answer. Raises Mismatch: which file, what in it, and how it differs.
+    `tensors`: how many tensors were compared already. `answer`: gives the trained model's answer to the probe; None:
+    the model's own. `question`: the token ids of a question of the data, and how many tokens the plain model may
+    write as its answer. Raises Mismatch: which file, what in it, and how it differs.
     """
     begin = time.perf_counter()
     model = prepared.module
@@ -156,9 +156,9 @@ def _require_same(file: str, live: Mapping[str, Any], saved: Mapping[str, Any]) 
     """Raise Mismatch for the first option of a file that is not the model's."""
     plain = json.loads(json.dumps(live, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
     for name in sorted(plain.keys() | saved.keys()):
-        one, other = comparable(plain.get(name)), comparable(json.loads(json.dumps(saved.get(name), default=str)))
-        if one != other and name not in WRITTEN_BY_SAVING:
-            raise Mismatch(f"{file}: {name} is {shortened(other)} in it, and {shortened(one)} in the model")
+        ours, written = comparable(plain.get(name)), comparable(json.loads(json.dumps(saved.get(name), default=str)))
+        if ours != written and name not in WRITTEN_BY_SAVING:
+            raise Mismatch(f"{file}: {name} is {shortened(written)} in it, and {shortened(ours)} in the model")
 
 
 def _loaded(kind: Any, file: Path) -> dict[str, Any]:
@@ -188,12 +188,12 @@ def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
         raise Mismatch(f"the tokenizer cannot be read back: {first_line(error)}") from error
     chosen = tokenizer.pad_token
     for what, read in {
-        "its chat template": lambda one: one.chat_template,
+        "its chat template": lambda made: made.chat_template,
         # Where the files of the base have no pad token, load_tokenizer() has chosen one.
-        "its special tokens": lambda one: {**one.special_tokens_map, "pad_token": one.pad_token or chosen},
-        "its added tokens": lambda one: {str(token) for token in one.added_tokens_decoder.values()},
-        "its vocabulary": lambda one: one.get_vocab(),
-        "the ids of a text": lambda one: one(TEXT)["input_ids"],
+        "its special tokens": lambda made: {**made.special_tokens_map, "pad_token": made.pad_token or chosen},
+        "its added tokens": lambda made: {str(token) for token in made.added_tokens_decoder.values()},
+        "its vocabulary": lambda made: made.get_vocab(),
+        "the ids of a text": lambda made: made(TEXT)["input_ids"],
     }.items():
         if (mine := read(tokenizer)) != (theirs := read(saved)):
             raise Mismatch(
@@ -216,11 +216,11 @@ class _Plain:
         file, held = self.folder / "config.json", self.base
         config = type(held.config).from_pretrained(self.folder) if file.exists() else copy.deepcopy(held.config)
         set_attention(config, "eager")  # another kernel may need the bounds of documents, or a GPU
-        weight = next(held.parameters())
-        dtype = next((one.dtype for one in held.parameters() if one.is_floating_point() and one.itemsize > 1), None)
+        floating = (weight for weight in held.parameters() if weight.is_floating_point() and weight.itemsize > 1)
+        dtype = next((weight.dtype for weight in floating), torch.float32)
         # Code of a trusted model: the file that was read for training, not the copy that saving made of it.
         config.name_or_path = held.config.name_or_path
-        plain = shards.empty(config, dtype or torch.float32, World(weight.device), self.code)
+        plain = shards.empty(config, dtype, World(next(held.parameters()).device), self.code)
         for path, module in list(plain.named_modules()):
             self._fill(plain, path, module)
         plain.eval()
@@ -233,7 +233,9 @@ class _Plain:
     def _fill(self, plain: Any, path: str, module: nn.Module) -> None:
         """Give a module the live one's tensors or, where these are packed, put the live module in its place."""
         live = self.live.get(path)
-        tensors = {name: getattr(live, name, None) for name, one in module._parameters.items() if one is not None}
+        tensors = {
+            name: getattr(live, name, None) for name, weight in module._parameters.items() if weight is not None
+        }
         shapes = {name: getattr(tensor, "shape", None) for name, tensor in tensors.items()}
         packed = any(getattr(tensor, "itemsize", 4) == 1 for tensor in tensors.values())
         if live is not None and (
@@ -284,9 +286,9 @@ def _require_same_modules(model: Any, plain: Any) -> None:
         for what, value in acts.items():
             if value != theirs[path][what]:
                 raise LoadMismatch(
-                    f"{CONFIG}: {what} of {path} is {theirs[path][what]} by it, and {value} in the model"
+                    f"{CONFIG}: {what} of {path} is {theirs[path][what]} in plain peft, and {value} in the model"
                 )
-    wanted, seen = _weights(model), _weights(plain)
+    wanted, seen = adapter_weights(model), adapter_weights(plain)
     for name in sorted(wanted.keys() | seen.keys()):
         # Copies of whole modules have the base's dtype in plain peft.
         if name not in seen or name not in wanted or not _same(wanted[name].to(seen[name].dtype), seen[name]):
@@ -309,13 +311,6 @@ def _adapters(model: Any) -> dict[str, dict[str, Any]]:
                 "lora_bias": bool(module.lora_bias.get(name)),
             }
     return found
-
-
-def _weights(model: Any) -> dict[str, torch.Tensor]:
-    from peft import get_peft_model_state_dict
-
-    with warnings.catch_warnings(action="ignore"):
-        return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 """The weights of an export: written by rank 0 in files of bounded size, read back, and compared with the live ones.
 
 A model whose weights are divided over ranks is gathered one decoder layer at a time, so no rank ever holds it whole:
-rank 0 needs host memory for one file and one layer. Names and shapes are those of the family's files on the hub
-(transformers merges experts, and renames some weights, when it loads them; this is undone for each layer). Then each
-rank reads its own rows out of the files and compares them, bit by bit, with what it holds.
+rank 0 needs host memory for one file and one layer. Names and shapes are as in the family's files on the hub:
+when transformers loads a model, it merges experts and renames some weights, and this is undone for each layer. Then
+each rank reads its own rows out of the files and compares them, bit by bit, with the rows in its memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExportedWeights:
     files: Mapping[str, str]
     """The file of each tensor."""
     live: Tensors
-    """The tensors of the model that must equal those of the same name in the files."""
+    """Tensors of the model; each must equal the tensor of its name in the files."""
     converted: list[Tensors] = field(default_factory=list)
     """Layers whose tensors have other names or shapes in the files, as the model has them."""
     model: Any = None
@@ -139,7 +139,7 @@ def on_main(world: World, work: Callable[[], Result]) -> Result:
 
 
 def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
-    """What work() returns on each rank. If it raises OSError or Mismatch on one of them, all raise that."""
+    """What work() returns on each rank. An OSError or Mismatch of one rank is raised on all ranks."""
     error: OSError | None = None
     result: Any = None
     try:
@@ -151,7 +151,7 @@ def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
     for rank, (_, words, kind) in enumerate(found):
         if words is not None:
             raise kind(f"rank {rank}: {words}" if rank else words) from error
-    return [one for one, *_ in found]
+    return [returned for returned, *_ in found]
 
 
 def _write_adapter(prepared: PreparedModel, folder: Path, world: World) -> ExportedWeights:
@@ -200,7 +200,9 @@ def _add(files: _Files, model: Any, layer: Tensors, gathered: Tensors) -> bool:
     """Write a layer. Returns whether its tensors are in the files as the model has them."""
     stored = as_stored(model, gathered)
     files.add(stored)
-    return {name: one.shape for name, one in stored.items()} == {name: one.shape for name, one in layer.items()}
+    return {name: weight.shape for name, weight in stored.items()} == {
+        name: weight.shape for name, weight in layer.items()
+    }
 
 
 class _Files:
@@ -254,8 +256,8 @@ def _state(model: Any) -> Tensors:
     """The tensors of a model that its files hold, as they are divided here: without second names of tied weights."""
     state = model.state_dict(keep_vars=True)
     # transformers tells tied weights by their memory, and an empty part of a divided one has none.
-    ones = {id(tensor): torch.empty(1) for tensor in state.values()}
-    kept = saved_names(model, {name: ones[id(tensor)] for name, tensor in state.items()})
+    stand_ins = {id(tensor): torch.empty(1) for tensor in state.values()}
+    kept = saved_names(model, {name: stand_ins[id(tensor)] for name, tensor in state.items()})
     return {name: state[name] for name in kept}
 
 
@@ -281,7 +283,7 @@ def _gathered(layer: Tensors, world: World) -> Tensors:
 def _apart(read: torch.Tensor, held: torch.Tensor) -> str:
     """How two tensors differ, in words."""
     if (read.shape, read.dtype) != (held.shape, held.dtype):
-        return "".join(f"; {list(one.shape)}, {one.dtype} {where}" for one, where in ((read, "there"), (held, "here")))
+        return f"; {list(read.shape)}, {read.dtype} there; {list(held.shape)}, {held.dtype} here"
     count = int((read.double() != held.double().cpu()).sum())
     return f": {count:,} of {held.numel():,} numbers differ" if count else ": some bits differ"
 

@@ -40,7 +40,7 @@ class Shape:
     expert_count: int = 1
     """Experts of a layer, shared ones not counted; 1: a dense MLP."""
     expert_inner: int = 0
-    """Width of one of them."""
+    """Width of one expert's MLP; the MLP's width without experts."""
 
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
@@ -55,9 +55,8 @@ class Shape:
         used = next((text[name] for name in EXPERTS_USED if text.get(name)), 1)
         key_heads = text.get("num_key_value_heads") or heads
         inner = (experts > 1 and text.get("moe_intermediate_size")) or text.get("intermediate_size") or 4 * hidden
-        inner = (
-            sum(inner) // len(inner) if isinstance(inner, (list, tuple)) else inner
-        )  # one for each layer (Gemma 3n)
+        if isinstance(inner, (list, tuple)):  # a width for each layer (Gemma 3n)
+            inner = sum(inner) // len(inner)
         return Shape(
             hidden,
             inner * (used if experts > 1 else 1),
@@ -100,7 +99,7 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Those of them that belong to experts."""
+        """Parameters of the experts' linears in all layers; 0 without experts."""
         return int(self.layers * 3 * self.hidden * self.inner * self.experts) if self.experts > 1 else 0
 
     @property

@@ -44,8 +44,8 @@ def each(
 ) -> None:
     """Hand each parameter of `wanted`, by name and shape, to `take`, one at a time. Raises as draw()."""
     with _Writes() as counted:
-        names = {storage_id(one): name for name, one in build().named_parameters()}
-    # A constructor's values are replaced by those of the model's own init function.
+        names = {storage_id(weight): name for name, weight in build().named_parameters()}
+    # The model's own init function overwrites the values of constructors.
     last = {name: turn for turn, storage in enumerate(counted.turns) if (name := names.get(storage)) is not None}
     turns = {turn: name for name, turn in last.items() if name in wanted}
 

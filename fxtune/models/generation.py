@@ -1,7 +1,7 @@
 """Where generation stops: the end tokens of a model's generation config, and the tokens that training has added.
 
-A whole model's generation_config.json holds all of them. PEFT's layout has no place for a generation config, so that
-of an adapter lies beside it where training has added a token; the model card's code reads it, and so does merging.
+A whole model's generation_config.json holds all of them. PEFT's layout has no place for a generation config. If
+training has added a token, the generation config lies beside the adapter; the model card's code and merging read it.
 """
 
 from __future__ import annotations

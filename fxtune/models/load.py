@@ -192,7 +192,7 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
         raise ConfigError(
             f"The tokenizer of {key}={model.tokenizer or model.path} has ids up to {beyond[-1][0]}, but the model "
             f"embeds only {rows} tokens (vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), "
-            f"{new or 'or a model with a larger vocab_size. '}Single tokens are added by model.add_tokens."
+            f"{new or 'or a model with a larger vocab_size. '}model.add_tokens adds single tokens."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -236,8 +236,8 @@ def build(
 
     Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB
     there and nothing elsewhere. With parallel.shard above 1, and with `by_rows`, they have no memory yet: see fill().
-    `shrinks`: the caller quantizes the weights and moves them one by one, so they may start in host memory, which has
-    room for a model larger than the GPU.
+    `shrinks`: the caller quantizes the weights and moves them one by one. The weights may then start in host memory,
+    which has room for a model larger than the GPU.
 
     The module's `name_or_path`, and the fields of the result, say where it came from.
     """
@@ -308,10 +308,10 @@ def fill(
     seed: int,
     elsewhere: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Read or draw the weights of a model that build() made without them: of each the rows that this rank holds.
+    """Read or draw the weights of a model that build() made without weights: of each weight this rank's rows.
 
-    `pieces`: shards.pieces_of() the model before its parameters got memory. `elsewhere`: what each_weight() has handed
-    out. The other arguments are as in build().
+    `pieces`: shards.pieces_of() the model before its parameters got memory. `elsewhere`: names and shapes of the
+    tensors that each_weight() has handed out. The other arguments are as in build().
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code

@@ -45,15 +45,16 @@ _PEFT_ONLY = (
 def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """Load the weights of `adapter` (a folder or a hub id) into `model`.
 
-    `options`: those of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises
-    ConfigError if the adapter was made with other options, StorageError if it is damaged or does not fit.
+    `options`: the options of the model's adapters, named as in techniques.lora (`init`: default, or one of
+    FACTORED). Raises ConfigError if the adapter was made with other options, StorageError if the adapter is damaged or
+    does not fit.
     """
     origin, key = locate_adapter(adapter), "model.adapter"
     fetch_adapter(origin, adapter, key)
     saved, lora_config = read_options(origin, adapter, key), model.peft_config["default"]
     patterns = {name: getattr(lora_config, name) or {} for name in ("rank_pattern", "alpha_pattern")}
     options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}
-    if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in _adapter_weights(model)}:
+    if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in adapter_weights(model)}:
         # The file has the same modules, so it does not matter how its options name them.
         options = {name: value for name, value in options.items() if name not in TARGETS}
     _require_same_options(saved, options, lora_config, adapter)
@@ -124,8 +125,8 @@ def _wrong_values(saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(option and value, what is wrong) of options with which peft would fail or compute nonsense."""
     for option in ("target_modules", "exclude_modules", "modules_to_save"):
         value = saved.get(option)
-        names = isinstance(value, list) and all(isinstance(one, str) for one in value)
-        if not (names or value is None or isinstance(value, str)):
+        is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        if not (is_list or value is None or isinstance(value, str)):
             yield f"{option}={shortened(value)}", "is not a list of names"
     tokens = saved.get("trainable_token_indices") or []
     tables = tokens.values() if isinstance(tokens, dict) else [tokens]
@@ -153,7 +154,7 @@ def _unknown_options(saved: dict[str, Any]) -> list[str]:
 
 
 def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lora_config: Any, adapter: str) -> None:
-    """Raise ConfigError unless the options `saved` with an adapter are the recipe's `options`, those that are given.
+    """Raise ConfigError if an option `saved` with an adapter differs from the same option in the recipe's `options`.
 
     `lora_config`: the recipe's options as peft's LoraConfig; None: not known yet.
     """
@@ -218,9 +219,9 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
         stored = load_file(file)
     except (SafetensorError, OSError) as error:
         raise StorageError(f"{place}: {WEIGHTS} is broken: {error}. Use a complete copy of it.") from error
-    wanted = _adapter_weights(model)
+    wanted = adapter_weights(model)
     _drop_base_weights(stored, model, wanted, place)
-    shapes = {one for one in stored.keys() & wanted.keys() if stored[one].shape != wanted[one].shape}
+    shapes = {weight for weight in stored.keys() & wanted.keys() if stored[weight].shape != wanted[weight].shape}
     troubles = misfits(
         ("weights are missing", wanted.keys() - stored.keys()),
         ("weights have no place in the model", stored.keys() - wanted.keys()),
@@ -249,7 +250,7 @@ def lost_on_loading(model: Any) -> list[str]:
     def receive(state: Mapping[str, torch.Tensor], **_: Any) -> None:
         found.update(state)
 
-    stored = {name: tensor.to("meta") for name, tensor in _adapter_weights(model).items()}
+    stored = {name: tensor.to("meta") for name, tensor in adapter_weights(model).items()}
     model.load_state_dict = receive
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -269,7 +270,7 @@ def _require_finite(
         if not weight.is_floating_point():
             troubles[name] = f"numbers of {weight.dtype}, which cannot be weights,"
         elif not weight.to(wanted[name].dtype).isfinite().all():
-            finite = weight.double().isfinite().all()  # fp8 has no isfinite of its own
+            finite = weight.double().isfinite().all()  # fp8 has no isfinite
             troubles[name] = f"numbers too large for {wanted[name].dtype}" if finite else "NaN or infinite numbers"
     if troubles:
         first = min(troubles)
@@ -284,7 +285,8 @@ def _drop_base_weights(
 ) -> None:
     """Remove the base's weights from `stored`: peft saves them, too, where an embedding or a head has an adapter.
 
-    Raises StorageError if they are not those of `model`: the adapter belongs to the weights in its file.
+    Raises StorageError if the file's base weights differ from the weights of `model`: the adapter was trained on
+    the file's weights.
     """
     base, others = model.state_dict(), []
     for name in [name for name in stored if name in base and name not in wanted]:
@@ -302,7 +304,7 @@ def _drop_base_weights(
         )
 
 
-def _adapter_weights(model: Any) -> dict[str, torch.Tensor]:
+def adapter_weights(model: Any) -> dict[str, torch.Tensor]:
     """The adapter's tensors by their names in its file."""
     from peft import get_peft_model_state_dict
 

@@ -32,10 +32,10 @@ class AdapterTargets:
     left: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Linears and tensors of experts without an adapter, by reason."""
     taken: frozenset[str] = frozenset()
-    """Names that peft reads as those of experts."""
+    """Names among the target modules that peft converts to tensors of experts."""
 
     def describe(self) -> str:
-        """The number of each kind of module with an adapter, and of those left out, by reason."""
+        """How many modules of each name have an adapter, and how many are left out, by reason."""
         left = "".join(f"; left out ({why}): {kinds(paths)}" for why, paths in self.left.items())
         return f"{kinds([*self.modules, *self.experts])}{left}"
 
@@ -99,7 +99,7 @@ class Quantization:
     experts_error: float
     """The largest error of an expert that was measured."""
     shipped: str
-    """How experts were taken that the checkpoint has in MXFP4; empty: they were quantized."""
+    """How experts in MXFP4 were taken from the checkpoint; empty: the experts were quantized here."""
 
 
 class BaseAnswer(NamedTuple):
@@ -133,13 +133,13 @@ class PreparedModel:
     trust_remote_code: bool = False
     """Whether code of the base's author may run."""
     config_edited: bool = True
-    """Whether the config differs from the one that was found with the base, or none was found."""
+    """Whether the config differs from the base's config.json; true if no base was read."""
     grown_from: int | None = None
-    """How many tokens the base embeds, if model.add_tokens made that more."""
+    """How many tokens the base embeds without model.add_tokens; None if its tables have not grown."""
     ships_mxfp4: bool = False
     """Whether the checkpoint stores its experts in MXFP4."""
     added_ends: list[int] = field(default_factory=list)
-    """End tokens of the data that training adds to those of the base's generation config."""
+    """End tokens of the data that training adds to the end tokens in the base's generation config."""
     routers: Routers | None = None
     """The routers of a mixture that are observed; None where the model has none that fxtune knows."""
     quantization: Quantization | None = None

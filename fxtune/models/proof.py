@@ -88,14 +88,14 @@ def write_proof(folder: Path, proof: Proof) -> None:
 
 
 def changed_since(folder: Path) -> tuple[Proof, list[str]]:
-    """The proof of an exported folder, and a line for each file that is not the one that was proven.
+    """The proof of an exported folder, and a line for each file that has changed since the proof.
 
     Raises StorageError for a folder without a proof that can be read.
     """
     if not (folder / PROOF).exists():
         raise StorageError(f"{folder} holds no {PROOF}: fxtune has not proven what is in it. Export it again.")
     proof, files = _read(folder)
-    damages = [damage.reason for name, one in files.items() if (damage := find_damage(folder / name, one))]
+    damages = [damage.reason for name, written in files.items() if (damage := find_damage(folder / name, written))]
     added = [name for name in files_of(folder) if name not in files and not name.startswith(".")]
     return proof, damages + [f"{name} was added" for name in added]
 
@@ -135,6 +135,6 @@ def _read(folder: Path) -> tuple[Proof, dict[str, FileDigest]]:
         outside = [name for name in found["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
         if outside:
             raise ValueError(f"it names a file outside its folder ({shortened(outside[0])})")
-        return Proof(**found["proof"]), {name: FileDigest(**one) for name, one in found["files"].items()}
+        return Proof(**found["proof"]), {name: FileDigest(**values) for name, values in found["files"].items()}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise StorageError(f"{file} cannot be read: {error}. Export the folder again.") from error

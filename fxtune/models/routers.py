@@ -3,8 +3,8 @@
 transformers collects the logits of all routers and computes the loss at the end, which neither a compiled layer nor
 the fused loss allows. Here each router leaves its sums over tokens in buffers, without waiting for the device. f_e has
 no gradient, so the gradient of P_e is one number an expert, the same for every token. The loss's backward pass runs
-first and writes these numbers to a buffer; the layers' backward passes read them. Loss and gradient are those that
-transformers computes. techniques/router.py says what f_e and P_e are.
+first and writes these numbers to a buffer; the layers' backward passes read them. Loss and gradient equal
+transformers' own. techniques/router.py says what f_e and P_e are.
 """
 
 from __future__ import annotations
@@ -114,34 +114,37 @@ def broken_router(model: nn.Module, routers: Routers, run: Callable[[], object])
 
 def _before_pass(routers: Routers, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A mask for a pass that set none (a small row, generation), and no collection of logits by transformers."""
-    given = next(one for one in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if one is not None)
-    if routers.mask.numel() != given.shape[:2].numel():
-        routers.mask = torch.ones(given.shape[:2].numel(), device=routers.slope.device)
+    inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+    tokens = next(tensor.shape[:2].numel() for tensor in inputs if tensor is not None)
+    if routers.mask.numel() != tokens:
+        routers.mask = torch.ones(tokens, device=routers.slope.device)
     return args, {**kwargs, "output_router_logits": False} if routers.collected else kwargs
 
 
 def _observe(routers: Routers, router: Any, args: Any, output: Any) -> Any:
     """A router's forward hook. `output`: logits [tokens, experts], and with them weights and numbers of experts.
     Logits may have one column more, for no expert: a token that chooses it has the weight 0 (Zaya)."""
-    more = output[0].shape[-1] - routers.experts if isinstance(output, tuple) else -1
-    if more not in (0, 1):
+    extra = output[0].shape[-1] - routers.experts if isinstance(output, tuple) else -1
+    if extra not in (0, 1):
         return output
     mask, (logits, *rest) = routers.mask, output
-    numbers = next((one for one in rest if not one.is_floating_point()), None)
+    numbers = next((tensor for tensor in rest if not tensor.is_floating_point()), None)
     if numbers is None or len(logits) != len(mask) or logits.is_meta:
         return output
     with torch.no_grad():
-        if more:
-            weights = next(one for one in rest if one.is_floating_point())
+        if extra:
+            weights = next(tensor for tensor in rest if tensor.is_floating_point())
             numbers = numbers.masked_fill(weights == 0, routers.experts)
         router.tokens_by_expert.copy_(_count(numbers, mask, routers.experts))
-        if more or not routers.coefficient:
+        if extra or not routers.coefficient:
             return output
         probability = logits.float().softmax(-1)
         router.chosen_by_expert.copy_(_count(probability.topk(numbers.shape[-1])[1], mask, routers.experts))
         router.probability_by_expert.copy_((probability * mask[:, None]).sum(0))
-    weights = (_Carry.apply(one, logits, mask, routers.slope) if one.is_floating_point() else one for one in rest)
-    return (logits, *weights)
+    carried = (
+        _Carry.apply(tensor, logits, mask, routers.slope) if tensor.is_floating_point() else tensor for tensor in rest
+    )
+    return (logits, *carried)
 
 
 def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
@@ -151,14 +154,14 @@ def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
     without the compiler they are made for a few experts at a time.
     """
     flat, counted = numbers.flatten()[:, None], mask.repeat_interleave(numbers.shape[-1])[:, None]
-    each = experts if torch.compiler.is_compiling() else max(1, COMPARISONS // max(len(flat), 1))
-    every = torch.arange(experts, device=numbers.device)
-    return torch.cat([((flat == some) * counted).sum(0) for some in every.split(each)])
+    at_once = experts if torch.compiler.is_compiling() else max(1, COMPARISONS // max(len(flat), 1))
+    columns = torch.arange(experts, device=numbers.device).split(at_once)
+    return torch.cat([((flat == column) * counted).sum(0) for column in columns])
 
 
 class _Balance(torch.autograd.Function):
-    """The loss as a function of the sums. Its backward pass runs before those of the layers: autograd takes what was
-    computed last first."""
+    """The loss as a function of the sums. Its backward pass runs before the layers' backward passes: autograd
+    starts with what was computed last."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, chosen: Tensor, probability: Tensor, rows: Tensor, slope: Tensor) -> Tensor:

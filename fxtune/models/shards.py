@@ -1,5 +1,5 @@
-"""Builds a model of which each rank holds a part: first without weights, then each rank reads its own rows of them.
-One process does the same with a model that it quantizes as it reads its rows, because it fits nowhere in 16 bits.
+"""Builds a model that is divided over ranks: first without weights, then each rank reads its own rows of the weights.
+One process does the same with a model that fits nowhere in 16 bits: it quantizes the rows as it reads them.
 
     built = empty(...)            every parameter on the meta device, each marked with its name in the files
     ...                           techniques replace modules; who joins parameters marks the result (mark_joined)
@@ -8,11 +8,11 @@ One process does the same with a model that it quantizes as it reads its rows, b
     read(...)                     those rows, from the files
     complete(built, ...)          what modules compute from the rows of all ranks
 
-For formats that cannot quantize a part of a matrix (nf4, int8), each() hands out whole tensors before that.
+For formats that cannot quantize a part of a matrix (nf4, int8), each() hands out whole tensors before shard().
 
 A module whose weight is not stored as the files have it (fp8) has a method `store_rows(into, first, rows)`: write the
-rows of the files that begin at row `first` of its weight to `into`, this rank's memory of them. If it computes more
-from them, its method `complete_rows(world)` does that, on all ranks together.
+rows of the files that begin at row `first` of its weight to `into`, this rank's memory for these rows. A module that
+computes more from its rows has a method `complete_rows(world)`, which all ranks call together.
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
 memory. The files must store weights as the architecture has them: families whose weights transformers converts while
@@ -87,7 +87,7 @@ def mark_joined(whole: nn.Parameter, parts: Sequence[Any]) -> None:
 
 
 def mark_mxfp4(weight: Any, codes: Any, scales: Any) -> None:
-    """Mark `codes` and `scales` as what a checkpoint in MXFP4 has in place of `weight`, if that is marked."""
+    """Mark `codes` and `scales` as the tensors that a checkpoint in MXFP4 has in place of a marked `weight`."""
     for piece in getattr(weight, MARK, ()):
         setattr(codes, MARK, [Piece(piece.name + CODES, 0, (*scales.shape[:3], 16))])
         setattr(scales, MARK, [Piece(piece.name + SCALES, 0, tuple(scales.shape[:3]))])
@@ -95,12 +95,12 @@ def mark_mxfp4(weight: Any, codes: Any, scales: Any) -> None:
 
 def pieces_of(model: nn.Module) -> dict[str, list[Piece]]:
     """The pieces of each marked parameter of `model`, by its name in it."""
-    return {name: getattr(one, MARK) for name, one in model.named_parameters() if hasattr(one, MARK)}
+    return {name: getattr(weight, MARK) for name, weight in model.named_parameters() if hasattr(weight, MARK)}
 
 
 @torch.no_grad()
 def fill(model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read) -> None:
-    """Write the rows that this rank holds of each parameter of `pieces`; what no piece covers becomes zero."""
+    """Write the rows that this rank holds of each parameter of `pieces`; numbers without a piece become zero."""
     for name, parameter in model.named_parameters():
         if name in pieces:
             local(parameter).zero_()
@@ -146,8 +146,8 @@ def read(
     path: str,
     elsewhere: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Read this rank's rows from the files of `origin`. `path`: model.path, for messages; `elsewhere`: what each() has
-    read of them.
+    """Read this rank's rows from the files of `origin`. `path`: model.path, for messages. `elsewhere`: names and
+    shapes of the tensors that each() has handed out.
 
     Raises StorageError on all ranks if weights are missing, have another shape, or are not finite.
     """
@@ -159,8 +159,9 @@ def read(
         for name, parameter in model.named_parameters()
         if name in pieces and not _finite(local(parameter), pieces[name][0].name)
     ]
-    if found := next((one for one in world.gather(broken[:1], "comparing the weights") if one), []):
-        raise _not_finite(origin, path, found[0])
+    for names in world.gather(broken[:1], "comparing the weights"):
+        if names:
+            raise _not_finite(origin, path, names[0])
 
 
 def each(
@@ -255,7 +256,7 @@ def _not_finite(origin: Origin, path: str, name: str) -> StorageError:
 
 
 def _finite(own: torch.Tensor, name: str = "") -> bool:
-    """Whether no number is NaN or infinite. `name`: that of the tensor in the files."""
+    """Whether no number is NaN or infinite. `name`: the tensor's name in the files."""
     if not own.numel() or (own.dtype is torch.uint8 and name.endswith(CODES)):
         return True
     if own.dtype is torch.uint8 and name.endswith(SCALES):

@@ -17,7 +17,7 @@ from fxtune.distributed.chunks import is_divided
 
 def untrained_rows(model: Any, tokens: Iterable[int]) -> dict[str, list[int]]:
     """The `tokens` without a trained row, by the name of the frozen module that holds the rows: the embedding, and the
-    head where it has a weight of its own.
+    head where its weight is not the embedding's.
 
     Tables that are trained, adapted, quantized or divided over ranks are not looked at.
     """
@@ -26,7 +26,7 @@ def untrained_rows(model: Any, tokens: Iterable[int]) -> dict[str, list[int]]:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         plain = module.token_adapter.base_layer if hasattr(module, "token_adapter") else module  # peft's trained rows
         weight = getattr(plain, "weight", None)
-        # A table of which peft trains some rows is looked at as the base has it.
+        # peft trains some rows of a table beside the base's table, which is looked at here.
         if not _is_plain(weight) or hasattr(module, "base_layer") or id(weight) in seen:
             continue
         seen.add(id(weight))

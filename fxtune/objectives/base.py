@@ -56,11 +56,11 @@ class Objective:
         return {}
 
     def refusals(self, degrees: Degrees) -> Iterator[str]:
-        """Yield each reason, with its key, why it cannot run on ranks of these degrees."""
+        """Yield each reason, with its key, why this objective cannot run on ranks of these degrees."""
         yield from self.needs.refusals(self.name, degrees)
 
     def require_fit(self, tables: Iterable[TokenTable]) -> None:
-        """Raise one ConfigError that names each table whose rows are not what it learns from."""
+        """Raise one ConfigError that names each table whose rows this objective cannot learn from."""
         if misfits := list(self.needs.misfits(self.name, tables)):
             raise ConfigError("\n".join(misfits))
 

@@ -4,9 +4,9 @@ The head is the largest matmul of a model: with a vocabulary of 128k it is 1/15 
 take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
 gathered, and the head runs on these alone: the same numbers for less work, and no host sync.
 
-Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). Both are
-applied here, by a table that may be incomplete. So the constructor compares the logits of a small row with the logits
-of the model's own forward. If they differ, the model's own forward is used, and the evidence says so.
+Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). LOGIT_FACTORS
+may miss a family. So the constructor compares the logits of a small row with the logits of the model's own
+forward. If they differ, the model's own forward is used, and the evidence says so.
 
 With `liger.fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """

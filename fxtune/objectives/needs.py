@@ -19,12 +19,12 @@ class Needs:
     """Whether each group has a label on at least one of its documents; False: labels are refused, as nothing would
     read them."""
     whole_documents: bool = False
-    """Whether it reads a number for each document, so that no document may be cut over ranks. Groups and labels
-    imply it."""
+    """Whether the objective reads a number for each document, so that no document may be cut over ranks. Groups and
+    labels imply this."""
 
     @property
     def reads_groups(self) -> bool:
-        """Whether it learns from how documents compare, or from their labels, and not from each text alone."""
+        """Whether the objective compares documents or reads their labels, and does not read each text alone."""
         return self.documents != (1, 1) or self.labels
 
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:

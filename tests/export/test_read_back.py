@@ -96,7 +96,7 @@ def scaled_rope(folder: Path) -> None:
 
 def without_token(folder: Path) -> None:
     held = json.loads((folder / "tokenizer.json").read_text())
-    held["added_tokens"] = [one for one in held["added_tokens"] if one["content"] != "<call>"]
+    held["added_tokens"] = [token for token in held["added_tokens"] if token["content"] != "<call>"]
     (folder / "tokenizer.json").write_text(json.dumps(held))
 
 
@@ -285,7 +285,9 @@ def test_options_that_do_not_act_are_no_export(save_mutated, adapted):
     was = layer.scaling["default"]
     layer.scaling["default"] = 3.0
     try:
-        assert re.search(r"the scaling of .*q_proj is 16\.0 by it, and 3\.0", save_mutated(adapted, lambda _: None))
+        assert re.search(
+            r"the scaling of .*q_proj is 16\.0 in plain peft, and 3\.0", save_mutated(adapted, lambda _: None)
+        )
     finally:
         layer.scaling["default"] = was
 

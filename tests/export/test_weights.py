@@ -34,7 +34,7 @@ def test_files_are_those_of_transformers(tmp_path, kind):
     save_model(PreparedModel(model), sharded.NoTokenizer(), tmp_path / "ours")
     for name in ("model.safetensors", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
-    ours, theirs = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("ours", "theirs"))
+    ours, theirs = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "theirs"))
     assert ours == {**theirs, "rope_theta": theirs["rope_parameters"]["rope_theta"]}, "transformers 4 reads it there"
 
 

@@ -26,7 +26,7 @@ def test_metrics_count_the_tokens_of_each_expert(comparisons, monkeypatch):
     metrics = CausalLM().loss(language, given)[1]
     assert set(metrics) == {"router_max_load", "router_entropy"}
     real = given.is_token().bool()
-    shares = [torch.bincount(one[real].flatten(), minlength=4) / (2 * 23) for one in seen]
+    shares = [torch.bincount(numbers[real].flatten(), minlength=4) / (2 * 23) for numbers in seen]
     largest = sum(4 * share.max() for share in shares) / len(shares)
     torch.testing.assert_close(metrics["router_max_load"] / given.supervised, largest)
     entropy = sum(torch.special.entr(share).sum() for share in shares) / len(shares) / np.log(4)

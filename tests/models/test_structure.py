@@ -46,7 +46,7 @@ def test_skeleton_has_no_weights_and_is_shared():
 @pytest.mark.parametrize("fused", [Switch.off, Switch.on])
 def test_weights_are_counted_without_the_space_for_adapters(fused):
     model = built(lora(fused=fused), random_model("llama"))
-    plain = sum(one.numel() for one in skeleton(facts_of(random_model("llama")).model).parameters())
+    plain = sum(weight.numel() for weight in skeleton(facts_of(random_model("llama")).model).parameters())
     assert sum(n for name, n in parameter_counts(model).items() if "lora_" not in name) == plain
 
 

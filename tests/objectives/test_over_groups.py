@@ -137,7 +137,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers_in_any_micro_batches
                 labels = [plan.tables[source].labels[at] for source, at in documents]
                 losses.append(plain(language.model, plan.tables, documents, labels) / len(groups))
                 losses[-1].backward()
-            loss = sum(one.item() for one in losses)
+            loss = sum(term.item() for term in losses)
             wanted = torch.cat([parameter.grad.flatten() for parameter in step.optimizer.names])
             step.optimizer.drop()
             for size in sizes:

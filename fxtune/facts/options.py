@@ -151,7 +151,7 @@ class Library(str, Enum):
     torchao = "torchao"
 
 
-class Type(str, Enum):
+class WeightFormat(str, Enum):
     nf4 = "nf4"
     int8 = "int8"
     fp8 = "fp8"
@@ -167,7 +167,7 @@ class ComputeDtype(str, Enum):
 
 @dataclass
 class QuantizeOptions(Options):
-    type: Type = Type.nf4
+    type: WeightFormat = WeightFormat.nf4
     """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error.
     `fp8`: products in 8-bit floating point, the fastest; `transpose` says how much memory it takes. `mxfp4`: the
     experts of a mixture in 4 bits, in blocks of 32, as gpt-oss ships them; linears stay in model.dtype."""
@@ -300,7 +300,7 @@ class Policy(str, Enum):
     auto = "auto"
 
 
-class What(str, Enum):
+class Offloaded(str, Enum):
     inputs = "inputs"
     kept = "kept"
 
@@ -331,7 +331,7 @@ class CheckpointingOptions(AutoOptions):
     offload: bool = False
     """Hold what offload_what says in pinned host memory from forward to backward, copied while layers compute (needs a
     GPU)."""
-    offload_what: What = What.inputs
+    offload_what: Offloaded = Offloaded.inputs
     """`inputs`: layers' inputs; `kept`: also what else they keep, except for products wider than the hidden state
     (compiled)."""
     offload_layers: Optional[int] = field(default=None, metadata={"min": 1})

@@ -13,7 +13,7 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import Sharding, shard
 from fxtune.distributed.world import World
-from fxtune.facts.options import Scope, Type
+from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.techniques.base import Evidence
@@ -26,7 +26,7 @@ def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why weights cannot be divided under `facts`, with what to change."""
     techniques, whole = facts.techniques, "or parallel.shard=1"
     lora, compile = techniques.lora, techniques.compile
-    if techniques.quantize.enabled and techniques.quantize.type is not Type.fp8:
+    if techniques.quantize.enabled and techniques.quantize.type is not WeightFormat.fp8:
         runs_fp8 = facts.device == "cuda" and (facts.capability or OLDEST["fp8"]) >= OLDEST["fp8"]
         change = f"techniques.quantize.type=fp8, techniques.quantize.enabled=false, {whole}"
         yield (

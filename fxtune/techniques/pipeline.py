@@ -19,7 +19,7 @@ from torch import nn
 from fxtune.distributed.sharding import materialize
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
-from fxtune.facts.options import AUTO, AutoOptions, Techniques, Type
+from fxtune.facts.options import AUTO, AutoOptions, Techniques, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
@@ -52,8 +52,8 @@ from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router
 from fxtune.upstream.torch import Unobservable
 
-FAR = 2
-"""A step on a CPU is refused if it needs more than this many times the host's memory: no forecast is that wrong."""
+SURELY_TOO_LARGE = 2
+"""A step on a CPU is refused if its forecast exceeds the host's memory this many times: no forecast is that wrong."""
 
 
 @dataclass
@@ -100,8 +100,10 @@ class Pipeline(Techniques):
         notes = []
         for name in (entry.name for entry in dataclasses.fields(self)):
             technique = getattr(self, name)
-            given, default = dataclasses.asdict(technique), dataclasses.asdict(type(technique)(enabled=False))
-            changed = [f"{key}={getattr(one, 'value', one)}" for key, one in given.items() if one != default[key]]
+            options, default = dataclasses.asdict(technique), dataclasses.asdict(type(technique)(enabled=False))
+            changed = [
+                f"{key}={getattr(value, 'value', value)}" for key, value in options.items() if value != default[key]
+            ]
             if changed and not technique.enabled:
                 notes.append(
                     f"{name}: off, so {', '.join(changed)} has no effect. To use it: techniques.{name}.enabled=true"
@@ -109,8 +111,8 @@ class Pipeline(Techniques):
         return notes
 
     def of_evaluation(self) -> Pipeline:
-        """These without float8: only training computes in fp8, so the weights of such a run are evaluated on any
-        device, and their loss is that of the exported model."""
+        """The techniques of an evaluation: all except float8, with which only training computes. So an evaluation of
+        weights that float8 trained runs on any device, and its loss is the loss of the exported model."""
         return replace(self, float8=Float8())
 
     def packages(self, facts: Facts) -> Iterator[str]:
@@ -120,8 +122,8 @@ class Pipeline(Techniques):
             yield from technique.packages(facts)
 
     def resolved(self, facts: Facts, problems: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
-        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. `problems`: see
-        check(), which it calls."""
+        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises the
+        ConfigError of check(), to which `problems` go."""
         possible, left_out = self.possible(facts)
         possible.check(facts, problems)
         chosen, notes = possible.decided(facts)
@@ -132,7 +134,8 @@ class Pipeline(Techniques):
         return chosen, notes
 
     def possible(self, facts: Facts) -> tuple[Pipeline, list[str]]:
-        """A copy without the techniques that have `enabled=auto` and cannot act under `facts`, and a line for each."""
+        """A copy without the techniques that have `enabled=auto` and cannot act under `facts`, and a line about each
+        technique that was left out."""
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
@@ -154,7 +157,8 @@ class Pipeline(Techniques):
         return chosen, notes
 
     def check(self, facts: Facts, problems: Sequence[str] = ()) -> None:
-        """Raise one ConfigError with every reason why these techniques cannot run under `facts`, and `problems`."""
+        """Raise one ConfigError if there are reasons why these techniques cannot run under `facts`, or `problems` of
+        other parts of the recipe. The error lists them all."""
         facts = replace(facts, techniques=self)
         every = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
         reasons = [f"techniques.{name}.{reason}" for name, reason in every]
@@ -198,12 +202,12 @@ class Pipeline(Techniques):
                 )
 
     def why_padded(self, facts: Facts) -> str | None:
-        """Why packed rows cannot be used under `facts` and padded ones can, None if packed ones can."""
+        """Why `data.packing=auto` pads rows under `facts`; None if rows can be packed."""
         if not self.attention.enabled:
             return "techniques.attention.enabled=false leaves out the proof that packed documents are kept apart"
         facts = replace(facts, techniques=self)
         padded = set(self.attention.check(replace(facts, packing=False)))
-        packed = (one for one in self.attention.check(replace(facts, packing=True)) if one not in padded)
+        packed = (reason for reason in self.attention.check(replace(facts, packing=True)) if reason not in padded)
         if (why := next(map(_cause, packed), None)) is None and recurrent.has_mixers(facts.model):
             return "recurrent layers would run packed documents one by one, uncompiled (data.packing=true asks for it)"
         return why
@@ -231,7 +235,7 @@ class Pipeline(Techniques):
                 "model.dtype=bfloat16": facts.dtype == "float32",
                 "a smaller model": True,
             }
-        elif least > FAR * facts.memory:
+        elif least > SURELY_TOO_LARGE * facts.memory:
             taken = (
                 f"data.sequence_length: a step of {facts.micro_batch_size} x {facts.row_length} tokens needs some "
                 f"{least / GIB:.0f} GiB"
@@ -251,7 +255,7 @@ class Pipeline(Techniques):
         """Configure and build the model and apply the techniques of a resolved pipeline, in order.
 
         `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the
-        ids of those in the data, among which techniques.lora.train_tokens=auto chooses; it is decided here.
+        ids of the data's special tokens. techniques.lora.train_tokens=auto is decided here, among these tokens.
         """
         if model.adapter and not self.lora.enabled:
             raise ConfigError(
@@ -288,9 +292,9 @@ class Pipeline(Techniques):
             for name, technique in self.enabled():
                 # As in verify(): adapters are compared with the base under training's autocast both times.
                 with self.precision.context(world.device), _acting(name):
-                    if technique is self.quantize and by_rows and self.quantize.type is not Type.fp8:
-                        each = partial(models.each_weight, model, hf_config, built, world, seed)
-                        elsewhere = self.quantize.apply_as_read(built, world, each)
+                    if technique is self.quantize and by_rows and self.quantize.type is not WeightFormat.fp8:
+                        each_weight = partial(models.each_weight, model, hf_config, built, world, seed)
+                        elsewhere = self.quantize.apply_as_read(built, world, each_weight)
                         continue
                     technique.apply(built, world)
                 if technique is self.lora and model.adapter:
@@ -307,8 +311,8 @@ class Pipeline(Techniques):
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
-        """Whether weights are quantized as they are read: those of a model that has room neither on the device nor in
-        host memory before it is quantized, on any rank; and those of a checkpoint whose experts stay in MXFP4."""
+        """Whether weights are quantized while they are read. They are if, on some rank, the model fits neither on the
+        device nor in host memory before it is quantized, or if the checkpoint's experts stay in MXFP4."""
         if models.ships_mxfp4(model, hf_config) and self.keeps_mxfp4(hf_config.to_dict()):
             return True
         if not self.quantize.enabled or not self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict())):
@@ -319,7 +323,7 @@ class Pipeline(Techniques):
         return any(world.gather(large, "choosing how weights are read"))
 
     def keeps_mxfp4(self, hf_config: dict[str, Any]) -> bool:
-        """Whether a resolved pipeline reads experts that a checkpoint stores in MXFP4 as they are."""
+        """Whether a resolved pipeline keeps the MXFP4 codes of a checkpoint's experts."""
         return self.lora.enabled and self.quantize.keeps_shipped(self.lora, skeleton(hf_config))
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
@@ -343,7 +347,7 @@ class Pipeline(Techniques):
 
 @contextmanager
 def _acting(name: str) -> Iterator[None]:
-    """Say which technique could not act."""
+    """Add the technique's name to an UnavailableError without a key."""
     try:
         yield
     except UnavailableError as error:
@@ -352,12 +356,12 @@ def _acting(name: str) -> Iterator[None]:
 
 
 def _cause(reason: str) -> str:
-    """A reason of Technique.check() without the option in front and the advice at the end."""
+    """The middle of a reason of Technique.check(): without the option before it and the advice after it."""
     return reason.partition(": ")[2].rpartition(". ")[0]
 
 
 def require_acted(observed: list[Evidence]) -> list[Evidence]:
-    """Return `observed`, or raise one ConfigError that lists what did not act."""
+    """Return `observed`, or raise one ConfigError that lists the techniques that did not act."""
     idle = [evidence for evidence in observed if not evidence.acted]
     if idle:
         failed = [

@@ -32,7 +32,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.facts.options import ComputeDtype, Library, LoraOptions, QuantizeOptions, Switch, Type
+from fxtune.facts.options import ComputeDtype, Library, LoraOptions, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
@@ -52,7 +52,7 @@ from fxtune.techniques.quantized_experts import (
     quantize_experts,
     stored_as,
 )
-from fxtune.techniques.quantized_experts import obstacle as experts_obstacle
+from fxtune.techniques.quantized_experts import refusal as refusal_of_experts
 from fxtune.techniques.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import (
     Fp8Embedding,
@@ -89,22 +89,24 @@ MULTIPLE = 16
 @dataclass
 class Quantize(QuantizeOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
-        lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is Type.fp8
+        lora, kind, fp8 = facts.techniques.lora, self.type.value, self.type is WeightFormat.fp8
         if not lora.enabled:
             yield (
                 f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
                 "techniques.lora.enabled=true, or this to false."
             )
-        yield from self._check_fp8(facts) if fp8 else () if self.type is Type.mxfp4 else self._check_library(facts)
-        if self.type is Type.mxfp4 and self.library is not Library.auto:
+        yield from (
+            self._check_fp8(facts) if fp8 else () if self.type is WeightFormat.mxfp4 else self._check_library(facts)
+        )
+        if self.type is WeightFormat.mxfp4 and self.library is not Library.auto:
             yield f"library: no package stores mxfp4, and this asks for {self.library.value}. Set it to auto."
-        if self.type is Type.mxfp4 and self.skip:
+        if self.type is WeightFormat.mxfp4 and self.skip:
             yield "skip: mxfp4 leaves all linears as they are. Set it to []."
-        if self.type is not Type.nf4 and not self.double:
+        if self.type is not WeightFormat.nf4 and not self.double:
             yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
-        if self.linears is Switch.off and self.type not in (Type.fp8, Type.mxfp4):
+        if self.linears is Switch.off and self.type not in (WeightFormat.fp8, WeightFormat.mxfp4):
             yield f"linears: {kind} always quantizes linears. Set it to auto, or type to fp8."
-        if self.linears is Switch.on and self.type is Type.mxfp4:
+        if self.linears is Switch.on and self.type is WeightFormat.mxfp4:
             yield "linears: mxfp4 is for experts alone. Set it to auto."
         if self.transpose is Switch.on and not fp8:
             yield f"transpose: only fp8 keeps one, and type is {kind}. Set it to auto, or type to fp8."
@@ -128,7 +130,7 @@ class Quantize(QuantizeOptions, Technique):
             yield from self._check_ends(model, facts)
         if model is not None:
             yield from self._check_linears(model, facts)
-        if self.experts is Switch.on and (why := self._experts_obstacle(facts)):
+        if self.experts is Switch.on and (why := self._experts_refusal(facts)):
             yield f"experts: {why}. Set it to auto."
 
     def _check_library(self, facts: Facts) -> Iterator[str]:
@@ -140,7 +142,7 @@ class Quantize(QuantizeOptions, Technique):
         elif library.value not in facts.packages:
             why = facts.lacks(library.value)
             yield f"library: {library.value} {why}. Install it: pip install 'fxtune[quant]'. Or use auto."
-        if self.type is Type.nf4 and library is Library.torchao and not self.double:
+        if self.type is WeightFormat.nf4 and library is Library.torchao and not self.double:
             yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
         if lora.enabled and lora.dora and library is Library.torchao:
             yield (
@@ -213,8 +215,8 @@ class Quantize(QuantizeOptions, Technique):
         """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
         found = [(name, linear) for name, _, _, linear in self._targets(model, self.takes_experts(facts))]
         total = sum(parameter.numel() for parameter in model.parameters())
-        if self.type is Type.mxfp4 and not self.takes_experts(facts):
-            why = self._experts_obstacle(facts) or "experts=off keeps them in 16 bits"
+        if self.type is WeightFormat.mxfp4 and not self.takes_experts(facts):
+            why = self._experts_refusal(facts) or "experts=off keeps them in 16 bits"
             yield f"type: mxfp4 is for the experts of a mixture, and {why}. Use nf4."
             return
         if not found and not self._expert_weights(model, facts):
@@ -236,13 +238,13 @@ class Quantize(QuantizeOptions, Technique):
                 "trained. Add it to skip."
             )
         uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
-        if uneven and self.type is Type.nf4 and self._library(facts) is Library.torchao:
+        if uneven and self.type is WeightFormat.nf4 and self._library(facts) is Library.torchao:
             yield (
                 f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
                 f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip."
             )
         odd = [name for name, linear in found if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE]
-        if odd and self.type is Type.fp8:
+        if odd and self.type is WeightFormat.fp8:
             yield (
                 f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, "
                 f"such as {odd[0]}. Use nf4 or int8, or name them in skip."
@@ -265,7 +267,7 @@ class Quantize(QuantizeOptions, Technique):
             which = "the quantized model" if parts == 1 else "a rank's part of the quantized model"
             yield (
                 f"enabled: {which} takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
-                "smaller model" + ("." if self.type in (Type.nf4, Type.mxfp4) else ", or type=nf4.")
+                "smaller model" + ("." if self.type in (WeightFormat.nf4, WeightFormat.mxfp4) else ", or type=nf4.")
             )
         elif before > max(free, host) and not self.takes_rows(
             facts.techniques.lora, skeleton(facts.model), facts.ships_mxfp4 and self.takes_experts(facts)
@@ -278,17 +280,19 @@ class Quantize(QuantizeOptions, Technique):
 
     def resolve(self, facts: Facts) -> str | None:
         chosen = []
-        if self.type is Type.fp8:
+        if self.type is WeightFormat.fp8:
             chosen.append("torch multiplies the fp8 weights")
-        elif self.type is not Type.mxfp4 and self.library is Library.auto and (library := self._library(facts)):
+        elif (
+            self.type is not WeightFormat.mxfp4 and self.library is Library.auto and (library := self._library(facts))
+        ):
             self.library = library
             chosen.append(f"{library.value} stores the {self.type.value} weights")
         chosen += self._resolve_experts(facts)
-        if self.type is Type.fp8 and self.transpose is Switch.auto:
+        if self.type is WeightFormat.fp8 and self.transpose is Switch.auto:
             chosen.append(self._resolve_transpose(facts))
-        if self.type is not Type.fp8:
+        if self.type is not WeightFormat.fp8:
             self.transpose = Switch.off
-            self.linears = Switch.off if self.type is Type.mxfp4 else Switch.on
+            self.linears = Switch.off if self.type is WeightFormat.mxfp4 else Switch.on
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
@@ -307,7 +311,7 @@ class Quantize(QuantizeOptions, Technique):
 
     def _resolve_experts(self, facts: Facts) -> Iterator[str]:
         """Decide `experts`; a line if this model has any."""
-        model, why = skeleton(facts.model), self._experts_obstacle(facts)
+        model, why = skeleton(facts.model), self._experts_refusal(facts)
         has_any = model is not None and any(experts_of(model))
         if self.experts is Switch.auto:
             self.experts = Switch.off if why else Switch.on
@@ -316,26 +320,26 @@ class Quantize(QuantizeOptions, Technique):
         if has_any and self.experts is Switch.on and not why:
             if self._experts_type(facts.ships_mxfp4) is not self.type:
                 yield "experts stay in MXFP4, as the checkpoint stores them"
-            elif self.type is Type.mxfp4:
+            elif self.type is WeightFormat.mxfp4:
                 yield "experts in mxfp4" + (", as the checkpoint stores them" if facts.ships_mxfp4 else "")
             else:
                 yield f"experts in {self.type.value}, too"
-        if self.linears is Switch.auto and self.type is Type.fp8:
+        if self.linears is Switch.auto and self.type is WeightFormat.fp8:
             off = model is not None and not any(self._targets(model, self.experts is Switch.on))
             self.linears = Switch.off if off else Switch.on
             if off:
                 yield f"other linears stay in {facts.dtype} (all are small)"
 
-    def _experts_type(self, shipped: bool) -> Type:
+    def _experts_type(self, shipped: bool) -> WeightFormat:
         """How experts are stored. `shipped`: whether the checkpoint has them in MXFP4."""
-        return Type.mxfp4 if shipped and self.type is not Type.fp8 else self.type
+        return WeightFormat.mxfp4 if shipped and self.type is not WeightFormat.fp8 else self.type
 
-    def _experts_obstacle(self, facts: Facts) -> str | None:
+    def _experts_refusal(self, facts: Facts) -> str | None:
         """Why the experts cannot be quantized under `facts`."""
         model = skeleton(facts.model)
         if model is None or not any(experts_of(model)):
             return "this model has no experts that transformers keeps as one tensor for each product"
-        if self.type is Type.fp8 and facts.capability and facts.capability != CAPABILITY:
+        if self.type is WeightFormat.fp8 and facts.capability and facts.capability != CAPABILITY:
             number = ".".join(map(str, facts.capability))
             return f"grouped products in fp8 are for compute capability 9.0 (H100, H200), and this card has {number}"
         if facts.degrees.shard > 1:
@@ -354,11 +358,11 @@ class Quantize(QuantizeOptions, Technique):
             )
         library = self._library(facts)
         kind = self._experts_type(facts.ships_mxfp4).value, library.value if library else ""
-        return next(filter(None, (experts_obstacle(one, *kind) for one in experts_of(model))), None)
+        return next(filter(None, (refusal_of_experts(experts, *kind) for experts in experts_of(model))), None)
 
     def takes_experts(self, facts: Facts) -> bool:
         """Whether the experts are quantized under `facts`, also before `auto` is decided."""
-        return self.experts is not Switch.off and self._experts_obstacle(facts) is None
+        return self.experts is not Switch.off and self._experts_refusal(facts) is None
 
     def _expert_weights(self, model: nn.Module | None, facts: Facts) -> int:
         """The number of weights of experts that are quantized."""
@@ -376,11 +380,11 @@ class Quantize(QuantizeOptions, Technique):
 
     def keeps_shipped(self, lora: LoraOptions, model: nn.Module | None) -> bool:
         """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
-        kept = self.enabled and self.experts is Switch.on and self._experts_type(True) is Type.mxfp4
+        kept = self.enabled and self.experts is Switch.on and self._experts_type(True) is WeightFormat.mxfp4
         return kept and self.takes_rows(lora, model, True)
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        if self.type not in (Type.fp8, Type.mxfp4) and (library := self._library(facts)):
+        if self.type not in (WeightFormat.fp8, WeightFormat.mxfp4) and (library := self._library(facts)):
             yield library.value
 
     def _library(self, facts: Facts) -> Library | None:
@@ -432,7 +436,7 @@ class Quantize(QuantizeOptions, Technique):
         before, after, worst = sum(one.nbytes for one in of_experts), 0, 0.0
         ships = prepared.ships_mxfp4
         kind = self._experts_type(ships)
-        shipped = "" if not experts or not ships or kind is not Type.mxfp4 else "unpacked and packed again"
+        shipped = "" if not experts or not ships or kind is not WeightFormat.mxfp4 else "unpacked and packed again"
         del of_experts
         error = math.nan
         waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
@@ -475,7 +479,10 @@ class Quantize(QuantizeOptions, Technique):
             torch.cuda.empty_cache()  # else the next allocations would split the 16-bit weights' blocks
             torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
-            model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
+            model.is_loaded_in_4bit, model.is_loaded_in_8bit = (
+                self.type is WeightFormat.nf4,
+                self.type is WeightFormat.int8,
+            )
         prepared.quantization = Quantization(
             count, before, after, error, share, ends, len(experts), self._name(kind), worst, shipped
         )
@@ -513,7 +520,7 @@ class Quantize(QuantizeOptions, Technique):
             (len(linears), len(experts), stored) == (done.linears, done.experts, done.after)
             and kinds == ({wanted} if linears else set())
             and kinds_of_experts == ({done.experts_as} if experts else set())
-            and (self.type is Type.fp8 or stored < done.before),
+            and (self.type is WeightFormat.fp8 or stored < done.before),
         )
         worst = WORST_ERROR[self.type.value]
         error, which = done.error, "in the first linear"
@@ -538,7 +545,7 @@ class Quantize(QuantizeOptions, Technique):
         frozen = (one for module in (*linears, *experts) for one in module.parameters())
         trained = sum(one.requires_grad for one in frozen)
         made = [dequantized(linears[0]).dtype] if linears else []
-        made += [one.compute_dtype for one in experts if self.type is not Type.fp8]
+        made += [one.compute_dtype for one in experts if self.type is not WeightFormat.fp8]
         dtypes = {str(one).removeprefix("torch.") for one in made}
         yield evidence(
             f"frozen, dequantized to {self.compute_dtype.value}",
@@ -552,13 +559,13 @@ class Quantize(QuantizeOptions, Technique):
                 ", ".join(done.ends),
                 all(isinstance(one, Fp8Head | Fp8Embedding) for one in ends),
             )
-        if self.type is Type.fp8 or experts:
+        if self.type is WeightFormat.fp8 or experts:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
                 every = observe_operators(lambda: model(**probe), operators)
             seen = every["fp8"]
             kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
-            if self.type is Type.fp8 and (linears or self.head):
+            if self.type is WeightFormat.fp8 and (linears or self.head):
                 yield evidence(
                     "products in fp8",
                     f"{seen.calls} of torch's scaled products in a forward pass"
@@ -569,14 +576,14 @@ class Quantize(QuantizeOptions, Technique):
                 ran = every["experts"].calls
                 yield evidence(
                     f"the experts of {len(experts)} layers as one operator "
-                    + ("in fp8" if self.type is Type.fp8 else f"over {done.experts_as}"),
+                    + ("in fp8" if self.type is WeightFormat.fp8 else f"over {done.experts_as}"),
                     f"it ran {ran} times in a forward pass",
                     ran == len(experts),
                 )
 
-    def _name(self, kind: Type) -> str:
+    def _name(self, kind: WeightFormat) -> str:
         """How quantized modules name this type."""
-        packs = kind in (Type.nf4, Type.int8)
+        packs = kind in (WeightFormat.nf4, WeightFormat.int8)
         return f"{kind.value}/{self.library.value}" if packs else kind.value
 
 
@@ -597,8 +604,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _instead(kind: Type, facts: Facts) -> str:
+def _instead(kind: WeightFormat, facts: Facts) -> str:
     """What to set where `kind` cannot run on this device."""
-    if kind is not Type.nf4 and facts.degrees.shard > 1:
+    if kind is not WeightFormat.nf4 and facts.degrees.shard > 1:
         return f"Set {WITHOUT_FP8}"
     return INSTEAD[kind.value]

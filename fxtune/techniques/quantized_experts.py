@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxtune.facts.options import QuantizeOptions, Switch, Type
+from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
 from fxtune.kernels import fp8_experts
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
@@ -60,15 +60,15 @@ def experts_of(model: nn.Module) -> Iterator[Any]:
 
 def leaves_linears(quantize: QuantizeOptions, experts: bool, largest: int) -> bool:
     """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are quantized."""
-    if quantize.type is Type.mxfp4:
+    if quantize.type is WeightFormat.mxfp4:
         return True
-    small = quantize.type is Type.fp8 and experts and largest < SMALL
+    small = quantize.type is WeightFormat.fp8 and experts and largest < SMALL
     return quantize.linears is Switch.off or (quantize.linears is Switch.auto and small)
 
 
-def obstacle(experts: Any, kind: str, library: str) -> str | None:
-    """Why the weights of these experts cannot be in `kind` (a quantize.Type), None if they can. `library`: what stores
-    nf4 and int8."""
+def refusal(experts: Any, kind: str, library: str) -> str | None:
+    """Why these experts cannot be stored in `kind`, a WeightFormat; None if they can. `library`: the package that
+    stores nf4 and int8."""
     name = type(experts).__name__
     if one_operator(experts) is None:
         return f"{name} does more than down(act(gate) * up)"
@@ -192,7 +192,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
         """`compute`: see quantize_experts(). The codes are not there yet: see _hold()."""
         super().__init__(experts)
         act = one_operator(experts)
-        assert act is not None, "obstacle() has looked"
+        assert act is not None, "refusal() has looked"
         self.compute_dtype, self.expert_act = compute, act
         self.stored_names: dict[str, list[str]] = {}
         """Of each weight the names of its tensors, the codes first."""

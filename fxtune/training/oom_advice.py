@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fxtune.errors import ConfigError
-from fxtune.facts.options import Policy, Switch, Type
+from fxtune.facts.options import Policy, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -104,9 +104,9 @@ def _candidates(
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
         if freeing:
             yield freeing, replace(facts, in_backward=True), techniques
-    elif not quantize.enabled or quantize.type is not Type.nf4:
+    elif not quantize.enabled or quantize.type is not WeightFormat.nf4:
         setting = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
-        nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False, experts=Switch.auto)
+        nf4 = replace(quantize, enabled=True, type=WeightFormat.nf4, head=False, embeddings=False, experts=Switch.auto)
         nf4.experts = Switch.on if nf4.takes_experts(replace(facts, techniques=techniques)) else Switch.off
         yield setting, facts, replace(techniques, quantize=nf4)
     if not liger.enabled:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import reference
 
-from fxtune.facts.options import Policy, Switch, What
+from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -46,15 +46,15 @@ POLICIES: dict[str, dict[str, Any]] = {
 MIXES: dict[str, dict[str, Any]] = {
     "narrow_wide": {"policy": Policy.mix, "mix": {"narrow": 4, "wide": 4}},
     "input_everything": {"policy": Policy.mix, "mix": {"input": 5, "everything": 3}},
-    "narrow_sent": {**NARROW, "offload": True, "offload_what": What.kept},
+    "narrow_sent": {**NARROW, "offload": True, "offload_what": Offloaded.kept},
     "mix_sent": {
         "policy": Policy.mix,
         "mix": {"attention": 2, "narrow": 3, "wide": 3},
         "offload": True,
-        "offload_what": What.kept,
+        "offload_what": Offloaded.kept,
     },
     "some_sent": {"offload": True, "offload_layers": 4},
-    "narrow_sent_tiles": {**NARROW, "offload": True, "offload_what": What.kept, "mlp_tiles": 4},
+    "narrow_sent_tiles": {**NARROW, "offload": True, "offload_what": Offloaded.kept, "mlp_tiles": 4},
 }
 
 

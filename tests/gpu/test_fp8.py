@@ -10,7 +10,7 @@ from support import reference
 from torch.nn import functional as F
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import Type
+from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels import fp8
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
@@ -172,7 +172,7 @@ def pipeline(fused: str = "auto", compiled: bool = False, quantized: bool = True
     made.lora.fused = type(made.lora.fused)(fused)
     made.precision.autocast = type(made.precision.autocast)("bfloat16")
     made.compile.enabled = compiled
-    made.quantize = Quantize(quantized, Type.fp8)
+    made.quantize = Quantize(quantized, WeightFormat.fp8)
     return made
 
 

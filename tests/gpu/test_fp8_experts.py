@@ -7,7 +7,7 @@ import torch
 from support.mixtures import mixture
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import ComputeDtype, Switch, Type
+from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
 from fxtune.kernels import fp8_experts as operators
 from fxtune.kernels import matmul
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts, fp8_experts, quantize_experts
@@ -97,7 +97,7 @@ def test_a_mixture_trains_and_its_evidence_is_there():
     pipeline = Pipeline()
     pipeline.lora.enabled, pipeline.lora.fused = True, Switch.on
     pipeline.quantize = Quantize(
-        True, Type.fp8, compute_dtype=ComputeDtype.bfloat16, transpose=Switch.on, experts=Switch.on
+        True, WeightFormat.fp8, compute_dtype=ComputeDtype.bfloat16, transpose=Switch.on, experts=Switch.on
     )
     prepared = pipeline.build(model, load_config(model), World(GPU), 0)
     built = prepared.module

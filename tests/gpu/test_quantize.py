@@ -9,7 +9,7 @@ import torch
 from support import reference
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import Library, Type
+from fxtune.facts.options import Library, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.units import GIB
@@ -33,7 +33,7 @@ def qlora(kind: str, **lora) -> Pipeline:
     made.lora.enabled = True
     for name, value in lora.items():
         setattr(made.lora, name, value)
-    made.quantize = Quantize(True, Type(KINDS[kind][0]), Library(KINDS[kind][1]))
+    made.quantize = Quantize(True, WeightFormat(KINDS[kind][0]), Library(KINDS[kind][1]))
     return made
 
 

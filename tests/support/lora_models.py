@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support.architectures import facts_of, lora, prepared_model, random_model
 
-from fxtune.facts.options import Library, Switch, Type
+from fxtune.facts.options import Library, Switch, WeightFormat
 from fxtune.models.load import ModelConfig
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -49,7 +49,7 @@ def prepared_pair(
     return found
 
 
-def quantized_in(kind: Type, library: Library) -> Callable[[Pipeline], None]:
+def quantized_in(kind: WeightFormat, library: Library) -> Callable[[Pipeline], None]:
     """A function that sets up a pipeline for a quantized base."""
 
     def prepare(pipeline: Pipeline) -> None:

@@ -50,7 +50,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     """Train adapters for STEPS steps. Returns their weights, the losses, what was observed, and the bytes that this
     rank holds of the codes, beside those of all. `old`: as torch 2.11 divides."""
     from fxtune.config.compose import load
-    from fxtune.facts.options import ComputeDtype, Switch, Type
+    from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
     from fxtune.objectives.causal_lm import CausalLM
     from fxtune.techniques.quantize import Quantize
     from fxtune.training.builder import RunBuilder
@@ -67,7 +67,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         facts = replace(builder.facts, degrees=builder.world.degrees)
         builder.settled = replace(builder.settled, facts=facts)
     options = {**options, "transpose": Switch(options.get("transpose", "on"))}
-    builder.techniques.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32, **options)
+    builder.techniques.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, **options)
     plan = builder.read()[1].training
     with old_torch() if old else contextlib.nullcontext():
         prepared = builder.build()

@@ -17,7 +17,7 @@ from fxtune.cli.merge import merge
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
-from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, Type
+from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
@@ -36,7 +36,7 @@ def qlora(
 ) -> Pipeline:
     pipeline = lora(**options)
     name, library, double = KINDS[kind]
-    pipeline.quantize = Quantize(True, Type(name), Library(library), double, compute, list(skip))
+    pipeline.quantize = Quantize(True, WeightFormat(name), Library(library), double, compute, list(skip))
     return pipeline
 
 

@@ -16,7 +16,7 @@ from support.cases import slow_but
 
 from fxtune.cli.merge import merge
 from fxtune.export.save import save_model
-from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, Type
+from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, WeightFormat
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
@@ -45,7 +45,7 @@ def fp8(
 ) -> Pipeline:
     pipeline = lora(**options)
     pipeline.lora.fused = type(pipeline.lora.fused)(fused)
-    pipeline.quantize = Quantize(True, Type.fp8, compute_dtype=compute, skip=list(skip))
+    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=compute, skip=list(skip))
     return pipeline
 
 
@@ -333,7 +333,7 @@ def refused(
         ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj"),
         ({"skip": ("down_prj",)}, "skip: this model has no linear down_prj."),
         (
-            {"here": {"type": Type.nf4, "head": True}},
+            {"here": {"type": WeightFormat.nf4, "head": True}},
             "head: nf4 quantizes only the other linears. Set it to false, or type to",
         ),
         (

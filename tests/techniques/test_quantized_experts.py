@@ -17,7 +17,7 @@ from support.mxfp4 import in_mxfp4
 
 from fxtune.cli.merge import merge
 from fxtune.export.save import save_model
-from fxtune.facts.options import ComputeDtype, Library, Switch, Type
+from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
@@ -37,7 +37,7 @@ H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="
 def fp8(experts: Switch = Switch.on, transpose: Switch = Switch.on, **options: Any) -> Pipeline:
     pipeline = lora(**options)
     pipeline.quantize = Quantize(
-        True, Type.fp8, compute_dtype=ComputeDtype.float32, experts=experts, transpose=transpose
+        True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, experts=experts, transpose=transpose
     )
     return pipeline
 
@@ -242,7 +242,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 def packing(kind: str, **options: Any) -> Pipeline:
     pipeline = lora(**options)
     library = Library.auto if kind == "mxfp4" else Library.bitsandbytes
-    pipeline.quantize = Quantize(True, Type(kind), library)
+    pipeline.quantize = Quantize(True, WeightFormat(kind), library)
     return pipeline
 
 

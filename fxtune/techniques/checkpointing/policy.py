@@ -28,8 +28,8 @@ from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.upstream.torch import operator_names
 
 PRODUCTS = "mm addmm bmm baddbmm _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm convolution"
-EXPERTS = {"fxtune.gated_experts", "fxtune.fp8_experts"}
-OWN = {"fxtune.lora_linear", "fxtune.lora_mlp"} | EXPERTS
+EXPERT_OPERATORS = {"fxtune.gated_experts", "fxtune.fp8_experts"}
+OWN = {"fxtune.lora_linear", "fxtune.lora_mlp"} | EXPERT_OPERATORS
 MATMULS = {f"aten.{name}" for name in PRODUCTS.split()} | OWN
 SECOND_OPERAND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """The position of the second operand, if it is not 1."""
@@ -116,7 +116,7 @@ def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | Non
     if name.startswith("fxtune.lora_"):  # x, then each linear's A [rank, in] and B [out, rank]
         a, b = arguments[1:3]
         return (int(a[0].shape[1]), sum(int(one.shape[0]) for one in b)) if name == "fxtune.lora_linear" else None
-    if name in EXPERTS:  # two tensors of all experts
+    if name in EXPERT_OPERATORS:  # two tensors of all experts
         return None
     packed = name.startswith("bitsandbytes.")  # stored as [out, in]; in 4 bits the shape is an argument of its own
     at = 2 if packed and ("4bit" in name or "mixed" in name) else SECOND_OPERAND.get(name, 1)

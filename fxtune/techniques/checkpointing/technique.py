@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
-from fxtune.facts.options import CheckpointingOptions, Policy, What
+from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton
@@ -80,7 +80,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield f"policy: the compiler of torch {torch.__version__} takes no budget. Use selective."
         if self.offload:
             yield from self._check_offload(facts)
-        elif self.offload_what is not What.inputs or self.offload_layers is not None:
+        elif self.offload_what is not Offloaded.inputs or self.offload_layers is not None:
             name = "offload_layers" if self.offload_layers is not None else "offload_what"
             yield f"{name}: read only with offload=true. Set that, or leave {name} out."
         if self.mlp_tiles != 1:
@@ -133,9 +133,9 @@ class Checkpointing(CheckpointingOptions, Technique):
             )
         if scope_of(facts) == "model":
             yield "offload: techniques.compile.scope=model is one graph, and nothing leaves a graph. Use scope=layers."
-        if self.offload_what is What.kept and self.policy is Policy.full:
+        if self.offload_what is Offloaded.kept and self.policy is Policy.full:
             yield "offload_what: policy=full keeps nothing but layers' inputs. Set it to inputs."
-        if self.offload_what is What.kept and not facts.techniques.compile.enabled:
+        if self.offload_what is Offloaded.kept and not facts.techniques.compile.enabled:
             yield "offload_what: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
         if self.policy is Policy.auto:
             return
@@ -148,7 +148,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         need, limit = forecast(facts, plan).host, HOST_SHARE * facts.host_memory
         if facts.device == "cuda" and need > limit:
             fit = step_time.limit_senders(facts, plan, limit)[0].senders or 0
-            what = "inputs" if self.offload_what is What.inputs else "kept tensors"
+            what = "inputs" if self.offload_what is Offloaded.inputs else "kept tensors"
             change = f"Set offload_layers={fit}" if fit else "Set it to false"
             yield (
                 f"offload: the {what} of {sum(plan.sending(layers or 1))} layers take {need / GIB:.1f} GiB of host "
@@ -182,7 +182,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             parts = [f"{'every layer' if self.every == 1 else f'one layer of {self.every}'} keeps {plan.level}"]
         if self.offload:
             wide = " except gate and up" * ("wide" in [plan.level, *self.mix])
-            what = "inputs" if self.offload_what is What.inputs else f"kept tensors{wide}"
+            what = "inputs" if self.offload_what is Offloaded.inputs else f"kept tensors{wide}"
             layers = (
                 "all layers but the last" if self.offload_layers is None else f"the first {self.offload_layers} layers"
             )
@@ -222,19 +222,19 @@ class Checkpointing(CheckpointingOptions, Technique):
         several = (facts.text.get("num_hidden_layers") or 2) > 1
         can_send = facts.device == "cuda" and scope_of(facts) != "model" and several
         all_kept = ["kept"] if facts.techniques.compile.enabled else []
-        sent = [self.offload_what.value] if self.offload_what is What.kept else ["inputs", *all_kept]
+        sent = [self.offload_what.value] if self.offload_what is Offloaded.kept else ["inputs", *all_kept]
         sent = sent if self.offload else ["", *sent] if can_send else [""]
         tiles = [self.mlp_tiles]
         if self.mlp_tiles == 1 and not list(replace(self, policy=Policy.full, mlp_tiles=TILES[0])._check_tiles(facts)):
             tiles += TILES
         layer = layer_of(facts.model)
-        for what in sent:
+        for tensors in sent:
             for count in tiles:
                 # `narrow` needs the names of the wide products, and so an MLP whose linears are known.
                 impossible = {"narrow"} if layer is None or not _wide_linears(layer) else set()
-                impossible |= {"wide", "everything"} if count > 1 else {"everything"} if what else set()
+                impossible |= {"wide", "everything"} if count > 1 else {"everything"} if tensors else set()
                 levels = tuple(level for level in LEVELS if level not in impossible)
-                yield RecomputePlan(sent=what, senders=self.offload_layers, tiles=count), levels
+                yield RecomputePlan(sent=tensors, senders=self.offload_layers, tiles=count), levels
 
     def _adopt(self, plan: RecomputePlan, facts: Facts) -> None:
         """Set the options to those of `plan`."""
@@ -247,7 +247,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         self.offload = any(plan.sending(facts.text.get("num_hidden_layers") or 1))
         self.offload_layers = plan.senders if self.offload else None
         sends_more = self.offload and plan.sent == "kept" and levels != ["input"]
-        self.offload_what = What.kept if sends_more else What.inputs
+        self.offload_what = Offloaded.kept if sends_more else Offloaded.inputs
         self.mlp_tiles, self.every = plan.tiles, 1
 
     def _uniform(self, level: str, wide: Iterable[str]) -> Checkpointing:
@@ -283,7 +283,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             above = layers[len(sending) - sending[::-1].index(True)]
             wide = _wide_linears(layers[0]).values()
             sizes = frozenset([*wide, sum(wide)])
-            all_saved, pieces = self.offload_what is What.kept, world.context_ranks
+            all_saved, pieces = self.offload_what is Offloaded.kept, world.context_ranks
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
     def _by_level(self, layers: list[nn.Module]) -> dict[str, Checkpointing]:

@@ -1,7 +1,8 @@
-"""Liger's modules in place of those of a model: norms and gated MLPs, each with the weights that the model has.
+"""Liger's norms and gated MLPs in place of a model's. They compute with the model's own parameters.
 
-RoPE is a function of the attention's Python module, so the attention gets a class whose forward calls fxtune's own
-kernel. Liger's RoPE overwrites its inputs, which checkpointing may have saved.
+transformers calls RoPE as a function inside an attention's forward. So the attention gets a subclass whose forward
+calls fxtune's kernel in place of that function (with_rotation()). Liger's RoPE is not used: it overwrites its inputs,
+which checkpointing may have saved.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ class Family:
 
 
 def replace_modules(root: nn.Module, name: str, family: Family) -> None:
-    """Give each module of `root` that computes operation `name` Liger's kernel for it, in place."""
+    """Replace the modules of `root` that compute operation `name` by modules that call its kernel."""
     for parent in list(root.modules()):
         if name == "rope" and is_attention(parent):
             kind: Any = type(parent)
             parent.__class__ = _with_forward(kind, with_rotation(kind.forward, apply_rotary, kind))
         for child, module in list(parent.named_children()):
-            if (own := _module_of(name, module, family)) is not None:
-                setattr(parent, child, own.train(module.training))
+            if (replacement := _module_of(name, module, family)) is not None:
+                setattr(parent, child, replacement.train(module.training))
 
 
 def operation_of(module: nn.Module) -> str | None:
-    """The operation that this module computes by a kernel, after replace_modules()."""
+    """The operation for which replace_modules() gave this module a kernel; None if it has none."""
     while isinstance(module, InPlaceOf):
         module = module.replaced
     if rotation_of(type(module)) is apply_rotary:
@@ -73,7 +74,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None:
-    """Liger's module in place of `module`; None if that does not compute operation `name`."""
+    """Liger's module with the parameters of `module`; None if `module` does not compute operation `name`."""
     from liger_kernel import transformers as liger
 
     title, children = type(module).__name__, dict(module.named_children())

@@ -115,7 +115,7 @@ def fuse(model: Any) -> Fusion:
             done.note(f"{title} does more with {', '.join(alone)} than project its own input")
     for module in list(model.modules()):
         if isinstance(module, LoraLayer) and module not in in_group:
-            if why := unfit(module):
+            if why := refusal_of_module(module):
                 done.left[why] += 1
             else:
                 done.operators["linear"] += 1
@@ -123,7 +123,7 @@ def fuse(model: Any) -> Fusion:
     return done
 
 
-def unfit(module: Any) -> str | None:
+def refusal_of_module(module: Any) -> str | None:
     """Why an adapted module of peft cannot run fused, or None if it can."""
     linear = module.get_base_layer()
     if not isinstance(linear, nn.Linear) or ADAPTER not in module.lora_A:
@@ -145,7 +145,7 @@ def _fusible(module: nn.Module, names: Sequence[str]) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 
     children = [getattr(module, name, None) for name in names]
-    return [child for child in children if isinstance(child, LoraLayer) and not unfit(child)]
+    return [child for child in children if isinstance(child, LoraLayer) and not refusal_of_module(child)]
 
 
 def _can_stack(linears: Sequence[Any]) -> bool:

@@ -32,7 +32,7 @@ from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
 
-EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Linears of one expert, as checkpoints name them."""
 MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """Model types whose kernels read the weight of out_proj past its module."""
@@ -293,7 +293,7 @@ def _peft_config(lora: LoraOptions, target_modules: list[str]) -> Any:
 
 def _read_as_experts(model: Any, lora: LoraOptions) -> tuple[Any, set[str]]:
     """peft's config with the tensors of experts as its `target_parameters`, and the names that peft was given."""
-    names = set(EXPERTS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
+    names = set(EXPERT_LINEARS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
     config = _peft_config(lora, sorted(names))
     try:
         read_as_experts(config, model)
@@ -307,7 +307,7 @@ def gate_up_parts(model_type: str) -> int:
     """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for the families in which
     it knows them as two linears."""
     with alone() as peft:
-        config, model = peft.LoraConfig(r=1, target_modules=list(EXPERTS)), nn.Module()
+        config, model = peft.LoraConfig(r=1, target_modules=list(EXPERT_LINEARS)), nn.Module()
     model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]
     read_as_experts(config, model)
     return max((config.rank_pattern or {}).values(), default=1)

@@ -11,7 +11,7 @@ from support.architectures import CPU, built, lora, prepared_model, random_model
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.facts.options import Policy, Switch, What
+from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.checkpointing.offload import Offload
@@ -54,13 +54,17 @@ def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
     model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Switch(fused)) for _ in range(2)]
     plain = gradients(with_random_lora_b(built(made[0], model)))
     pipeline = checkpointed(
-        made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
+        made[1],
+        policy=Policy.mix,
+        mix={"attention": 1, "narrow": 1, "wide": 2},
+        offload=True,
+        offload_what=Offloaded.kept,
     )
     ours = pipeline.build(model, load_config(model), CPU, 0)
     with_random_lora_b(ours.module)
     ours.offload.min_bytes = 0
     ours.module = traced(ours.module)
-    pipeline.checkpointing.offload_what = What.kept
+    pipeline.checkpointing.offload_what = Offloaded.kept
     assert "3 sent there and 3 brought back" in seen(pipeline, ours)
     pieces = {piece.data_ptr() for piece in ours.offload.pool}
     for _ in range(3):

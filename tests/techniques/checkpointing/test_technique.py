@@ -16,7 +16,7 @@ from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 from support.forecasts import TECHNIQUES, card
 
-from fxtune.facts.options import Policy, Switch, What
+from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
@@ -230,9 +230,12 @@ def test_compiler_budget_applies_to_this_model_only():
         ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
         ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
         ({"offload_layers": 3}, "offload_layers: read only with offload=true"),
-        ({"offload_what": What.kept}, "offload_what: read only with offload=true"),
-        ({"offload": True, "offload_what": What.kept}, "offload_what: policy=full keeps nothing but"),
-        ({"offload": True, "offload_what": What.kept, **NARROW}, "offload_what: kept is what compiled layers save"),
+        ({"offload_what": Offloaded.kept}, "offload_what: read only with offload=true"),
+        ({"offload": True, "offload_what": Offloaded.kept}, "offload_what: policy=full keeps nothing but"),
+        (
+            {"offload": True, "offload_what": Offloaded.kept, **NARROW},
+            "offload_what: kept is what compiled layers save",
+        ),
         ({"policy": Policy.auto, "every": 2}, "every: 2 is not read by policy=auto"),
         ({"policy": Policy.mix}, "mix: counts no layer"),
         ({"mix": {"wide": 1}}, "mix: read only by policy=mix, and policy is full"),
@@ -345,7 +348,7 @@ def test_auto_tries_the_smallest_plan_and_warns_if_none_fits():
 
 def test_auto_keeps_options_that_the_recipe_sets():
     assert chosen(card(139, 4096), offload=True)[0].offload
-    assert chosen(card(139, 65536), offload=True, offload_what=What.kept)[0].offload_what is What.kept
+    assert chosen(card(139, 65536), offload=True, offload_what=Offloaded.kept)[0].offload_what is Offloaded.kept
     assert chosen(card(139, 4096), mlp_tiles=2)[0].mlp_tiles == 2
     assert not chosen(card(40, 65536, host=0))[0].offload
 

@@ -18,7 +18,7 @@ from support.lora_models import (
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Autocast, Library, Switch, Type
+from fxtune.facts.options import Autocast, Library, Switch, WeightFormat
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.structure import decoder_layers, parameter_counts
 from fxtune.techniques.lora import fuse
@@ -128,7 +128,11 @@ def test_first_update_over_a_bfloat16_base_acts_as_in_float32(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "library"),
-    [(Type.nf4, Library.bitsandbytes), (Type.int8, Library.bitsandbytes), (Type.int8, Library.torchao)],
+    [
+        (WeightFormat.nf4, Library.bitsandbytes),
+        (WeightFormat.int8, Library.bitsandbytes),
+        (WeightFormat.int8, Library.torchao),
+    ],
 )
 def test_quantized_base_matches_peft(kind, library):
     pair = prepared_pair(random_model("llama"), prepare=quantized_in(kind, library))

@@ -19,7 +19,7 @@ from fxtune.cli import verify
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Switch, Type
+from fxtune.facts.options import Switch, WeightFormat
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -195,7 +195,7 @@ def test_rows_of_a_base_that_is_quantized_as_it_is_read_are_the_base_s(tmp_path,
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}  # as the kernels need it
     model = ModelConfig(path=str(on_disk(tmp_path / "base", **wide)))
     pipeline = lora(train_tokens=["t5", "t9"])
-    pipeline.quantize.enabled, pipeline.quantize.type = True, Type.int8
+    pipeline.quantize.enabled, pipeline.quantize.type = True, WeightFormat.int8
     pipeline, _ = pipeline.resolved(facts_of(model))
     whole = built(pipeline, model)
     monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)

@@ -4,7 +4,7 @@
     fxtune why runs/a --json why.json
 
 Each sentence has its share of the run's time, from times that the run measured; where nothing was measured, nothing is
-said. With several ranks a step is as long as that of the slowest.
+said. With several ranks a step lasts as long as the step of the slowest rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxtune.system.console import say
 
 
 def run(run: str, *, json: Optional[Path] = None) -> None:
-    """Print the sentences. Raises ConfigError for a name of no run, StorageError for what cannot be read."""
+    """Print the sentences. Raises ConfigError if no run has this name, StorageError if a file of it cannot be read."""
     files = RunFiles(run_folder(run))
     with as_written(files.folder):
         lines, parts = list(sentences(files)), [asdict(part) for part in time_shares(files)]

@@ -40,12 +40,12 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     if not (source / "tokenizer.json").is_file() or not _is_unchanged(tokenizer, source):
         _save(tokenizer, folder)
         return
-    own = tokenizer.chat_template == _read(tokenizer, source).chat_template
-    for file in _files(source, FILES + TEMPLATES if own else FILES):
+    same_template = tokenizer.chat_template == _read(tokenizer, source).chat_template
+    for file in _files(source, FILES + TEMPLATES if same_template else FILES):
         target = folder / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, target)
-    if not own:
+    if not same_template:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if values.pop("chat_template", None) is not None:
             _write(folder / CONFIG, values)
@@ -54,8 +54,8 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def rename_for_4(file: Path) -> None:
-    """Write the names of a tokenizer_config.json that transformers 5 has saved as both versions read them. Raises
-    OSError."""
+    """Rename the keys of a tokenizer_config.json that transformers 5 wrote, so that transformers 4 reads it, too.
+    Raises OSError."""
     values = json.loads(file.read_text(encoding="utf-8"))
     for name in ("backend", "is_local", "local_files_only"):
         values.pop(name, None)
@@ -67,8 +67,8 @@ def rename_for_4(file: Path) -> None:
 
 
 def _is_unchanged(tokenizer: Any, source: Path) -> bool:
-    """Whether the tokenizer is the one in `source`, but for its chat template, and for a pad token where the files
-    have none: load_tokenizer() chooses one."""
+    """Whether the tokenizer is the tokenizer of `source`. Its chat template may differ. Its pad token may differ where
+    the files have none, because load_tokenizer() chooses one."""
     values = json.loads((source / CONFIG).read_text(encoding="utf-8")) if (source / CONFIG).is_file() else {}
     if "auto_map" in values or not isinstance(tokenizer.chat_template, str | None):
         return False

@@ -5,11 +5,11 @@ Weights are [experts, out, in], with a scale for each expert and output row; act
 copied to the rows of its experts: half the bytes of bfloat16 and one quantization in place of k. The kernels of the
 activation write the codes of h and of dg beside what they compute.
 
-dy W sums over W's output rows, so it needs W^T as a matrix of its own, as for linears:
+dy W sums over W's output rows, so it needs W^T as a second matrix, as for linears:
 
-- Both are kept, 2 bytes a weight, and this is the faster way.
-- Only W is kept. Its scales differ by expert and output row, so each row of dy is multiplied by those of its expert
-  before it is quantized, and the codes are transposed in each backward pass.
+- W and W^T are kept, 2 bytes a weight, and this is the faster way.
+- Only W is kept. Its scales differ by expert and output row, so each row of dy is multiplied by the scales of its
+  expert before it is quantized, and the codes are transposed in each backward pass.
 
 Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states where they are (`project`), and so
 do the gradients of A1 and B2 (`outer_of`), so no 16-bit row is ever gathered. What an adapter adds to y and dx is
@@ -37,7 +37,7 @@ from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
 
 TORCH, TRITON = "torch", "triton"
-"""Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the one of fp8_experts_triton.py."""
+"""Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the GEMM of fp8_experts_triton.py."""
 MOST_RANKS = 128
 """The largest rank that Triton's GEMM adds itself: larger tiles do not fit in Hopper's shared memory. Beyond it
 torch's multiplies."""
@@ -62,8 +62,8 @@ Rows = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def quantize_experts(weight: Tensor, transpose: bool = True) -> Weights:
-    """Quantize `weight` [experts, out, in] of any floating dtype. `transpose`: keep the transposes, too, for which
-    this takes two temporary bfloat16 copies."""
+    """Quantize `weight` [experts, out, in] of any floating dtype. `transpose`: keep the transposes, too; making
+    them takes two temporary bfloat16 copies."""
     experts, out, inner = weight.shape
     codes, scales = quantize_rows(weight.reshape(-1, inner), powers=True)
     half = Weights(codes.view(torch.uint8).view(weight.shape), scales.view(experts, out))
@@ -95,10 +95,10 @@ def fp8_experts(
     Args:
         matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
             is bfloat16, and both sizes are multiples of 16.
-        adapters: those of both; of rank 0 if there are none.
+        adapters: of both matrices; of rank 0 if there are none.
         by: TORCH or TRITON.
     """
-    first, last = ([tensor for tensor in one if tensor is not None] for one in matrices)
+    first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
     tensors = *adapters[0], *adapters[1], None, None
     out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, by, "")[0]
     return out
@@ -172,8 +172,8 @@ def scaled_product(
 def _with_adapter(
     x: Rows, weights: Sequence[Tensor], narrow: Tensor, factor: Tensor, ends: Tensor, by: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of `x` with its experts' `weights` (codes, scales), and that of `narrow` [rows, r] with `factor`
-    [experts, r, out], if it is not part of the first one."""
+    """The product of `x` with its experts' `weights` (codes, scales), and the product of `narrow` [rows, r] with
+    `factor` [experts, r, out], if the first product does not contain it."""
     codes, scales = weights
     low = (narrow, factor) if narrow.shape[1] else None
     by = TORCH if narrow.shape[1] > MOST_RANKS else by
@@ -183,7 +183,7 @@ def _with_adapter(
 
 
 def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes [experts, in, out] and scales [experts, in] of the transposes; scales of one if they are made now."""
+    """Codes [experts, in, out] and scales [experts, in] of the transposes; scales equal to 1 if they are made now."""
     if len(weights) == 4:
         return weights[2], weights[3]
     codes = weights[0]
@@ -274,7 +274,7 @@ def activate_backward(
     factors: Tensor | None,
 ) -> tuple[Tensor, Rows, Tensor, Tensor]:
     """gated_experts.activate_backward() with dg quantized, too: dg, its codes and scales, dr1, dw. `factors`:
-    float32 [experts, 2 width], by which the columns of dg are multiplied before they are quantized."""
+    float32 [experts, 2 width]: the columns of dg are multiplied by them before dg is quantized."""
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 

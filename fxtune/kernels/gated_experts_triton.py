@@ -2,7 +2,7 @@
 
 A program of the activation takes a tile of rows of one expert and loops over the columns, so each sum over a row (r2,
 dr1 and the gradient of the row's weight) stays in registers. How many tiles an expert has is known on the device only:
-each program counts the tiles of the experts before its own, and a few programs find none left.
+each program counts the tiles of the experts before its expert, and for a few programs no tile is left.
 
 All arithmetic is float32. Offsets of rows are int64. Import this module only on a GPU.
 """
@@ -25,7 +25,8 @@ COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""
 FORWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
-"""Launches of the activation's kernels: the fastest of 60 and 54 on an H200, for 131,072 rows of 768 columns."""
+"""Launches of the activation's kernels: the fastest of 60 forward and 54 backward launches on an H200,
+for 131,072 rows of 768 columns."""
 
 Codes = tuple[Tensor, Tensor]
 """e4m3 codes [rows, width] and float32 scales [rows, 1], as of fp8.quantize_rows()."""
@@ -52,15 +53,15 @@ def add_up(
     expert: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given. `bias` [experts, d] of a
-    row's `expert` [tokens k] is added to it first, and so is its row of `plus`."""
+    """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given. Before the weights,
+    `bias` [experts, d] of its `expert` [tokens k] and its row of `plus` are added to a row."""
     width = rows.shape[1]
     out = rows.new_empty(len(back) // k, width)
     block = min(triton.next_power_of_2(width), COLUMNS)
     if len(out):
-        given = [rows if one is None else one.contiguous() for one in (weights, bias, expert)]
+        options = [rows if option is None else option.contiguous() for option in (weights, bias, expert)]
         _add_up[len(out), triton.cdiv(width, block)](
-            *map(matrix, (rows, out, rows if plus is None else plus)), back, *given, width,
+            *map(matrix, (rows, out, rows if plus is None else plus)), back, *options, width,
             K=k, BLOCK=block, WEIGHTED=weights is not None, BIASED=bias is not None, PLUS=plus is not None,
         )  # fmt: skip
     return out
@@ -76,8 +77,8 @@ def forward(
     act: Activation,
     smallest: float = 0.0,
 ) -> tuple[Tensor, Tensor, Codes]:
-    """See gated_experts.activate(). `smallest`: the smallest scale of h's codes, which are the third result; 0: none
-    are made."""
+    """See gated_experts.activate(). `smallest`: the smallest scale of h's codes, which are the third result; 0: no
+    codes are made."""
     rows, width = len(g), g.shape[1] // 2
     h, r2 = g.new_empty(rows, width), g.new_empty(rows, a2.shape[1])
     codes, scales = _codes(h, bool(smallest))

@@ -1,11 +1,11 @@
 """Triton kernels of swiglu.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
 
 A separate matmul that adds an adapter's product to gate and up would read and write the widest tensor of a layer once
-more: 57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so its kernel adds the
-product, a few dozen multiplications a number, on tensor cores. A program keeps its columns of b and loops over rows,
-or computes one tile if there are few rows. The backward kernel works tile by tile and also adds the product of
-down_proj's adapter to the gradient of p. With many rows and small ranks swiglu_reduce_triton.py takes its place, which
-also sums the gradients of adapters.
+more: 57 KB a token of Llama-3-8B for the read, and as much for the write. The gated activation reads that tensor
+anyway, so its kernel adds the product, a few dozen multiplications a number, on tensor cores. A program keeps its
+columns of b and loops over rows, or computes one tile if there are few rows. The backward kernel works tile by tile
+and also adds the product of down_proj's adapter to the gradient of p. With many rows and small ranks the kernel of
+swiglu_reduce_triton.py takes its place; that kernel also sums the gradients of adapters.
 
 All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only on a
 GPU.
@@ -27,7 +27,7 @@ TILE = (64, 64, 4)
 WALK = dict(ROWS=16, COLUMNS=128, STAGES=4, num_warps=4)
 """The launch of _walk, where a program loops over rows: rows a step, columns a program, steps whose loads overlap."""
 WALK_ROWS = 512
-"""Rows for each program of _walk. If there are fewer rows than this, each tile has a program of its own."""
+"""Rows for each program of _walk. If there are fewer rows than this, there is a program for each tile."""
 RANKS = 64
 """Columns of xa in one product."""
 
@@ -51,7 +51,7 @@ def forward(act: str, gate_up: Tensor, out: Tensor, share: Share) -> None:
 
 
 def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share, above: Share) -> None:
-    """Write [dgate | dup] to `out` [rows, 2 width] and p over its gradient `dp` [rows, width].
+    """Write [dgate | dup] to `out` [rows, 2 width], and p to `dp` [rows, width] in place of the gradient of p.
 
     `above`: ya [rows, Q] and a [Q, width]; ya a is added to dp first.
     """
@@ -157,7 +157,7 @@ def _walk(
     first = tl.program_id(1) * each
     last = tl.minimum(first + each, rows)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        # Offsets within a tile are int32, and only that of its first row is int64: half the registers.
+        # Offsets within a tile are int32, and only the offset of its first row is int64: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
         gate_at = gate_up[0] + at * gate_up[1]

@@ -1,7 +1,7 @@
 """Causal language modelling: the cross-entropy of supervised tokens, divided by their number in the whole step.
 
 The loss of a mixture of experts also has the auxiliary loss of its routers (techniques.router.aux_loss_coef). `loss`
-is in nats per supervised token, `eval/perplexity` its exponential.
+is in nats per supervised token; `eval/perplexity` is e to the power of `eval/loss`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fxtune.objectives.language_model import LanguageModel
 class CausalLM(Objective):
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = model.summed_loss(batch)
-        balance, metrics = model.router_terms(batch)
-        return (loss if balance is None else loss + balance), metrics
+        auxiliary, metrics = model.router_terms(batch)
+        return (loss if auxiliary is None else loss + auxiliary), metrics
 
     def normalizer(self, plan: Plan, step: int) -> float:
         return float(plan.supervised(step))

@@ -1,8 +1,8 @@
 """Where the time of a run went, from the times that it recorded: start-up, parts of the steps, evaluations, saves.
 
 The time of a part of the steps is its mean over the log lines, times the number of steps; a line is weighted by the
-steps since the line before it. A line that a resumed run has repeated counts once, so the time of steps that a kill
-lost is in no part.
+steps since the line before it. A line that a resumed run has repeated counts once, so steps that a kill lost are not
+counted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StepTimes:
     """Seconds of a mean step. None: not recorded."""
 
     steps: int
-    """How many steps the figures are of."""
+    """Steps over which the means are taken."""
     seconds: float
     waiting: float
-    """For data, with nothing else to do."""
+    """Seconds of waiting for data, while the device has nothing else to do."""
     passes: float | None
     update: float | None
     saving: float
@@ -66,7 +66,7 @@ def step_times(run: RunFiles) -> StepTimes | None:
 
 
 def time_shares(run: RunFiles) -> list[Part]:
-    """The parts of a run's time in the order in which they happen. Empty for a run that recorded none."""
+    """The parts of a run's time in the order in which they happen. Empty for a run without a recorded total time."""
     last = run.last
     if (total := last.get("time/total_seconds")) is None:
         return []
@@ -98,6 +98,6 @@ def startup_stages(run: RunFiles) -> dict[str, float]:
 
 
 def _steps_of_lines(curve: Mapping[int, float]) -> dict[int, int]:
-    """How many steps each log line is of."""
+    """Log line, by its step -> number of steps since the line before it."""
     steps = sorted(curve)
     return {step: step - before for step, before in zip(steps, [0, *steps], strict=False) if step > before}

@@ -1,4 +1,4 @@
-"""Files of the hub that are neither on this disk nor within reach: all of a recipe's in one error."""
+"""Files of the hub that are neither on this disk nor within reach: one error names all missing files of a recipe."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def all_missing_at_once(config: Config) -> Iterator[None]:
             try:
                 if name is not None:
                     locate(name, model.revision if key == "path" else None, f"model.{key}")
-            except UserError as other:
-                missing.append(str(other))
+            except UserError as reason:
+                missing.append(str(reason))
         sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
         if data.questions.path is not None:
             sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))

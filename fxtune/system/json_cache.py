@@ -13,15 +13,15 @@ from fxtune.system.atomic_files import replace_text
 def read_cached(path: Path) -> dict[str, Any]:
     """All results; none if the file does not exist or is damaged."""
     try:
-        known = json.loads(path.read_text())
+        results = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return results if isinstance(results, dict) else {}
 
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:
-    """Add results to the file. A lock keeps those that another process adds. An error of the disk is ignored: it is
-    only a cache.
+    """Add results to the file. A lock keeps results that another process adds at the same time. An error of the disk
+    is ignored: the file is only a cache.
     """
     from filelock import FileLock
 

@@ -18,11 +18,10 @@ from fxtune.system.host import cache_home
 from fxtune.system.packages import SOME_HEADS, Heads, NotTriedError
 
 TOLERANCE = 2e-2
-"""Relative distance from float32 that bfloat16 operators may have: five times what rounding costs."""
+"""Relative distance from float32 that bfloat16 operators may have: five times the rounding error of bfloat16."""
 
 
 def torch_matmul(device: torch.device) -> str:
-
     dtype = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
     x, w = torch.randn(2, 64, 64, device=device)
     require_same(lambda x, w: x @ w, lambda x, w: x @ w, [x.to(dtype), w.to(dtype)])
@@ -30,7 +29,6 @@ def torch_matmul(device: torch.device) -> str:
 
 
 def torch_compile(device: torch.device) -> str:
-
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * x
 
@@ -40,8 +38,8 @@ def torch_compile(device: torch.device) -> str:
 
 def triton(device: torch.device) -> str:
     language = importlib.import_module("triton")
-
-    globals()["tl"] = importlib.import_module("triton.language")  # a kernel reads its module's globals only
+    # A kernel finds names among the globals of its module only.
+    globals()["tl"] = importlib.import_module("triton.language")
 
     @language.jit
     def kernel(x, g, y, dx, SIZE: tl.constexpr):  # type: ignore[name-defined]  # noqa: F821
@@ -70,15 +68,15 @@ def liger(device: torch.device) -> str:
 
 def quack(device: torch.device) -> str:
     """y = x W^T and dx = dy W of a linear, as fused adapters multiply."""
-
     if metadata.version("quack-kernels") != matmul.VERSION:
         raise NotTriedError(
             f"imports; techniques.lora.matmul calls internal functions of {matmul.VERSION}, so cuBLAS is used instead"
         )
-    card, wanted = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), matmul.CAPABILITY))
-    if card != wanted:
+    capabilities = torch.cuda.get_device_capability(device), matmul.CAPABILITY
+    card, needed = (".".join(map(str, capability)) for capability in capabilities)
+    if card != needed:
         raise NotTriedError(
-            f"imports; techniques.lora.matmul uses it on compute capability {wanted}, and this GPU has {card}"
+            f"imports; techniques.lora.matmul uses it on compute capability {needed}, and this GPU has {card}"
         )
     matmul.prepare(device, torch.bfloat16, cache_home() / "quack")
     x, dy, w = (torch.randn(size, device=device).bfloat16() for size in ((512, 384), (512, 640), (640, 384)))

@@ -1,12 +1,12 @@
-"""When a run ends: after its last step, early because no evaluation has been better for long, because it was told to
-(`fxtune finish RUN`), or in time for a deadline (`train.max_minutes`).
+"""When a run ends: after its last step, early because evaluations have not improved for long, by `fxtune finish RUN`,
+or in time for a deadline (`train.max_minutes`).
 
 With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable
 phase: it goes back to their checkpoint and takes the steps that follow it in the data plan, at a falling rate. So the
 model is the one that a shorter run would have trained. With other schedules the run ends at once.
 
 A decision that depends on a clock is taken by rank 0, is part of the state, and is saved at once: a run that is killed
-afterwards repeats it, and ends with the same bits. One that is killed before decides anew.
+afterwards repeats the decision and ends with the same bits. A run that is killed before the save decides anew.
 
 A run with a deadline looks at the clock after its first two steps, which time a step, and then whenever half of the
 steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run of
@@ -55,7 +55,7 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The run ends as `schedule` says, from the weights of the checkpoint of `origin`; None: from the present ones."""
+    """The run ends as `schedule` says, from the weights of the checkpoint of `origin`; None: from the weights now."""
 
     reason: Reason
     schedule: Schedule
@@ -146,29 +146,28 @@ class RunEnd:
         return self.stop.patience > 0 and self.stop.metric is StopMetric.exact_match
 
     def _quality(self, figures: Mapping[str, float]) -> tuple[float, float]:
-        """What is to be as high as possible, and what decides where it is equal."""
+        """(score, tie-breaker): the higher score is better, and among equal scores the higher tie-breaker."""
         loss = -figures.get("eval/loss", math.inf)
         return (figures["questions/exact_match"], loss) if self.by_match else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
-        """Stretch the interval of evaluations, once, so that those of the whole run, the last one included, take no
-        more than their share of the time."""
+        """Stretch the interval of evaluations, once, so that all evaluations of the run, the last one included, take
+        no more than their share of the time."""
         ending, step_seconds = self.state.ending, self.clock.step_seconds
         if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
             return False
-        least, measured = self._least_interval(schedule), 0
+        least, chosen = self._least_interval(schedule), 0
         if self.world.main and step_seconds is not None and least:
             takes, before = self.clock.takes["evaluation"], self.clock.figures()["time/evaluation_seconds"]
             seconds = self.share / (1 - self.share) * schedule.planned * step_seconds - before - takes
             step, last = self.state.step, schedule.planned - 1
             intervals = range(least, last + least + 1, least)  # with the longest no evaluation comes between
-            measured = next(
-                (one for one in intervals if (last // one - step // one) * takes <= max(seconds, 0.0)), intervals[-1]
-            )
-        measured = self.world.agree(measured, "deciding when to evaluate")
-        if measured:
-            ending["interval"] = measured
-        return measured > 0
+            fitting = (steps for steps in intervals if (last // steps - step // steps) * takes <= max(seconds, 0.0))
+            chosen = next(fitting, intervals[-1])
+        chosen = self.world.agree(chosen, "deciding when to evaluate")
+        if chosen:
+            ending["interval"] = chosen
+        return chosen > 0
 
     def _decays(self, schedule: Schedule) -> bool:
         return schedule.branches and self.state.step >= schedule.decay_start
@@ -204,8 +203,8 @@ class RunEnd:
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
-        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for; FOREVER where
-        that is not known."""
+        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for; FOREVER if
+        the number is not known."""
         decided = bool(self.state.ending.get("reason"))
         requested = Reason.finish if not decided and self.file.exists() else Reason.none
         if self.deadline is None:
@@ -253,8 +252,8 @@ class RunEnd:
         return evaluation + takes["questions"] + 2 * takes["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
-        """(the step from whose weights a decay would begin now, its length). They are the present weights, unless the
-        latest evaluation found them to be worse than earlier ones.
+        """(the step from whose weights a decay would begin now, the steps of the decay). That is the current step,
+        unless the latest evaluation found its weights to be worse than earlier weights.
         """
         best = self.state.branch_step
         origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best

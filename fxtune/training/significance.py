@@ -16,9 +16,9 @@ _CELLS = 4_000_000
 
 
 def higher_mean(baseline: np.ndarray, sample: np.ndarray, seed: int = 0) -> float:
-    """The p-value of "`sample` [n] has no higher mean than `baseline` [m]", for independent numbers.
+    """The p-value under the hypothesis that `sample` [n] has no higher mean than `baseline` [m].
 
-    The labels are permuted, so the p-value is exact if both arrays have one distribution.
+    The numbers are independent. The labels are permuted, so the p-value is exact if both arrays have one distribution.
     """
     pooled = np.concatenate([baseline, sample]).astype(np.float64)
     pooled -= pooled.mean()
@@ -31,7 +31,7 @@ def higher_mean(baseline: np.ndarray, sample: np.ndarray, seed: int = 0) -> floa
 
 
 def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> float:
-    """The p-value of "the mean of `differences` [n] is `bound` or more", for pairs.
+    """The p-value under the hypothesis that the mean of `differences` [n] of pairs is `bound` or more.
 
     Signs are flipped, so the p-value is exact if the differences are symmetric around `bound`.
     """
@@ -44,11 +44,12 @@ def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> fl
 
 
 def least_pairs(alpha: float) -> int:
-    """The fewest pairs with which lower_mean() can return `alpha` or less: the least n with 2^-n <= alpha, and one."""
+    """The fewest pairs with which lower_mean() can return `alpha` or less: 1 + the least n with 2^-n <= alpha."""
     return int(np.ceil(np.log2(1 / alpha))) + 1
 
 
 def _parts(width: int) -> list[int]:
+    """DRAWS divided into parts of at most _CELLS numbers, `width` numbers a draw."""
     rows = max(1, _CELLS // width)
     return [min(rows, DRAWS - first) for first in range(0, DRAWS, rows)]
 

@@ -44,7 +44,7 @@ class Decoder(Kind):
 
     def backbone(self, model: Any) -> nn.Module:
         decoder = _decoder(model)
-        if decoder is model:  # Llama 4's
+        if decoder is model:  # Llama 4 names the whole model as its decoder
             layers = _layer_lists(model, model.config)[0]
             decoder = next(module for module in model.modules() if layers in module.children())
         return decoder
@@ -70,12 +70,12 @@ class Decoder(Kind):
 
 
 def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
-    """The lists of layers in a decoder: one as long as the config says or, where that number counts something else
-    (passes through a layer in HRM, its attentions in LongCat), the largest lists of one class."""
+    """The lists of layers in a decoder: the list with `num_hidden_layers` entries. Where `num_hidden_layers` counts
+    something else (passes through a layer in HRM, attentions in LongCat), the largest lists of one class."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if as_long := [layers for layers in lists if len(layers) == depth]:
-        return as_long[:1]
+    if matching := [layers for layers in lists if len(layers) == depth]:
+        return matching[:1]
     inner = {id(part) for layers in lists for layer in layers for part in layer.modules()}
     outer = [layers for layers in lists if id(layers) not in inner]
     assert outer, f"{type(decoder).__name__} has no list of layers"
@@ -84,7 +84,7 @@ def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
 
 
 def _decoder(model: Any) -> nn.Module:
-    """What transformers takes for the decoder, unless that is the head (ModernBERT)."""
+    """The module of `get_decoder()`; the base model where `get_decoder()` returns the head (ModernBERT)."""
     decoder: nn.Module = model.get_decoder()
     has_layers = any(isinstance(module, nn.ModuleList) for module in decoder.modules())
     return decoder if has_layers else model.base_model

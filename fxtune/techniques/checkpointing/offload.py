@@ -8,7 +8,7 @@ computes. Tensors as wide as the MLP stay: copying them takes longer than recomp
 
 Autograd's saved-tensor hooks send and fetch the tensors. They surround each layer's call, so torch.compile does not
 see them. A storage is sent as a whole, and only once. Autograd holds a `_SentTensor` in place of each tensor; when it
-has dropped all that belong to a storage, the storage's host memory returns to the pool.
+has dropped every `_SentTensor` of a storage, the storage's host memory returns to the pool.
 
 Events between two streams keep the order; the host never waits. Device memory is released only after the computing
 stream waits for the copy, so the allocator needs no `record_stream`, and at any time the tensors of two layers are on
@@ -34,7 +34,9 @@ MIN_BYTES = 1 << 20
 
 
 class Offload:
-    """Sends what `layers` save, except for the last one, to the host and fetches it. On a CPU it copies within memory.
+    """Sends the tensors that `layers` save, except for those of the last layer, to the host and fetches them.
+
+    On a CPU it copies within memory.
 
     `all_saved`: not only the layers' inputs, but all that autograd saves of their calls, except for storages of less
     than `min_bytes` and tensors that have one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
@@ -77,7 +79,7 @@ class Offload:
         if index == 0:
             self._on_device = []
         below = self._on_device[-1] if self._on_device else None
-        # The input of the layer below was sent while that layer computed, its other tensors one layer later.
+        # The input of the layer below was sent while that layer computed; its other tensors leave during this layer.
         for call in self._on_device:
             call.release(only_input=call is below)
         self._on_device = self._on_device[-1:]
@@ -101,11 +103,11 @@ class Offload:
 
     def buffers(self, size: int) -> list[torch.Tensor]:
         """Free pieces that hold `size` bytes together. Raises MemoryShortError if the host cannot pin more memory."""
-        each = pinned_piece(size)
+        piece = pinned_piece(size)
         taken: list[torch.Tensor] = []
         try:
-            for _ in range(-(-size // each)):
-                taken.append(self._buffer(each))
+            for _ in range(-(-size // piece)):
+                taken.append(self._buffer(piece))
         except MemoryShortError:
             self.pool += taken  # for an attempt with a smaller batch
             raise
@@ -115,7 +117,7 @@ class Offload:
         fitting = [index for index, free in enumerate(self.pool) if free.numel() >= size]
         if fitting:
             return self.pool.pop(min(fitting, key=lambda index: self.pool[index].numel()))
-        if self.pool:  # all are too small: drop one to make space
+        if self.pool:  # all free pieces are too small: drop one piece to make space
             self.pinned -= self.pool.pop().numel()
         try:
             made = torch.empty(size, dtype=torch.uint8, pin_memory=self.side is not None)
@@ -152,7 +154,7 @@ class _LayerCall:
         stays = [*layer.parameters(), *layer.buffers(), *others] if owner.all_saved and not last else []
         self.stays = {one.untyped_storage().data_ptr() for one in stays if type(one) in (torch.Tensor, nn.Parameter)}
         """Addresses of storages that are not sent."""
-        # Recorded before the layer computes, so that the copy of its input overlaps with that.
+        # Recorded before the layer computes, so that the copy of its input overlaps with the computation.
         self.ready = torch.cuda.current_stream().record_event() if owner.side is not None else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -173,7 +175,7 @@ class _LayerCall:
 
     def _is_sent(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        # Widths of the storage and of the tensor. They differ for gate and up, whose rows have space for x A^T behind.
+        # Widths of the storage and of the tensor. They differ for gate and up: space for x A^T lengthens each row.
         sizes = {storage.nbytes() // tensor.element_size() // self.tokens, tensor.numel() // self.tokens}
         return (
             self.owner.all_saved
@@ -207,7 +209,7 @@ class _SentStorage:
         storage = tensor.untyped_storage()
         self.owner, self.device, self.is_input, self.bytes = owner, tensor.device, is_input, storage.nbytes()
         self.tensors = 0
-        """How many tensors of it autograd has not taken yet."""
+        """How many tensors of this storage autograd still holds."""
         self.buffers: list[torch.Tensor] = []
         self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         """Its bytes on the device, until release(), and again from fetch() on."""

@@ -34,8 +34,8 @@ MAX_SHAPES = 64
 
 
 class Recorder:
-    """Calls one function, and replays a recording of it where there is one. `passes` counts all calls, `replayed`
-    those that were replays."""
+    """Calls one function, and replays a recording of the call where there is one. `passes` counts all calls,
+    `replayed` the replayed calls."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Recorder:
         reached: set[str] | None = None,
     ) -> None:
         """`function` takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It
-        must do the same for all inputs of a shape, and must not wait for the device. `reached`: the set to which its
-        calls add names.
+        must do the same for all inputs of a shape, and must not wait for the device. `reached`: a set; `function`
+        adds names to it.
         """
         self.function, self.reached = function, set() if reached is None else reached
         self.stream = torch.cuda.Stream(device)
@@ -103,7 +103,7 @@ class Recorder:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         before = set(self.reached)
         self.reached.clear()
-        # Threads of the data loader may pin memory meanwhile: with thread_local that is neither recorded nor an error.
+        # Threads of the data loader may pin memory meanwhile. With thread_local, CUDA ignores their calls.
         capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
             with _no_garbage_collection(), capture:
@@ -138,8 +138,11 @@ class _Recording:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The garbage of an earlier model may hold graphs, Triton modules and events, and CUDA refuses to destroy these in
-    a thread that records, which spoils the recording (pytorch#161037)."""
+    """Switch Python's garbage collector off in the body.
+
+    The garbage of an earlier model may hold graphs, Triton modules and events. CUDA refuses to destroy them in a
+    thread that records, and the recording is lost (pytorch#161037).
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -72,7 +72,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         return None
     with progress.phase("Loading the libraries", announce=command.module not in sys.modules, part="imports"):
         module = importlib.import_module(command.module)
-    with progress.phase("Working", announce=False):  # the parts that have no phase of their own
+    with progress.phase("Working", announce=False):  # shown while no other phase runs
         result = module.run(config, **own)
     print_result(result)
     return result

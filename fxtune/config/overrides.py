@@ -144,8 +144,8 @@ class RecipeStore:
                 recipe.pop(section, None)
 
     def _merged(self, layers: Sequence[Any]) -> DictConfig:
-        """The layers, a later one over an earlier one. A layer that names one of the variants of a section, such as an
-        objective, replaces the section: the options below it may be those of another variant."""
+        """The layers, each over the layers before it. A layer that names a variant of a section, such as an objective,
+        replaces the section, because the earlier options may belong to another variant."""
         merged = OmegaConf.create()
         for layer in layers:
             for section, values in layer.items():

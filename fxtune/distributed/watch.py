@@ -97,7 +97,8 @@ def _sentence(rank: int, beat: Beat, why: str) -> str:
 
 class StoreWatch:
     """Sends the beats of this rank to the others through the store, and watches theirs, where fxtune's launcher does
-    not. If the store does not answer, no rank has a pulse, and rank 0 is the first that is taken to hang."""
+    not. If the store does not answer, no rank has a pulse. Whether a rank is stopped is known on its host only, so a
+    stopped rank of another host has the time of a step."""
 
     def __init__(self, rank: int, processes: Sequence[tuple[int, str]], heartbeat: Heartbeat, run: int) -> None:
         """`processes`: the process id and the host of each rank; `run`: counts the runs of this process."""

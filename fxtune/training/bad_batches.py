@@ -37,7 +37,7 @@ MAX_NAMED = 6
 @dataclass
 class BadBatches:
     """Bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line for the user.
-    `writes`: false on all ranks but one, which neither write nor print.
+    `writes`: whether this rank writes and prints.
     """
 
     folder: Path
@@ -53,17 +53,21 @@ class BadBatches:
         """
         if not records or not self.writes:
             return
-        first, more = records[0], len(records) - 1
+        first, others = records[0], len(records) - 1
         figures = f" (loss {first.loss:.4g}, above {first.spike_limit:.4g})" if first.spike else ""
-        others = f", and {more} more steps like it" if more else ""
+        count = f", and {others} more steps like it" if others else ""
         written = [path for record in records if (path := self._write(kind, record, reason))]
-        message = f"step {first.step + 1}: {reason}{figures}{others}. Its samples: {self._sample_names(first.step)}."
+        message = f"step {first.step + 1}: {reason}{figures}{count}. Its samples: {self._sample_names(first.step)}."
         if written:
             message += f" See {written[0]}" + f" and {len(written) - 1} more there" * (len(written) > 1) + "."
         self.note(message)
 
     def _sample_names(self, step: int) -> str:
-        pairs = [pair for micro in range(self.plan.micro_batches(step)) for pair in self.plan.documents(step, micro)]
+        pairs = [
+            pair
+            for micro_batch in range(self.plan.micro_batches(step))
+            for pair in self.plan.documents(step, micro_batch)
+        ]
         by_source: dict[int, list[str]] = {}
         for source, document in pairs[:MAX_NAMED]:
             by_source.setdefault(source, []).append(str(document))
@@ -75,7 +79,7 @@ class BadBatches:
     def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:
         """Write a step's samples and batches, and return their folder.
 
-        Returns None if MAX_STEPS steps are saved already, or if the write fails, which is noted.
+        Returns None if MAX_STEPS steps are saved already. If the write fails, it prints a line and returns None.
         """
         parent = self.folder / kind
         final = parent / f"step-{record.step + 1:08d}"
@@ -88,17 +92,17 @@ class BadBatches:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             micro_batches = range(self.plan.micro_batches(record.step))
-            for micro in micro_batches:
-                batch = self.plan.batch(record.step, micro)
-                columns = {item.name: getattr(batch, item.name) for item in fields(Batch)}
+            for micro_batch in micro_batches:
+                batch = self.plan.batch(record.step, micro_batch)
+                columns = {column.name: getattr(batch, column.name) for column in fields(Batch)}
                 tensors = {name: value for name, value in columns.items() if isinstance(value, torch.Tensor)}
-                save_file(tensors, staging / f"batch-{micro}.safetensors")
+                save_file(tensors, staging / f"batch-{micro_batch}.safetensors")
             figures = dict(loss=record.loss, norm=record.grad_norm, scale=record.loss_scale, limit=record.spike_limit)
             samples = {
                 "step": record.step + 1,
                 "why": reason,
                 **{name: value if math.isfinite(value) else None for name, value in figures.items()},
-                "micro_batches": [self._row_samples(record.step, micro) for micro in micro_batches],
+                "micro_batches": [self._row_samples(record.step, micro_batch) for micro_batch in micro_batches],
             }
             (staging / "samples.json").write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")
             os.replace(staging, final)
@@ -108,8 +112,8 @@ class BadBatches:
             self.note(f"{final} could not be written ({error}); training goes on")
             return None
 
-    def _row_samples(self, step: int, micro: int) -> list[list[dict[str, Any]]]:
-        return [[self._sample(piece) for piece in row] for row in self.plan.contents(step, micro)]
+    def _row_samples(self, step: int, micro_batch: int) -> list[list[dict[str, Any]]]:
+        return [[self._sample(piece) for piece in row] for row in self.plan.contents(step, micro_batch)]
 
     def _sample(self, piece: DocumentSlice) -> dict[str, Any]:
         table = self.plan.tables[piece.source]

@@ -36,7 +36,8 @@ class HeldOutEvaluation:
         self.loader = load(own.cut(world.context_rank, world.context_ranks))
 
     def measure(self, rows: int) -> dict[str, float]:
-        """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all raise MemoryShortError."""
+        """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all ranks raise
+        MemoryShortError."""
         if rows != self.loader.plan.sizes.micro_batch_size:
             self.loader.close()
             self.loader = self.load(self.loader.plan.with_micro_batch_size(rows))
@@ -56,9 +57,10 @@ class HeldOutEvaluation:
 def evaluate(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World | None = None
 ) -> dict[str, float]:
-    """Means of the objective over the plan, without dropout: `loss`, its metrics, and figures derived from them.
+    """Means of the objective over the plan, without dropout: `loss`, the objective's metrics, and figures derived from
+    these means.
 
-    `world`: the ranks that share the plan; None means that this process has all of it.
+    `world`: the ranks that share the plan; None means that this process evaluates the whole plan.
     """
     plan, world = loader.plan, world or World(loader.device)
     sums = _sums(model, objective, loader, precision, world)
@@ -71,9 +73,9 @@ def evaluate(
 def _sums(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
 ) -> dict[str, torch.Tensor]:
-    """The objective and its metrics, summed over the plan of this rank: float64 scalars on the device.
+    """The loss and the metrics of the objective, summed over the plan of this rank: float64 scalars on the device.
 
-    The ranks agree after every batch, so a signal at one of them ends the evaluation of all.
+    The ranks agree after every batch, so a signal at one rank ends the evaluation of all ranks.
     """
     training, sums = model.model.training, dict[str, torch.Tensor]()
 

@@ -1,17 +1,17 @@
-"""`fxtune refresh`: tests whether a run's model is worse on new rows. If it is, a second run trains it further on new
-and old rows, and a gate decides whether the new model replaces the old one. A model is an adapter over its base, or a
-whole model.
+"""`fxtune refresh`: tests whether a run's model is worse on new rows. If it is, a second run trains the model further
+on new and old rows, and a gate decides whether the new model replaces the old model. A model is an adapter over its
+base, or a whole model.
 
-1. **Drift.** The loss of each new document is compared with that of each document that the run held out, by a
-   permutation test of the means. It is drift if the new ones have a higher loss, at refresh.alpha.
-2. **Training.** The model is trained further on a mixture: a share of new rows, and a share of the old ones
-   (refresh.replay), so that what they taught is kept. Early stopping looks at the held-out rows of both.
-3. **Gate.** Old and new model are compared on the same held-out documents, by tests of the paired differences: the
-   new one must be better on the new rows by more than refresh.gain, and on the old ones not worse by refresh.bound or
-   more. Both must be shown at refresh.alpha: with too few documents nothing is promoted.
+1. **Drift.** A permutation test compares the mean loss of the new documents with the mean loss of the documents that
+   the run held out. There is drift if the new documents have a higher loss, at refresh.alpha.
+2. **Training.** The model is trained further on a mixture of new rows and old rows (refresh.replay is the share of old
+   rows), so that it does not forget the old rows. Early stopping uses the held-out rows of both.
+3. **Gate.** Tests of paired differences compare the old and the new model on the same held-out documents. The new
+   model must be better on the new documents by more than refresh.gain, and must not be worse on the old documents by
+   refresh.bound or more. Both must be shown at refresh.alpha: with too few documents no model is replaced.
 
-Documents are independent of each other in these tests. Rows that are not (many of one conversation) count as more
-evidence than they are.
+The tests take documents as independent of each other. Rows that depend on each other (many of one conversation) count
+as more evidence than they are.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Drift:
 
 @dataclass(frozen=True)
 class Gate:
-    """Differences: the new model's loss less the old one's, nats per supervised token, the mean over documents."""
+    """Loss: nats per supervised token, the mean over documents."""
 
     old_documents: int
     new_documents: int
     old_loss: tuple[float, float]
-    """On the old held-out rows, of the old model and of the new one."""
+    """On the old held-out documents: the loss of the old model, and of the new model."""
     new_loss: tuple[float, float]
-    """The same on the new ones."""
+    """On the new held-out documents: the loss of the old model, and of the new model."""
     p_kept: float
     """The p-value of "the new model is worse on the old rows, by refresh.bound or more"."""
     p_better: float
@@ -76,7 +76,7 @@ class Gate:
 
 
 def find_drift(old: DocumentLosses, new: DocumentLosses, settings: RefreshConfig) -> Drift:
-    """Whether the documents of `new` have a higher loss than those of `old`."""
+    """Whether the documents of `new` have a higher loss than the documents of `old`."""
     p = higher_mean(old.means, new.means)
     means = float(old.means.mean()), float(new.means.mean())
     return Drift(len(old.digests), len(new.digests), *means, p, p <= settings.alpha)
@@ -85,8 +85,8 @@ def find_drift(old: DocumentLosses, new: DocumentLosses, settings: RefreshConfig
 def judge(
     old: tuple[DocumentLosses, DocumentLosses], new: tuple[DocumentLosses, DocumentLosses], settings: RefreshConfig
 ) -> Gate:
-    """Whether a model may replace another. `old`, `new`: the losses on the old and the new held-out documents, each
-    of the (old, new) model."""
+    """Whether the new model may replace the old model. `old`: the losses of the (old, new) model on the old held-out
+    documents. `new`: the losses of both models on the new held-out documents."""
     kept, better = (after.means - before.means for before, after in (old, new))
     p_kept, p_better = lower_mean(kept, settings.bound), lower_mean(better, -settings.gain)
     losses = [(float(before.means.mean()), float(after.means.mean())) for before, after in (old, new)]
@@ -95,15 +95,14 @@ def judge(
 
 
 class RefreshData:
-    """The rows of a refresh: what the run `parent` learned from and held out, and the new ones.
+    """The rows of a refresh: the rows that the run `parent` trained on and held out, and the new rows.
 
-    Raises DataError for new rows of another format, ConfigError if the run held nothing out, or its data is not what
-    it was.
+    Raises DataError for new rows of another format, ConfigError if the run held no rows out or its data has changed.
     """
 
     def __init__(self, parent: Path, before: DataConfig, config: Config) -> None:
-        """`before`: the data of the run. `config`: the run's config with the keys of the command; its data.sources are
-        the new rows."""
+        """`before`: the run's data config. `config`: the run's config with the keys of the command; its data.sources
+        are the new rows."""
         self.before, self.config, self.settings = before, config, config.refresh
         if not before.holds_out:
             raise ConfigError(
@@ -118,31 +117,19 @@ class RefreshData:
         _require_same_data(parent, self.old_tables)
         self.new_tables = [self._tokenize(source) for source in config.data.sources]
         self._require_same_format(parent)
-        held = [
-            table.digests[is_on_side(Side.held_out, table.digests, share)]
-            for table, share in zip(self.old_tables, before.held_out_shares, strict=True)
-        ]
-        held_out = [*held, *(table.digests for table in self.eval_tables)]
-        self.old = MeasuredDocuments([*self.old_tables, *self.eval_tables], self._first(np.concatenate(held_out)))
-        known = np.concatenate([table.by_row.digests for table in (*self.old_tables, *self.eval_tables)])
-        all_new = np.unique(np.concatenate([table.digests for table in self.new_tables]))
-        self.unknown = all_new[~np.isin(all_new, known)]
-        """Digests of the new documents that the run has neither learned nor held out, ascending."""
-        self.known = len(all_new) - len(self.unknown)
+        tables = [*self.old_tables, *self.eval_tables]
+        held_out = [_held_out(self.old_tables, before.held_out_shares), *(table.digests for table in self.eval_tables)]
+        self.old = MeasuredDocuments(tables, self._first(np.concatenate(held_out)))
+        of_run = np.concatenate([table.by_row.digests for table in tables])
+        of_sources = np.unique(np.concatenate([table.digests for table in self.new_tables]))
+        self.unknown = of_sources[~np.isin(of_sources, of_run)]
+        """Digests of the documents of data.sources that the run has neither trained on nor held out, ascending."""
+        self.known = len(of_sources) - len(self.unknown)
+        """Number of the other documents of data.sources."""
         self.new = MeasuredDocuments(self.new_tables, self._first(self.unknown))
         shares = [self.share(source) for source in config.data.sources]
-        self.new_held_out = self.new.digests[
-            np.isin(
-                self.new.digests,
-                np.concatenate(
-                    [
-                        table.digests[is_on_side(Side.held_out, table.digests, share)]
-                        for table, share in zip(self.new_tables, shares, strict=True)
-                    ]
-                ),
-            )
-        ]
-        """Digests of those of `new` that are not trained on."""
+        self.new_held_out = self.new.digests[np.isin(self.new.digests, _held_out(self.new_tables, shares))]
+        """Digests of the documents of `new` that are not trained on."""
 
     def share(self, source: SourceConfig) -> float:
         """The share of a new source that is held out."""
@@ -152,7 +139,7 @@ class RefreshData:
         return tokenize(source, self.config.data, self.tokenizer)
 
     def _first(self, digests: np.ndarray) -> np.ndarray:
-        """At most refresh.sample of `digests`, each once: those that are held out first."""
+        """At most refresh.sample of `digests`, each once, in the order of holding out."""
         distinct = np.unique(digests)
         return distinct[np.argsort(hold_out_number(distinct), kind="stable")][: self.settings.sample]
 
@@ -164,16 +151,16 @@ class RefreshData:
         for table in self.new_tables:
             if kind(table) not in formats:
                 raise DataError(
-                    f"{table.name} has rows of format {table.format.name}, and {parent} learned from "
-                    f"{' and '.join(sorted(formats))}. Convert it, or set the source's format or columns."
+                    f"{table.name} has rows of format {table.format.name}, and {parent} was trained on "
+                    f"{' and '.join(sorted(formats))}. Convert these rows, or set the source's format or columns."
                 )
 
     def require_enough(self, parent: Path) -> None:
         """Raise DataError or ConfigError if there are too few documents for the tests."""
         if not len(self.unknown):
             raise DataError(
-                f"All {self.known:,} documents of data.sources are among those that {parent} has learned or held out: "
-                "there is nothing new in them."
+                f"{parent} was trained on or has held out all {self.known:,} documents of data.sources: none is new. "
+                "Name files with new rows."
             )
         least = least_pairs(self.settings.alpha)
         if len(self.old.digests) < least:
@@ -184,13 +171,13 @@ class RefreshData:
             )
         if len(self.new_held_out) < least:
             raise DataError(
-                f"data.sources have {len(self.unknown):,} new documents, of which {len(self.new_held_out)} are held "
-                f"out for the tests, and a test at refresh.alpha={self.settings.alpha:g} needs {least} or more. Wait "
-                f"for more rows, or raise refresh.held_out={self.settings.held_out:g}."
+                f"data.sources have {len(self.unknown):,} new documents, {len(self.new_held_out)} of them held out, "
+                f"and a test at refresh.alpha={self.settings.alpha:g} needs {least} held-out documents. Wait for more "
+                f"rows, or raise refresh.held_out={self.settings.held_out:g}."
             )
 
     def profiles(self) -> tuple[Profile, Profile]:
-        """The profiles of the old held-out documents and of the new ones that are tested."""
+        """The profiles of the measured documents, old and new."""
         old, new = (profile(group.tables, group.digests, self.tokenizer) for group in (self.old, self.new))
         return old, new
 
@@ -202,18 +189,19 @@ class RefreshData:
     def gate(self, before: Path, after: Path) -> Gate:
         """Whether the weights in the folder `after` may replace those in `before`."""
         groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
-        one, two = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
-        return judge((one[0], two[0]), (one[1], two[1]), self.settings)
+        old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
+        on_old, on_new = zip(old_model, new_model, strict=True)
+        return judge(on_old, on_new, self.settings)
 
     def digests(self) -> list[dict[str, Any]]:
-        """What the new sources are: path, documents and a digest of their tokens."""
+        """Path, number of documents and digest of the tokens of each new source."""
         return [
             {"path": table.name, "documents": len(table), "digest": table.fingerprint} for table in self.new_tables
         ]
 
     def candidate(self, weights: Path, folder: Path, rows: Sequence[SourceConfig]) -> Config:
-        """The config of the run that goes on from `weights`, in `folder`. `rows`: the new sources without known rows,
-        as write_new_rows() returns them."""
+        """The config of the run in `folder` that trains `weights` further. `rows`: the sources that write_new_rows()
+        returned."""
         config, before, replay = self.config, self.before, self.settings.replay
         old, new = (
             replace(config.data, sources=[replace(source, eval_fraction=share) for source, share in side])
@@ -228,14 +216,14 @@ class RefreshData:
             raise DataError("data.sources changed while they were read. Start again when nothing writes to them.")
         old_plan, new_plan = self._plan(self.old_tables, old), self._plan(tables, new)
         weighted = [
-            replace(source, weight=share * one["share"])
+            replace(source, weight=share * summary["share"])
             for side, plan, share in ((old, old_plan, replay), (new, new_plan, 1 - replay))
-            for source, one in zip(side.sources, plan.summary()["sources"], strict=True)
+            for source, summary in zip(side.sources, plan.summary()["sources"], strict=True)
         ]
         # An epoch of a mixture has as many supervised tokens as all its sources.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
         stop, limit = config.train.stop, self.settings.sample
-        # A key that nothing reads is refused: on_overlap needs held-out data of its own, or questions.
+        # A key that nothing reads is refused: on_overlap needs eval_sources or questions.
         overlap = OnOverlap.drop if old.eval_sources or old.questions.path is not None else old.on_overlap
         return replace(
             config,
@@ -253,15 +241,15 @@ class RefreshData:
         )
 
     def _plan(self, tables: Sequence[TokenTable], data: DataConfig) -> Plan:
-        """The plan of an epoch of some sources alone."""
+        """The plan of one epoch over the sources of `data`."""
         train = self.config.train
         return plan_training(
             tables, data, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size
         )
 
     def write_new_rows(self, folder: Path, name: str) -> list[SourceConfig]:
-        """Write the rows that the run does not know yet to JSONL files in `folder`, so that they are still there when
-        a later refresh replays them. Returns the sources that read them. Raises StorageError."""
+        """Write the new rows to JSONL files in `folder`: a later refresh replays them from there. Returns the sources
+        that read these files. Raises StorageError."""
         written = []
         for number, (source, table) in enumerate(zip(self.config.data.sources, self.new_tables, strict=True)):
             file = folder / f"{name}.rows-{number}.jsonl"
@@ -283,14 +271,20 @@ class RefreshData:
         return written
 
 
+def _held_out(tables: Sequence[TokenTable], shares: Sequence[float]) -> np.ndarray:
+    """Digests of the documents of `tables` that are held out, if each table holds out its share."""
+    sides = zip(tables, shares, strict=True)
+    return np.concatenate([table.digests[is_on_side(Side.held_out, table.digests, share)] for table, share in sides])
+
+
 def _require_same_data(parent: Path, tables: Sequence[TokenTable]) -> None:
-    """Raise ConfigError if the rows that the run learned from are not there any more."""
+    """Raise ConfigError if the rows that the run was trained on have changed."""
     try:
         before = read_json(parent / SETTING).get("data")
     except ValueError as error:
-        raise StorageError(f"{parent}: {error}. It holds what the run was trained on: restore it.") from error
+        raise StorageError(f"{parent}: {error}. This file says what the run was trained on: restore it.") from error
     if before and (changed := differences({"data": before}, {"data": describe_tables(tables)})):
         raise ConfigError(
-            f"The rows that {parent} learned from are not there any more. So they cannot be replayed, and it is not "
-            "known which of data.sources are new:\n" + "\n".join(changed) + "\nRestore these sources as they were."
+            f"The rows that {parent} was trained on have changed. So they cannot be replayed, and fxtune cannot know "
+            "which rows of data.sources are new:\n" + "\n".join(changed) + "\nRestore these sources as they were."
         )

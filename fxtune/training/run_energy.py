@@ -1,7 +1,7 @@
-"""Energy and cost of a run: of all its processes and ranks, start-up, evaluations, export and repeated steps included.
+"""Energy and cost of a run, over all its processes and ranks, with start-up, evaluations, export and repeated steps.
 
-What was used so far is in RUN/energy.json, which rank 0 writes at log lines. A resumed run adds to it, so steps that a
-kill has lost are counted, too, except for the last seconds. Where nothing can be read, there is no figure.
+Rank 0 writes the use so far to RUN/energy.json at log lines, and a resumed run adds to it. So the energy of steps that
+a kill has lost counts, too, except for the last seconds. If a sensor cannot be read, its figures are left out.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fxtune.tracking.cost import CostConfig
 
 FILE = "energy.json"
 LOGGED = ("energy/kwh", "energy/gpu_watts", "energy/gpu_utilization", "cost/total")
-"""The figures that a log line has."""
+"""The figures in a log line."""
 WRITE_SECONDS = 10.0
 """Seconds between two writes of the file."""
 
 
 @dataclass
 class Used:
-    """What a run, or one process of it, has used. None: it could not be read."""
+    """Time and energy that a run, or one process of a run, has used. None: could not be read."""
 
     card_seconds: float = 0.0
-    """Seconds of processes; each has a card."""
+    """Seconds of all processes; each process has one card."""
     gpu_joules: Optional[float] = None
     cpu_joules: Optional[float] = None
     gpu_seconds: float = 0.0
@@ -54,67 +54,67 @@ class Used:
 
     def plus(self, other: Used) -> Used:
         pairs = ((getattr(self, name), getattr(other, name)) for name in asdict(self))
-        return Used(*(one if two is None else two if one is None else one + two for one, two in pairs))
+        return Used(*(left if right is None else right if left is None else left + right for left, right in pairs))
 
     @property
     def joules(self) -> float | None:
         """Joules of cards and CPUs; None if neither was read."""
-        known = [value for value in (self.gpu_joules, self.cpu_joules) if value is not None]
-        return sum(known) if known else None
+        readings = [joules for joules in (self.gpu_joules, self.cpu_joules) if joules is not None]
+        return sum(readings) if readings else None
 
     @staticmethod
     def read(folder: Path) -> Used:
-        """What the run in `folder` has used. A file that is missing or damaged counts as nothing used."""
+        """The use of the run in `folder` so far. A file that is missing or damaged counts as nothing used."""
         with suppress(OSError, ValueError, TypeError, KeyError):
-            found = {name: read_json(folder / FILE)["used"][name] for name in asdict(Used())}
-            if all(value is None or (type(value) in (int, float) and value >= 0) for value in found.values()):
-                return Used(**found)
+            values = {name: read_json(folder / FILE)["used"][name] for name in asdict(Used())}
+            if all(value is None or (type(value) in (int, float) and value >= 0) for value in values.values()):
+                return Used(**values)
         return Used()
 
     def figures(self, tokens: int, cost: CostConfig) -> dict[str, float]:
-        """What result.json and the trackers show."""
-        found: dict[str, float | None] = {"energy/gpu_joules": self.gpu_joules, "energy/cpu_joules": self.cpu_joules}
+        """Figures for result.json and the trackers."""
+        figures: dict[str, float | None] = {"energy/gpu_joules": self.gpu_joules, "energy/cpu_joules": self.cpu_joules}
         if (joules := self.joules) is not None:
-            found["energy/kwh"] = joules / 3.6e6
-            found["energy/joules_per_token"] = joules / tokens if tokens else None
+            figures["energy/kwh"] = joules / 3.6e6
+            figures["energy/joules_per_token"] = joules / tokens if tokens else None
         if self.gpu_joules is not None and self.gpu_seconds:
-            found["energy/gpu_watts"] = self.gpu_joules / self.gpu_seconds
+            figures["energy/gpu_watts"] = self.gpu_joules / self.gpu_seconds
         if self.busy_seconds is not None and self.card_seconds:
-            found["energy/gpu_utilization"] = min(self.busy_seconds / self.card_seconds, 1.0)
+            figures["energy/gpu_utilization"] = min(self.busy_seconds / self.card_seconds, 1.0)
         if (price := cost.of(self.card_seconds, joules)) is not None:
-            found |= {"cost/total": price, "cost/per_million_tokens": price / tokens * 1e6 if tokens else None}
-        return {name: value for name, value in found.items() if value is not None}
+            figures |= {"cost/total": price, "cost/per_million_tokens": price / tokens * 1e6 if tokens else None}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 class RunEnergy:
-    """Measures the run in `folder` from now on."""
+    """Measures the energy of the run in `folder` from now on."""
 
     def __init__(self, folder: RunFolder, world: World, cost: CostConfig) -> None:
         self.folder, self.world, self.cost = folder, world, cost
         self.before = Used.read(folder.path)
-        """What earlier processes of the run used."""
+        """The use of the run's earlier processes."""
         self.meter = EnergyMeter(world.device, hosts=place()[2] == 0)
         self._ranks: list[Used] = []
-        """What each rank has used since this process began, up to the last exchange of figures."""
+        """The use of each rank since this process began, up to the last exchange of figures."""
         self._written, self._ended = time.monotonic(), False
 
     def own(self) -> list[float]:
-        """What this rank has used, for an exchange of numbers; NaN for what cannot be read."""
+        """The use of this rank, for an exchange of numbers; NaN stands for None."""
         return [math.nan if value is None else value for value in asdict(Used.of(self.meter.read())).values()]
 
     def exchanged(self, ranks: list[list[float]]) -> None:
-        """Take own() of every rank."""
+        """Keep what own() returned on each rank."""
         self._ranks = [Used(*(None if math.isnan(value) else value for value in rank)) for rank in ranks]  # type: ignore[arg-type]
 
     def used(self) -> Used:
-        """All ranks and processes so far; of several ranks, at their last exchange."""
+        """The use of all ranks and processes so far; with several ranks, up to their last exchange."""
         total = self.before
-        for one in self._ranks if self.world.size > 1 else [Used.of(self.meter.read())]:
-            total = total.plus(one)
+        for used in self._ranks if self.world.size > 1 else [Used.of(self.meter.read())]:
+            total = total.plus(used)
         return total
 
     def log(self, tokens: int) -> dict[str, float]:
-        """The figures so far. Writes the file if that was a while ago."""
+        """The figures so far. Writes the file if the last write was WRITE_SECONDS ago."""
         used = self.used()
         if time.monotonic() - self._written >= WRITE_SECONDS:
             self._write(used)
@@ -129,14 +129,14 @@ class RunEnergy:
         self._write(used)
         self._ended = True
         figures = used.figures(tokens, self.cost)
-        for rank, one in enumerate(self._ranks if self.world.size > 1 else ()):
-            mine = {**one.figures(0, CostConfig()), "energy/cpu_joules": None, "energy/kwh": None}
-            figures |= {f"{name}_rank_{rank}": value for name, value in mine.items() if value is not None}
+        for rank, own in enumerate(self._ranks if self.world.size > 1 else ()):
+            of_rank = {**own.figures(0, CostConfig()), "energy/cpu_joules": None, "energy/kwh": None}
+            figures |= {f"{name}_rank_{rank}": value for name, value in of_rank.items() if value is not None}
         return figures
 
     def close(self) -> None:
-        """End the measurement. Write what one process has used up to now, unless end() has: a run that is complete is
-        not opened again, so a kill would leave a half-written file in it."""
+        """End the measurement. Without other ranks, write the use up to now, unless end() has written it: nothing
+        opens a complete run again, so a file that a kill leaves half-written would stay."""
         if self.world.size == 1 and not self._ended:
             self._write(self.used())
         self.meter.close()

@@ -19,6 +19,7 @@ from fxtune.distributed.heartbeat import SAVING
 from fxtune.errors import ConfigError, StorageError
 from fxtune.optim.optimizer import moment_bytes
 from fxtune.optim.schedule import Schedule
+from fxtune.system.progress import phase
 from fxtune.training.run_clock import RunClock
 from fxtune.training.step import TrainStep
 from fxtune.training.step_monitor import StepMonitor
@@ -37,16 +38,15 @@ class RunState:
         self,
         folder: RunFolder,
         config: CheckpointConfig,
-        model: nn.Module,
         train_step: TrainStep,
         monitor: StepMonitor,
         clock: RunClock,
         note: Callable[[str], None],
     ) -> None:
-        self.folder, self.note, self.model, self.monitor, self.clock = folder, note, model, monitor, clock
+        self.folder, self.note, self.monitor, self.clock = folder, note, monitor, clock
         self.train_step, self.optimizer, self.loss_scale = train_step, train_step.optimizer, train_step.loss_scale
-        self.world = train_step.world
-        self._weights = trained_weights(model)
+        self.world, self.model = train_step.world, train_step.model.model
+        self._weights = trained_weights(self.model)
         recipe, ranks = config_digest(folder.first_config()), BackgroundGroup(self.world)
         self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, recipe, note, ranks)
         self.checkpoints.prepare(self.weights(), train_step.keeps_rank_state)
@@ -57,20 +57,26 @@ class RunState:
         self._holds_best = False
         """Whether load_best() replaced the weights of `state`. They are not saved any more."""
 
+    @phase("Loading the checkpoint", announce=False, part="checkpoint")
     def load(self, fingerprint: str) -> TrainState:
         """Load weights, moments and state of the newest checkpoint. Without a checkpoint, make a new state.
 
-        `fingerprint`: of the data plan. Raises ConfigError if the checkpoint belongs to other data, StorageError if
-        there are checkpoints and none of them is complete.
+        `fingerprint`: of the data plan. Raises ConfigError if the checkpoint belongs to other data or if the ranks
+        differ, StorageError if there are checkpoints and none of them is complete.
         """
+        self.state = self._load_newest(fingerprint)
+        self._compare_ranks()
+        self.clock.load(self.state.clock)
+        return self.state
+
+    def _load_newest(self, fingerprint: str) -> TrainState:
         saved = None
         if self.folder.resumed:
             saved = self.checkpoints.load_newest(self.weights())
         if saved is None:
             if self.folder.resumed:
                 self.note(f"{self.folder.path} was interrupted before its first checkpoint, so it starts again.")
-            self.state = TrainState(data_fingerprint=fingerprint)
-            return self.state
+            return TrainState(data_fingerprint=fingerprint)
         if saved.state.data_fingerprint != fingerprint:
             raise ConfigError(
                 f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
@@ -81,19 +87,19 @@ class RunState:
             self._restore(saved)
             self.monitor.load(saved.state.step, saved.state.numbers)
         self.note(f"Resuming {self.folder.path} after step {saved.state.step} ({HOW_TO_START_ANEW}, starts anew).")
-        self.state, self.saved, self._saved_rows = saved.state, saved.state.step, dict(saved.state.rows)
-        return self.state
+        self.saved, self._saved_rows = saved.state.step, dict(saved.state.rows)
+        return saved.state
 
     def _load_rank_states(
         self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> None:
-        """Restore `ranks`, the state that differs from rank to rank. Rank 0's is `moments` unless `ranks` has it."""
+        """Restore `ranks`, the state that differs from rank to rank. `moments`: rank 0's state if `ranks` has none."""
         if ranks and self.train_step.keeps_rank_state:
-            found = {0: moments, **ranks}
-            self.train_step.load_rank_states([found[rank] for rank in range(len(found))], scalars)
-            if len(found) != self.world.size:
+            states = {0: moments, **ranks}
+            self.train_step.load_rank_states([states[rank] for rank in range(len(states))], scalars)
+            if len(states) != self.world.size:
                 self.note(
-                    f"The run was saved by {len(found)} ranks and goes on with {self.world.size}. The separate state "
+                    f"The run was saved by {len(states)} ranks and goes on with {self.world.size}. The separate state "
                     "of each rank cannot be kept exactly, so losses differ from here on (docs/distributed.md)."
                 )
 
@@ -105,7 +111,7 @@ class RunState:
         self.loss_scale.load(saved.state.loss_scale)
 
     def schedule(self, planned: Schedule) -> Schedule:
-        """The schedule of the run: `planned`, that of its config, or what was decided since it was started."""
+        """The schedule of the run: `planned` by its config, or as it was decided since the run was started."""
         if not self.state.schedule:
             self.state.schedule = planned.saved()
             return planned
@@ -133,7 +139,7 @@ class RunState:
             self.monitor.spikes.load(saved.state.numbers["window"])
         return saved.state
 
-    def compare_ranks(self) -> None:
+    def _compare_ranks(self) -> None:
         """Raise ConfigError if the ranks are about to train different recipes, data or weights."""
         if self.world.size == 1:
             return
@@ -143,10 +149,10 @@ class RunState:
             "the trained weights": repr(self._sum_of_weights()),
         }
         ranks = self.world.gather(mine, "comparing what the ranks train")
-        for what, value in mine.items():
-            if different := [rank for rank, others in enumerate(ranks) if others[what] != value]:
+        for subject, value in mine.items():
+            if different := [rank for rank, others in enumerate(ranks) if others[subject] != value]:
                 raise ConfigError(
-                    f"Rank {different[0]} differs from rank {self.world.rank} in {what}. Start all ranks with the "
+                    f"Rank {different[0]} differs from rank {self.world.rank} in {subject}. Start all ranks with the "
                     "same command and files."
                 )
 
@@ -215,16 +221,16 @@ class RunState:
         return best
 
     def use_averages(self) -> None:
-        """Replace the weights by what the optimizer exports in their place. Nothing is saved after this."""
+        """Replace the weights by the optimizer's averages of them, if it has averages. Nothing is saved after this."""
         if self.optimizer.averaging is not None and not self._holds_best:
             self.checkpoints.wait_for_copy()  # of the weights that are replaced
             self.optimizer.use_averages()
             self._holds_best = True
 
     def check_room(self, steps: int, optimizer: str, export_all: bool, evaluates: bool) -> None:
-        """Refuse a run of `steps` steps if the disk has no room for its checkpoints and the export: the whole model
-        with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. `evaluates`: whether
-        evaluations tell which weights are the best. Raises StorageError.
+        """Raise StorageError if the disk has no room for the checkpoints of `steps` steps and the export: the whole
+        model with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. `evaluates`:
+        whether evaluations tell which weights are the best.
         """
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
@@ -243,13 +249,14 @@ class RunState:
         return sum(weight.nbytes for weight in (self.model.parameters() if export_all else self.weights().values()))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name: the objects that the model had at the start. While a divided module has
-        gathered its weights for a pass, it has others.
+        """The trained parameters by name: the objects that the model had at the start. A divided module has other
+        objects while it has gathered its weights for a pass.
         """
         return self._weights
 
     def _like_its_weight(self, full: str, moment: torch.Tensor) -> torch.Tensor:
-        """A moment, named `full`, of a divided weight as a divided tensor: the optimizer keeps that of its rows."""
+        """The moment named `full`, as a divided tensor if its weight is divided. The optimizer keeps the rows of this
+        rank."""
         weight = self._weights[full.rpartition("/")[0]]
         if not is_divided(weight) or moment.dim() == 0:
             return moment
@@ -258,7 +265,7 @@ class RunState:
 
 
 def _sums(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The sums of a few rows of `weight` each, float64 on its device."""
+    """Sums of `weight`, one for each PIECE of its numbers, float64 on its device."""
     for part in weight.detach().reshape(-1).split(PIECE):
         yield part.sum(dtype=torch.double)
 
@@ -276,19 +283,19 @@ def _readable(saved: Checkpoint) -> Iterator[None]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained weights of a model by name: what a checkpoint holds."""
+    """The trained weights of a model by name: the weights in a checkpoint."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
 def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy a checkpoint's weights, each this rank's part, into those of a model."""
+    """Copy this rank's part of a checkpoint's weights, `saved`, into the `weights` of a model."""
     for name, weight in weights.items():
         local(weight).copy_(saved[name])
 
 
 def weights_note(step: int, state: TrainState) -> str:
-    """Which weights are exported: those of `step` of a run that ended with `state`. Empty without held-out data."""
+    """Which weights a run that ended with `state` exports: the weights of `step`. Empty without held-out data."""
     if state.best_step is None:
         return ""
     if state.best_match is not None:

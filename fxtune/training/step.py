@@ -43,8 +43,8 @@ class TrainStep:
     """Takes optimizer steps of `model`.
 
     `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients. `world`: the ranks that take the
-    step together, each with its own micro-batches; None means this process alone. `parallel`: how they add up their
-    gradients, in buckets of `bucket_bytes` (0: one).
+    step together, each with its own micro-batches; None means this process alone. `parallel`: how the ranks add up
+    their gradients, in buckets of `bucket_bytes` (0: one bucket).
 
     Calling the object takes a whole step. Callers that do something in between call its parts, backward(),
     start_sums(), sum_over_ranks(), clip() and update(), in this order, or drop() after an incomplete step.
@@ -78,7 +78,7 @@ class TrainStep:
         self.in_backward = InBackward(optimizer) if optimizer.one_by_one else None
         self.gradient_sum: GradientSum | None = None
         self.weight_average: WeightAverage | None = None
-        """With parallel.average_every, in place of the sum of gradients."""
+        """With parallel.average_every, ranks average weights instead of adding up gradients."""
         if self.world.size > 1 and parallel.average_every > 1:
             self.weight_average = WeightAverage(self.world, list(optimizer.names), parallel.average_every)
         elif self.world.size > 1:
@@ -86,7 +86,7 @@ class TrainStep:
             overlap = final and self.world.context_ranks == 1 and self.sharding is None
             self.gradient_sum = GradientSum(self.world, optimizer.whole, parallel, bucket_bytes, overlap)
         self._names: tuple[str, ...] = ("loss",)
-        """The names of what a pass returns: a recording of a pass returns a tensor and no names."""
+        """The names of the means that a pass returns: a recording of a pass returns a tensor and no names."""
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
         """Take `step` of `plan` with learning rate `lr`.
@@ -110,10 +110,10 @@ class TrainStep:
         own: int | None = None,
         lr: float | None = None,
     ) -> Metrics:
-        """Run forward and backward: leaves the gradients of the mean in the parameters and returns the means, each of
-        this rank's micro-batches only.
+        """Run forward and backward over this rank's micro-batches. Leaves the gradients of the mean loss in the
+        parameters. Returns the means.
 
-        `index`: of the step. Dropout depends only on it, the micro-batch's place in the step and the seed, so a
+        `index`: the step's. Dropout depends only on the index, the micro-batch's place in the step and the seed, so a
         resumed run repeats it exactly, with any number of ranks.
         `own`: see StepBatches; further micro-batches add zeros.
         `lr`: with optimizer.in_backward the weights are updated at this rate, no gradients are left, and the means
@@ -123,8 +123,8 @@ class TrainStep:
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
-            # The seed depends on the place in the step, not on the rank: N ranks draw the dropout that one would draw.
-            # Each piece of a row draws its own.
+            # The seed depends on the place in the step, not on the rank: N ranks draw the same dropout as one rank.
+            # Each piece of a row draws other dropout.
             place = position * self.world.data_ranks + self.world.data_rank
             torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
             share = normalizer if own is None or position < own else math.inf
@@ -139,14 +139,14 @@ class TrainStep:
         return metrics
 
     def start_sums(self) -> None:
-        """Start the sums that can start before the ranks agree on this step, and that backward() has not started. A
-        rank whose backward() failed calls this as well."""
+        """Start all sums over ranks that need no agreement on this step and that backward() has not started. A rank
+        whose backward() failed calls this as well."""
         if self.gradient_sum:
             self.gradient_sum.start()
 
     def sum_over_ranks(self, metrics: Metrics) -> Metrics:
         """Replace gradients and means by their sums over the ranks, without waiting for a GPU. In a local step the
-        gradient stays this rank's own, as the mean of its own rows, and clip() adds up the means."""
+        gradient stays the mean over this rank's rows, and clip() adds up the means."""
         if self.weight_average:
             gradients = [gradient for gradient in self.optimizer.gradients() if gradient is not None]
             upstream.foreach("mul_", gradients, float(self.world.size))
@@ -158,8 +158,9 @@ class TrainStep:
         return dict(zip(metrics, totals.unbind(), strict=True))
 
     def clip(self, metrics: Metrics) -> None:
-        """Clip the gradient; adds `grad_norm`, `finite` and `spike_limit` to what backward() returned. In a local step
-        `grad_norm` is the mean of the ranks' norms, so a step that is not finite on one rank is skipped by all.
+        """Clip the gradient, and add `grad_norm`, `finite` and `spike_limit` to the `metrics` of backward().
+
+        In a local step `grad_norm` is the mean of the ranks' norms: all ranks skip a step that is not finite on one.
         """
         updated = self.in_backward if self.in_backward and self.in_backward.armed else None
         metrics["grad_norm"] = updated.norm() if updated else self.optimizer.clip(self.max_grad_norm)
@@ -173,15 +174,15 @@ class TrainStep:
             metrics["spike_limit"] = self.spikes.limit(loss)
 
     def update(self, metrics: Metrics, lr: float, index: int = 0) -> None:
-        """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`. `index`: as
-        in backward()."""
+        """Update the weights unless the step is to be skipped, drop the gradients, and add `loss_scale` to `metrics`.
+        `index`: as in backward()."""
         finite = metrics["finite"]
         if self.in_backward and self.in_backward.armed:
             self.in_backward.end()
             self.optimizer.drop()
         else:
             updates = self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite)
-            self.optimizer.step(lr, updates, _seed(self.seed, index))  # the same on any number of ranks
+            self.optimizer.step(lr, updates, _seed(self.seed, index))  # one seed for any number of ranks
         if self.gradient_sum and self.gradient_sum.compression:
             self.gradient_sum.compression.keep(updates)
         if self.weight_average:
@@ -190,7 +191,7 @@ class TrainStep:
         self.loss_scale.update(finite)
 
     def drop(self) -> None:
-        """Forget an incomplete step, whose gradients hold a part of the sum. It must not have updated weights."""
+        """Drop the gradients of an incomplete step, which must not have updated weights."""
         assert not self.torn
         if self.in_backward:
             self.in_backward.end()
@@ -200,7 +201,8 @@ class TrainStep:
 
     @property
     def torn(self) -> bool:
-        """Whether a backward pass has updated some weights and its step did not end. They belong to no step then."""
+        """Whether a backward pass has updated some weights and its step did not end. The weights then belong to no
+        step."""
         return self.in_backward is not None and self.in_backward.torn
 
     @property
@@ -223,8 +225,8 @@ class TrainStep:
         return self.optimizer.state()[0] if self.weight_average else {}
 
     def load_rank_states(self, ranks: Sequence[Mapping[str, torch.Tensor]], scalars: dict[str, Any]) -> None:
-        """Restore what rank_state() returned on each rank. `scalars`: the optimizer's state that is not
-        tensors, which all ranks share. If the number of ranks has changed, all ranks keep the moments of rank 0."""
+        """Restore what rank_state() returned on each rank. `scalars`: the optimizer's state that all ranks share and
+        that is not tensors. If the number of ranks has changed, all ranks keep the moments of rank 0."""
         if not ranks:
             return
         if self.gradient_sum and self.gradient_sum.compression:
@@ -234,7 +236,7 @@ class TrainStep:
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether all ranks have the same weights: not between two averages."""
+        """Whether all ranks have the same weights. Between two averages they differ."""
         return self.weight_average is None or self.weight_average.steps == 0
 
     def average(self) -> None:

@@ -16,7 +16,7 @@ from fxtune.config.root import Spikes, TrainConfig
 from fxtune.errors import NumbersError
 from fxtune.training.bad_batches import BadBatches
 from fxtune.training.noise_scale import NAMES, NoiseScale
-from fxtune.training.spikes import SpikeWindow
+from fxtune.training.step import TrainStep
 from fxtune.training.step_record import MONITORED, StepRecord
 
 
@@ -36,19 +36,19 @@ class StepStatistics:
         self.records: list[StepRecord] = []
         """Steps since the last log line."""
         self.unreported: list[StepRecord] = []
-        """Bad steps that the user has not been told about."""
+        """Bad steps that are not reported to the user yet."""
         self.step = 0
         """Steps of the run counted so far."""
         self.skipped = 0
         """Steps that did not update the weights."""
         self.consecutive_bad = 0
-        """How many of the latest steps in a row were not finite for another reason than the loss scale."""
+        """The latest steps in a row that were not finite for another reason than the loss scale."""
         self.spikes = 0
         self.noise = NoiseScale()
-        """With train.noise_scale: of the steps that updated the weights."""
+        """With train.noise_scale: the noise scale over the steps that updated the weights."""
 
     def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
-        """Take the metrics of the next step, scalars on the device."""
+        """Add the metrics of the next step, scalars on the device."""
         self.names = tuple(metrics)
         self.pending.append(torch.stack([value.to(metrics["loss"].dtype) for value in metrics.values()]))
 
@@ -113,19 +113,12 @@ class StepStatistics:
 
 
 class StepMonitor:
-    """Watches a run for losses and gradients that are not finite, and for spikes. `scaled`: a loss scale is in use;
-    `in_backward`: weights are updated in the backward pass."""
+    """Watches the steps of a run for losses and gradients that are not finite, and for spikes."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        spikes: SpikeWindow,
-        bad_batches: BadBatches,
-        scaled: bool,
-        in_backward: bool = False,
-    ) -> None:
-        self.config, self.spikes, self.bad_batches, self.in_backward = config, spikes, bad_batches, in_backward
-        self.statistics = StepStatistics(scaled=scaled, skips_spikes=config.spikes is Spikes.skip)
+    def __init__(self, config: TrainConfig, train_step: TrainStep, bad_batches: BadBatches) -> None:
+        self.config, self.train_step, self.bad_batches = config, train_step, bad_batches
+        self.spikes = train_step.spikes
+        self.statistics = StepStatistics(train_step.loss_scale.active, skips_spikes=config.spikes is Spikes.skip)
 
     def read(self) -> dict[str, Any]:
         """Figures of the steps since the last read(); reports bad steps. Waits for the device."""
@@ -134,7 +127,7 @@ class StepMonitor:
         return figures
 
     def state(self) -> dict[str, Any]:
-        """What load() takes, so that a resumed run counts, judges and logs as this one would. Waits for the device."""
+        """The numbers with which a resumed run counts, judges and logs as this run would. Waits for the device."""
         statistics = self.statistics
         self.report()  # before the save: a run that is killed after the save would never report them
         return {
@@ -147,7 +140,7 @@ class StepMonitor:
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Restore the state() after `step` steps."""
+        """Restore what state() returned after `step` steps."""
         statistics = self.statistics
         statistics.step = step
         statistics.skipped, statistics.consecutive_bad, statistics.spikes = (
@@ -165,14 +158,14 @@ class StepMonitor:
 
     @property
     def last_finite(self) -> int:
-        """The number of steps up to the last finite one, which is the step of the current weights."""
+        """The number of steps up to the last finite step, which gave the current weights."""
         return self.statistics.step - self.statistics.consecutive_bad
 
     def stop_error(self, checkpoints: Path, router: str | None = None) -> NumbersError:
-        """The error to raise if must_stop. `checkpoints`: the folder where the state is saved. `router`: the name of a
-        router that is the cause."""
+        """The error to raise if must_stop. `checkpoints`: the folder where the state is saved. `router`: the name of
+        the router that caused it, if one did."""
         untouched = "None of them touched the weights, and those"
-        if self.in_backward:
+        if self.train_step.in_backward:
             untouched = "No gradient that was not finite touched a weight, and the weights"
         cause = f"The router {router} gives NaN or infinite logits: " if router else ""
         return self._error(
@@ -182,7 +175,7 @@ class StepMonitor:
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
         """Raise NumbersError if the last of the run's `steps` were not finite, or all were skipped, and the weights
-        give no finite loss on the batch of the last finite step either.
+        give no finite loss on the batch of the last finite step. `gives_finite_loss`: tries the batch of a step.
         """
         skipped, last_finite = self.statistics.skipped, self.last_finite - 1
         if self.statistics.consecutive_bad == 0 and skipped < self.statistics.step:
@@ -190,7 +183,7 @@ class StepMonitor:
         if last_finite >= 0 and skipped < steps and gives_finite_loss(last_finite):
             return
         raise self._error(
-            f"{skipped} of {steps} steps were skipped, the last ones for a loss or gradient that was not finite, "
+            f"{skipped} of {steps} steps were skipped, the last of them for a loss or gradient that was not finite, "
             "and the weights give no finite loss on other data: nothing was exported. The state is saved: "
             f"{checkpoints}."
         )

@@ -1,7 +1,7 @@
 """Training: one loop for LoRA and full fine-tuning, read top to bottom.
 
-`Trainer.__init__` shows the order in which a run is built, `_loop` is the loop. There are no callbacks: the loop calls
-everything by name. It waits for the device only to log figures; by then the next step is already issued.
+`Trainer.__init__` builds a run in order, `_loop` is the loop. There are no callbacks: the loop calls everything by
+name. The loop waits for the device only to log figures; by then the next step is already issued.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import (
     ABOUT,
     CHECKPOINTS,
@@ -34,12 +35,14 @@ from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
 from fxtune.export.save import save_model
+from fxtune.facts.run import Facts
 from fxtune.models.generation import add_end_tokens, read_end_tokens
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof
 from fxtune.models.routers import broken_router
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.settle.in_backward import refuse_halved
 from fxtune.settle.ranks import require_possible
@@ -52,6 +55,7 @@ from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
 from fxtune.system.startup import FIRST_STEPS, STARTUP
 from fxtune.system.tested_versions import outside_tested_range
+from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.wandb_worker import GOES_ON
@@ -63,6 +67,7 @@ from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.rank_report import UPDATE
+from fxtune.training.resume_check import ResumeCheck
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
 from fxtune.training.run_energy import RunEnergy, sentence
@@ -73,9 +78,9 @@ from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
 
 MORE_TOKENS = 16
-"""Tokens by which the answer in the proof of the export may be longer than the right answer."""
+"""How many tokens longer than the right answer the answer in the proof of the export may be."""
 LARGE_METRICS = 200 * 2**20
-"""Bytes of metrics.jsonl, of some 300,000 log lines, beyond which a run writes no page when it ends."""
+"""A run with more bytes in metrics.jsonl (some 300,000 log lines) writes no page when it ends."""
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
                 f"{folder.path} holds this run with another train.epochs or train.max_steps, and schedule.name="
                 f"{config.schedule.name.value} is laid out for a number of steps, so the run cannot be extended or "
                 f"shortened. Put these keys back, or start another run: run.dir=NEW, with model.adapter or model.path "
-                f"if it is to go on from these weights. Runs with schedule.name={names} can be extended."
+                f"to start from these weights. Runs with schedule.name={names} can be extended."
             )
         staged = "train.batch_ramp" if config.train.batch_ramp else "data.length_schedule"
         if folder.extends and (config.train.batch_ramp or config.data.length_schedule):
@@ -121,7 +126,7 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )
-            if world.main and config.run.report and not (folder.path / REPORT).exists():  # it was killed before
+            if world.main and config.run.report and not (folder.path / REPORT).exists():  # a kill came before the page
                 screen.note(_write_report(folder.path))
             return folder.result()
         if line := outside_tested_range():
@@ -151,17 +156,17 @@ def _require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
 
 
 def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
-    """The run's folder: rank 0 finds and locks it, the others get its path."""
+    """The run's folder: rank 0 finds and locks it, the other ranks get its path."""
     run = config.run
 
     def work() -> RunFolder | None:
         return claim(run.name, run.dir, run.resume.value, recipe, completed) if world.main else None
 
-    found = world.main_first(work, "waiting for rank 0 to find the run folder")
+    claimed = world.main_first(work, "waiting for rank 0 to find the run folder")
     path, resumed, before, extends = world.broadcast(
-        (found.path, found.resumed, found.config, found.extends) if found else (Path(), False, {}, False)
+        (claimed.path, claimed.resumed, claimed.config, claimed.extends) if claimed else (Path(), False, {}, False)
     )
-    return found or RunFolder(path, resumed, None, before, extends)
+    return claimed or RunFolder(path, resumed, None, before, extends)
 
 
 class Trainer:
@@ -173,16 +178,13 @@ class Trainer:
         STARTUP.begin_run()
         self.clock = RunClock(sum(STARTUP.read().values()))
         # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.
-        builder, resume_check = build_for_run(config, folder, screen.note)
-        self.builder = builder
-        self.world, self.facts, self.techniques = builder.world, builder.facts, builder.techniques
+        self.builder, resume_check = build_for_run(config, folder, screen.note)
+        builder, self.world = self.builder, self.builder.world
         self.energy = RunEnergy(folder, self.world, config.tracking.cost)
-        if reasons := list(tracker.check(config.tracking, self.facts)):
+        if reasons := list(tracker.check(config.tracking, builder.facts)):
             raise ConfigError("\n".join(reasons))
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
-        self.world.heartbeat.doing("building the model")
-        self.plan = self.data.training
-        self.peak_rate = builder.config.optimizer.lr
+        self.plan, self.peak_rate = self.data.training, builder.config.optimizer.lr
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
@@ -190,51 +192,23 @@ class Trainer:
             folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
-        self.language_model, evidence = builder.proven_model()
+        self.language_model = self._proven_model(resume_check)
         self.model = self.language_model.model
-        self._add_end_tokens()
-        self._name_untrained_tokens()
-        evidence += builder.prove_objective(self.language_model, self.objective, self.plan)
-        resume_check.check_model(self.language_model.prepared, builder.techniques.options())
-        folder.write(EVIDENCE, [dataclasses.asdict(observation) for observation in evidence])
-        screen.evidence(evidence)
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
         # weight.
         self.train_step = builder.train_step(self.language_model, self.objective)
+        self.rank_report = self.train_step.rank_report
+        self.rank_report.energy = self.energy
         self.bad_batches = BadBatches(
             folder.path, self.plan, self.tokenizer.decode, screen.note, writes=self.world.main
         )
-        self.rank_report = self.train_step.rank_report
-        self.rank_report.energy = self.energy
-        self.monitor = StepMonitor(
-            config.train,
-            self.train_step.spikes,
-            self.bad_batches,
-            self.train_step.loss_scale.active,
-            self.facts.in_backward,
-        )
-        self.run_state = RunState(
-            folder, config.checkpoint, self.model, self.train_step, self.monitor, self.clock, screen.note
-        )
-        with (
-            phase("Loading the checkpoint", announce=False, part="checkpoint"),
-            builder.oom_context("Loading the checkpoint"),
-        ):
+        self.monitor = StepMonitor(config.train, self.train_step, self.bad_batches)
+        self.run_state = RunState(folder, config.checkpoint, self.train_step, self.monitor, self.clock, screen.note)
+        with builder.oom_context("Loading the checkpoint"):
             self.state = self.run_state.load(self.plan.fingerprint)
-        self.run_state.compare_ranks()
-        self.clock.load(self.state.clock)
-        self.end = RunEnd(
-            config,
-            folder.path,
-            self.world,
-            self.clock,
-            self.state,
-            self.techniques.compile.enabled,
-            self._evaluation_steps(),
-        )
-        self.schedule = self.run_state.schedule(Schedule.of(config.schedule, self.peak_rate, self.plan.steps))
-        if folder.extends or self.schedule.planned != self.plan.steps:
-            self._extend()
+        compiles = builder.techniques.compile.enabled
+        self.end = RunEnd(config, folder.path, self.world, self.clock, self.state, compiles, self._evaluation_steps())
+        self.schedule = self._schedule()
         self.batch_sizes = RowsPerPass(
             self.world.device,
             self.state.rows,
@@ -244,30 +218,16 @@ class Trainer:
         )
         rows = self.batch_sizes.rows("training", config.train.micro_batch_size)
         self._set_plan(self.plan.with_micro_batch_size(rows).until(self.schedule.last, self.schedule.dropped))
-        if self.train_step.in_backward and rows < config.train.micro_batch_size:  # two would need all gradients
-            screen.note(refuse_halved(config.optimizer.in_backward, rows))
-            self.facts = dataclasses.replace(self.facts, in_backward=False)
-            builder.settled = dataclasses.replace(builder.settled, facts=self.facts)
-            self.train_step.in_backward, self.monitor.in_backward = None, False
+        if rows < config.train.micro_batch_size:
+            self._keep_gradients(rows)
         self.held_out: HeldOutEvaluation | None = None
         if self.data.evaluation:
             self.held_out = builder.held_out(self.data.evaluation, self.language_model, self.objective)
         self.loader: Loader | None = None
-        self.tracker: tracker.Tracker = tracker.NoTracker()
-        if self.world.main:
-            self.tracker = tracker.Tracker(
-                config.tracking,
-                folder.path,
-                config.run.name,
-                recipe,
-                self.state.wandb_id,
-                self.state.step,
-                self.state.figures.get("train/step"),
-                note=screen.note,
-            )
+        self.tracker = self._open_tracker() if self.world.main else tracker.NoTracker()
         # The id is kept even if W&B is off now: when the run is resumed with W&B on, it continues the same W&B run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
-        self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, self.techniques.compile)
+        self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, builder.techniques.compile)
         self.logs_late = self.world.device.type == "cuda"
         """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
         self.line_due = False
@@ -275,75 +235,129 @@ class Trainer:
         self.lr = 0.0
         """The learning rate of the last step."""
 
+    @property
+    def facts(self) -> Facts:
+        return self.builder.facts
+
+    @property
+    def techniques(self) -> Pipeline:
+        return self.builder.techniques
+
+    def _proven_model(self, resume_check: ResumeCheck) -> LanguageModel:
+        """The built model. The evidence that its techniques acted is shown and written."""
+        builder = self.builder
+        self.world.heartbeat.doing("building the model")
+        language_model, evidence = builder.proven_model()
+        self._add_end_tokens(language_model)
+        self._name_untrained_tokens(language_model)
+        evidence += builder.prove_objective(language_model, self.objective, self.plan)
+        resume_check.check_model(language_model.prepared, builder.techniques.options())
+        self.folder.write(EVIDENCE, [dataclasses.asdict(observation) for observation in evidence])
+        self.screen.evidence(evidence)
+        return language_model
+
+    def _keep_gradients(self, rows: int) -> None:
+        """Update weights after the backward pass, not in it: a step of several micro-batches needs all gradients."""
+        if self.train_step.in_backward:
+            self.screen.note(refuse_halved(self.config.optimizer.in_backward, rows))
+            settled = self.builder.settled
+            self.builder.settled = dataclasses.replace(
+                settled, facts=dataclasses.replace(settled.facts, in_backward=False)
+            )
+            self.train_step.in_backward = None
+
+    def _open_tracker(self) -> tracker.Tracker:
+        return tracker.Tracker(
+            self.config.tracking,
+            self.folder.path,
+            self.config.run.name,
+            self.recipe,
+            self.state.wandb_id,
+            self.state.step,
+            self.state.figures.get("train/step"),
+            note=self.screen.note,
+        )
+
     def _evaluation_steps(self) -> float:
-        """About how many steps take as long as an evaluation, by their tokens. Asked for a deadline alone."""
+        """About how many steps take as long as an evaluation, by their tokens; 0 without a deadline."""
         if self.data.evaluation is None or self.config.train.max_minutes is None:
             return 0.0
         epoch = self.plan.summary()
         step_tokens = epoch["tokens"] / epoch["steps_per_epoch"]
         return FORWARD * float(self.data.evaluation.summary()["tokens"]) / step_tokens
 
-    def _add_end_tokens(self) -> None:
-        """Let the trained model stop where the answers of the data end, and say so where its base does not."""
+    def _add_end_tokens(self, language_model: LanguageModel) -> None:
+        """Let generation by the trained model stop where the answers of the data end. Says so if generation by the
+        base does not stop there."""
         adapter = self.config.model.adapter
         earlier = read_end_tokens(locate_adapter(adapter).folder) if adapter else []
-        if new := add_end_tokens(self.language_model.prepared, [*earlier, *self.ends]):
+        if new := add_end_tokens(language_model.prepared, [*earlier, *self.ends]):
             tokens = ", ".join(self.tokenizer.convert_ids_to_tokens(new))
             place = "model's generation_config.json names them too"
             if self.techniques.lora.enabled:
                 place = "adapter gets a generation_config.json, which merging and the code of its model card read"
             self.screen.note(f"answers end with {tokens}, at which generation by the base does not stop; the {place}")
 
-    def _name_untrained_tokens(self) -> None:
-        """Say which special tokens of the data have no trained row in the base, and what trains them."""
+    def _name_untrained_tokens(self, language_model: LanguageModel) -> None:
+        """Say which special tokens of the data have no trained row in the base, and which option trains them."""
         if not self.techniques.lora.enabled:
             return
-        trained = self.builder.techniques.lora.token_ids
+        trained = self.techniques.lora.token_ids
         used = [token for token in used_special_tokens(self.data.tables, self.tokenizer) if token not in trained]
-        found = untrained_rows(self.model, used)
-        if not found:
+        untrained = untrained_rows(language_model.model, used)
+        if not untrained:
             return
-        tokens = sorted({token for rows in found.values() for token in rows})
-        way = "techniques.lora.train_tokens=auto trains them"
+        tokens = sorted({token for rows in untrained.values() for token in rows})
         self.screen.note(
             f"the base has never trained {', '.join(self.tokenizer.convert_ids_to_tokens(tokens))}: these rows of "
-            f"{' and '.join(found)} are zero or the same as others, and adapters leave them so; {way}, or use a chat "
-            "template of other tokens (data.chat_template)"
+            f"{' and '.join(untrained)} are zero or equal other rows, and adapters do not change them. Set "
+            "techniques.lora.train_tokens=auto to train them, or use a chat template with other tokens "
+            "(data.chat_template)"
         )
 
-    def _extend(self) -> None:
-        """Extend a run that was started for fewer steps to the last step of the plan. Raises ConfigError if it was
-        started for more, or if it has no weights from before its decay.
+    def _schedule(self) -> Schedule:
+        """The schedule of the run. A run that was started for fewer steps is extended to the last step of the plan.
+        Raises ConfigError for a run that was started for more steps, or that has no weights from before its decay.
         """
-        state, before, steps = self.state, self.schedule, self.plan.steps
-        if state.step and steps <= before.planned:
+        state, steps = self.state, self.plan.steps
+        new = Schedule.of(self.config.schedule, self.peak_rate, steps)
+        schedule = self.run_state.schedule(new)
+        if not self.folder.extends and schedule.planned == steps:
+            return schedule
+        if state.step:
+            schedule = self._extended(schedule, new)
+        self.folder.extend(self.recipe)
+        return schedule
+
+    def _extended(self, before: Schedule, new: Schedule) -> Schedule:
+        """The schedule `before` extended to the steps of `new`, the schedule of a new run. Restores the weights from
+        before the decay if the learning rate has decayed."""
+        state, steps = self.state, self.plan.steps
+        if steps <= before.planned:
             raise ConfigError(
                 f"{self.folder.path} was started for {before.planned} steps, and train.epochs and train.max_steps now "
-                f"ask for {steps}. A run can be extended, not shortened: raise them, or put them back."
+                f"ask for {steps}. A run can be extended, not shortened: raise these keys, or put them back."
             )
-        origin, since = state.step, state
+        origin: TrainState | None = state
         if before.branches and state.step > before.decay_start:
-            origin = state.branch_step or 0
-            found = self.run_state.go_back(origin) if origin else None
-            if found is None:
-                raise ConfigError(
-                    f"{self.folder.path} cannot be extended: its learning rate has decayed, and the checkpoint from "
-                    "before the decay is not there. Start another run from its weights (model.adapter, or model.path)."
-                )
-            since = found
-        if state.step:
-            origin -= since.schedule.get("dropped", 0)
-            self.schedule = self.end.extend(before, steps, origin)
-            text = f"Extending {self.folder.path} from {before.planned} to {steps} steps"
-            if self.schedule.dropped > before.dropped:
-                text += f". It goes on from its weights before the decay, after {origin} steps of the data"
-            if (warmup := self.schedule.warmup) != Schedule.of(self.config.schedule, self.peak_rate, steps).warmup:
-                text += (
-                    f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
-                    f"with schedule.warmup_steps={warmup}"
-                )
-            self.screen.note(f"{text}.")
-        self.folder.extend(self.recipe)
+            origin = self.run_state.go_back(state.branch_step) if state.branch_step else None
+        if origin is None:
+            raise ConfigError(
+                f"{self.folder.path} cannot be extended: its learning rate has decayed, and the checkpoint from "
+                "before the decay is missing. Start another run from its weights (model.adapter, or model.path)."
+            )
+        data_steps = origin.step - origin.schedule.get("dropped", 0)
+        schedule = self.end.extend(before, steps, data_steps)
+        text = f"Extending {self.folder.path} from {before.planned} to {steps} steps"
+        if schedule.dropped > before.dropped:
+            text += f". It goes on from its weights before the decay, after {data_steps} steps of the data"
+        if (warmup := schedule.warmup) != new.warmup:
+            text += (
+                f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
+                f"with schedule.warmup_steps={warmup}"
+            )
+        self.screen.note(f"{text}.")
+        return schedule
 
     def run(self) -> dict[str, Any]:
         """Train from the current state to the last step. Returns the last value of each metric."""
@@ -376,8 +390,8 @@ class Trainer:
                 self.close()
 
     def close(self) -> None:
-        """End the loader processes and the measurement of energy. This comes last, so that the checkpoint after a
-        signal does not wait for them."""
+        """End the loader processes and the measurement of energy. This comes last: after a signal the checkpoint must
+        not wait for loader processes."""
         for loading in (self.loader, self.held_out):
             if loading is not None:
                 loading.close()
@@ -387,7 +401,7 @@ class Trainer:
         config, state, statistics = self.config, self.state, self.monitor.statistics
         meter = self.meter = self.builder.meter(self.model, self.plan, state.tokens, state.supervised_tokens)
         self.clock.start(state.step)
-        if state.step:  # a signal may have interrupted the evaluation, and the run may have been told to finish
+        if state.step:  # a signal may have interrupted the evaluation, or `fxtune finish` may have been given
             self._end_step(evaluate=state.evaluation_due, save=state.evaluation_due, looks=True)
         for step, lr, metrics in self.steps() if not self._pauses() else ():
             self._log_due_line()
@@ -419,7 +433,8 @@ class Trainer:
         return after is not None and after <= self.state.step < self.schedule.last
 
     def _end_step(self, evaluate: bool, save: bool, looks: bool) -> None:
-        """Evaluate, decide whether the run ends early, and save, each if it is due. `looks`: see RunEnd.decide()."""
+        """Evaluate if it is due, decide whether the run ends early, and save if it is due. `looks`: see
+        RunEnd.decide()."""
         if evaluate:
             with self.meter.paused():
                 save = self._evaluate() or save
@@ -440,8 +455,8 @@ class Trainer:
             self.run_state.save()
 
     def _end_early(self, decision: Decision) -> None:
-        """Follow a decision about the end of the run. The state must be saved then: the decision is noted in it."""
-        self.monitor.report()  # bad steps are steps of the plan that ends here
+        """Follow a decision about the end of the run. The caller must save the state, which holds the decision."""
+        self.monitor.report()  # the bad steps so far are steps of the old plan
         self.end.take(decision)
         self.schedule = decision.schedule
         self._set_plan(self.plan.until(self.schedule.last, self.schedule.dropped))
@@ -477,7 +492,7 @@ class Trainer:
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
-        take, first = self.train_step, step.index == self.first_step or self._has_new_rows(step.index)
+        train_step, first = self.train_step, step.index == self.first_step or self._has_new_rows(step.index)
         normalizer = self.objective.normalizer(self.plan, step.index)
         self.world.heartbeat.doing(STEP, step.index + 1)
         self.rank_report.waited += step.wait_seconds
@@ -486,70 +501,71 @@ class Trainer:
         counted = phase(
             name, self.plan.micro_batches(step.index) // self.world.data_ranks, MICRO_BATCHES, announce=first
         )
-        if take.in_backward:  # the pass changes the weights
+        if train_step.in_backward:  # the pass changes the weights
             self.run_state.checkpoints.wait_for_copy()
         # Interruptible, because nothing has changed yet, and compiling can take minutes.
-        with self._interruptible(changes=take.in_backward is not None), counted as work:
+        with self._interruptible(changes=train_step.in_backward is not None), counted as work:
             batches = work.over(step.micro_batches)
-            passes = partial(take.backward, batches, normalizer, step.index, step.own, lr)
+            passes = partial(train_step.backward, batches, normalizer, step.index, step.own, lr)
             backward = partial(self.rank_report.timed, passes)
             agree = self.rank_report.agree if self._collects(step.index + 1) else None
             # A signal between two averages of the ranks' weights waits for the next average. A run that is saved there
             # resumes with the same bits.
-            metrics = together(self.world, backward, take.start_sums, take.ranks_agree, agree)
-        # Ranks that have agreed on a step take it: one that runs out of memory from here on ends the run.
+            metrics = together(self.world, backward, train_step.start_sums, train_step.ranks_agree, agree)
+        # Ranks that have agreed on a step take it: a rank that runs out of memory from here on ends the run.
         self.run_state.checkpoints.wait_for_copy()  # PowerSGD's sums change its state, and the update the weights
         clipping: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.world.size > 1:
             clipping = partial(self.builder.oom_context, f"Clipping in step {step.index + 1}")
         with clipping():
-            metrics = take.sum_over_ranks(metrics)
+            metrics = train_step.sum_over_ranks(metrics)
         with self.rank_report.timer.part(UPDATE):
             with clipping():
-                take.clip(metrics)
-            # Not repeated when it runs out of memory: some weights may be updated already.
+                train_step.clip(metrics)
+            # An update that runs out of memory is not repeated: some weights may be updated already.
             with self.builder.oom_context(f"The update of step {step.index + 1}"):
-                take.update(metrics, lr, step.index)
+                train_step.update(metrics, lr, step.index)
         return metrics
 
     def _has_new_rows(self, index: int) -> bool:
         """Whether rows have another length from step `index` on."""
-        rows, of = self.plan.step_rows, self.plan.stage
-        return index > self.plan.sizes.dropped and rows.starts[of(index)].length != rows.starts[of(index - 1)].length
+        if index <= self.plan.sizes.dropped:
+            return False
+        before, now = (self.plan.step_rows.starts[self.plan.stage(step)] for step in (index - 1, index))
+        return now.length != before.length
 
     def _announce_stage(self, index: int) -> None:
-        """Say that rows have another length from step `index` on, if they have, and free what was recorded for the
-        earlier ones."""
+        """If rows have another length from step `index` on, say so and free the recordings of the earlier length."""
         if self._has_new_rows(index) and index > self.first_step:
             self.screen.note(f"From step {index + 1} on: {self.plan.step_rows.text(self.plan.stage(index))}.")
             self._drop_recordings()
 
     @contextmanager
     def _interruptible(self, changes: bool = False) -> Iterator[None]:
-        """In the body a signal raises Stopped at once, unless the body `changes` the weights. With several ranks it is
-        only recorded: they must agree first, to stop together."""
+        """In the body a signal raises Stopped at once, unless the body `changes` the weights. With several ranks the
+        signal is only recorded: the ranks must agree first, to stop together."""
         with SIGNALS.interruptible() if self.world.size == 1 and not changes else SIGNALS.held():
             yield
 
     def _collects(self, step: int) -> bool:
-        """Whether the ranks exchange their figures after `step` steps: before each log line that the plan knows of."""
+        """Whether the ranks exchange their figures after `step` steps: if the plan has a log line there."""
         return step == self.plan.steps or step % self.config.train.log_every == 0 or self.end.looks(step)
 
-    def _halve(self, index: int, found: MemoryExhausted) -> None:
-        """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
+    def _halve(self, index: int, exhausted: MemoryExhausted) -> None:
+        """Halve the micro-batches from step `index` on. Step `index` did not fit and is repeated."""
         if self.train_step.in_backward:  # two micro-batches would need all gradients
-            raise self._out_of_memory_error("training", self.plan.sizes.micro_batch_size, found.reason)
-        self.batch_sizes.free_memory()  # which also waits for gradients that are still being added up
+            raise self._out_of_memory_error("training", self.plan.sizes.micro_batch_size, exhausted.reason)
+        self.batch_sizes.free_memory()  # also waits for gradients that are still being added up
         self.train_step.drop()
         sizes = self.plan.sizes
-        again = f"Step {index + 1} is repeated; its {self.plan.rows(index)} rows and its loss stay as they are. "
-        again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
+        hint = f"Step {index + 1} is repeated; its {self.plan.rows(index)} rows and its loss stay as they are. "
+        hint += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
         rows = self.batch_sizes.halve(
             "training",
             sizes.micro_batch_size,
-            found,
+            exhausted,
             sizes.global_batch_size,
-            again,
+            hint,
             multiple=self.plan.stream.rows_of_group,
         )
         self._set_plan(self.plan.with_micro_batch_size(rows))
@@ -567,7 +583,7 @@ class Trainer:
     def _out_of_memory_error(self, part: str, rows: int, why: str) -> HardwareError:
         """Save the state and return the error that `part` ran out of memory at `rows` rows and cannot halve them."""
         if part == "training":
-            rows = self.plan.micro_rows(self.state.step)  # more of them, where they are shorter
+            rows = self.plan.micro_rows(self.state.step)  # a micro-batch has more rows where rows are shorter
         message = out_of_memory_message(part, rows, why)
         with SIGNALS.deferred():
             self._log_due_line()
@@ -618,10 +634,10 @@ class Trainer:
     def _stop_if_not_finite(self) -> None:
         """End the run if too many steps in a row were not finite."""
         if self.monitor.must_stop:
-            self.monitor.statistics.settle()  # a step issued since may be finite
+            self.monitor.statistics.settle()  # a step issued after the counted steps may be finite
         if self.monitor.must_stop:
             self._log_due_line()
-            if self.monitor.last_finite > self.run_state.saved:  # its weights are in no checkpoint yet
+            if self.monitor.last_finite > self.run_state.saved:  # the present weights are in no checkpoint yet
                 self.run_state.save()
             self.run_state.checkpoints.wait()
             raise self.monitor.stop_error(self.run_state.checkpoints.folder, self._broken_router())
@@ -654,8 +670,8 @@ class Trainer:
         self.log.compiled(f"training, stage {self.plan.stage(self.state.step - 1)}")
 
     def _evaluate(self) -> bool:
-        """Evaluate on the held-out data, or on the questions if they can stop the run, and log the figures. Returns
-        whether to save this state.
+        """Evaluate on the held-out data, and on the questions if their answers can stop the run; log the figures.
+        Returns whether to save this state.
         """
         self.state.evaluation_due = self.held_out is not None or self.end.by_match
         if not self.state.evaluation_due:
@@ -687,20 +703,18 @@ class Trainer:
         return {f"questions/{name}": value for name, value in self.questions.scores.items()}
 
     def _exact_match(self, when: str = "") -> float:
-        """The share of the questions that are answered exactly right. `when`: the name that the answers get."""
+        """The share of questions with an exactly right answer. `when`: the name under which the answers are kept."""
         assert self.questions is not None
         self.world.heartbeat.doing("answering questions")
         return self.questions.ask(self.language_model.prepared, when, self.batch_sizes, self.world)
 
     def _finish(self) -> dict[str, Any]:
         """Export the best or the last weights, ask the questions again, and tell the user where everything is."""
-        state, whole_model = self.state, not self.techniques.lora.enabled
-        kind = "model" if whole_model else "adapter"
+        state, checkpoints = self.state, self.run_state.checkpoints
+        kind = "adapter" if self.techniques.lora.enabled else "model"
         output = self.folder.path / kind
-        self.monitor.refuse_broken_weights(self.plan.steps, self.run_state.checkpoints.folder, self._gives_finite_loss)
-        step = state.step
-        if self.config.run.export is Export.best:
-            step = self.run_state.load_best()
+        self.monitor.refuse_broken_weights(self.plan.steps, checkpoints.folder, self._gives_finite_loss)
+        step = self.run_state.load_best() if self.config.run.export is Export.best else state.step
         self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
@@ -709,6 +723,48 @@ class Trainer:
             best = {"eval/best_loss": state.best_loss, "eval/best_match": state.best_match}
             figures |= {name: value for name, value in best.items() if value is not None}
             figures |= {"eval/best_step": state.best_step, "export/step": step}
+        self.world.heartbeat.doing(EXPORTING)
+        with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
+            proof = self._export(output, figures, note)
+        figures |= proof.figures()
+        exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
+        with phase("Writing the last checkpoint", announce=False):
+            try:
+                checkpoints.wait()
+            except StorageError as error:
+                raise StorageError(f"{error} All steps are done. {exported}.") from error
+        if timings := checkpoints.save_timings():
+            self.log.log(timings)
+            figures |= timings
+        if reason := state.ending.get("reason"):
+            figures["train/ended_early"] = reason
+        energy = self.energy.end(state.tokens)
+        figures |= energy | self.clock.figures()
+        self.tracker.summary(figures)
+        self.folder.finish(figures)
+        self.end.done()
+        lines = self.monitor.summary(self.plan.steps)
+        if self.train_step.recorder:
+            lines.append(self.train_step.recorder.summary())
+        if proof.asked is not None and proof.ended_after is None:
+            lines.append(
+                f"The {kind} has not learned to end: {proof.ending()}. Train longer, or look at the ends of the rows "
+                "with `fxtune preview`"
+            )
+        if self.world.main and self.config.run.report:
+            lines.append(_write_report(self.folder.path))
+        lines.append(exported)
+        if used := sentence(energy):
+            lines.append(used)
+        self.log.ended(self.questions, lines)
+        return figures
+
+    def _export(self, output: Path, figures: dict[str, Any], note: str) -> Proof:
+        """Write the trained model or adapter to `output`. `figures` and `note` are for its model card. Returns what
+        was proven of the files."""
+        if self.world.main:
+            self.run_state.make_room(export_all=not self.techniques.lora.enabled)
+        question, proofs = short_question(self.data.tables, self.ends), list[Proof]()
         card = {
             "data": self.plan.fingerprint,
             "weights": note,
@@ -716,58 +772,21 @@ class Trainer:
             "facts": self.facts,
             "config": self.recipe,
         }
-        question, unended = short_question(self.data.tables, self.ends), list[str]()
-
-        def record(proof: Proof) -> None:
-            figures.update(proof.figures())
-            if proof.asked is not None and proof.ended_after is None:
-                unended.append(
-                    f"The {kind} has not learned to end: {proof.ending()}. Train longer, or look at the ends of the "
-                    "rows with `fxtune preview`"
-                )
-
-        self.world.heartbeat.doing(EXPORTING)
-        with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
-            if self.world.main:
-                self.run_state.make_room(whole_model)
-            save_model(
-                self.language_model.prepared,
-                self.tokenizer,
-                output,
-                card=card,
-                world=self.world,
-                answer=self._answer,
-                question=(question.prompt, question.answer_tokens + MORE_TOKENS) if question else None,
-                record=record,
-                keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
-            )
-        exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
-        with phase("Writing the last checkpoint", announce=False):
-            try:
-                self.run_state.checkpoints.wait()
-            except StorageError as error:
-                raise StorageError(f"{error} All steps are done. {exported}.") from error
-        if timings := self.run_state.checkpoints.save_timings():
-            self.log.log(timings)
-            figures |= timings
-        if reason := state.ending.get("reason"):
-            figures["train/ended_early"] = reason
-        used = self.energy.end(state.tokens)
-        figures |= used | self.clock.figures()
-        self.tracker.summary(figures)
-        self.folder.finish(figures)
-        self.end.done()
-        page = [_write_report(self.folder.path)] if self.world.main and self.config.run.report else []
-        recorder = self.train_step.recorder
-        recorded = [recorder.summary()] if recorder else []
-        spent = [line] if (line := sentence(used)) else []
-        self.log.ended(
-            self.questions, [*self.monitor.summary(self.plan.steps), *recorded, *unended, *page, exported, *spent]
+        save_model(
+            self.language_model.prepared,
+            self.tokenizer,
+            output,
+            card=card,
+            world=self.world,
+            answer=self._answer,
+            question=(question.prompt, question.answer_tokens + MORE_TOKENS) if question else None,
+            record=proofs.append,
+            keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
         )
-        return figures
+        return proofs[0]
 
     def _answer(self) -> Answer:
-        """The trained model's answer to the probe of the export, as in training."""
+        """The trained model's answer to the probe of the export, with the precision of training."""
         with self.techniques.precision.context(self.world.device):
             return Answer.of(self.model)
 
@@ -789,7 +808,7 @@ class Trainer:
 
         try:
             name = broken_router(self.model, routers, run) if routers is not None else None
-        except Exception:  # noqa: BLE001  the error that ends the run is the loss, whatever fails in this search
+        except Exception:  # noqa: BLE001  the run ends with the error about the loss, whatever fails in this search
             name = None
         return next((router for router in self.world.gather(name, "looking for a broken router") if router), None)
 
@@ -799,7 +818,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _write_report(folder: Path) -> str:
-    """Write report.html, and say where. If that fails only the page is lost."""
+    """Write report.html. Returns a line that says where the page is, or why there is none."""
     from fxtune.reports.page import write_report
 
     try:

@@ -209,7 +209,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(parent, capsys, monkeypatch
     refused(2, "`run.export` cannot be set here: a refresh exports its best", "run.export=last")
     Path("text.jsonl").write_text('{"text": "a b c"}\n' * 3)
     command[2] = "data.sources=[{path: text.jsonl}]"
-    refused(3, "has rows of format text, and runs/mine learned from chats")
+    refused(3, "has rows of format text, and runs/mine was trained on chats")
     Path("empty.jsonl").write_text("")
     command[2] = "data.sources=[{path: empty.jsonl}]"
     refused(3, "is empty")
@@ -220,7 +220,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(parent, capsys, monkeypatch
     os.rename("old.jsonl", "away.jsonl")
     refused(3, "old.jsonl: there is no such file")
     write("old.jsonl", LIKE, 99)
-    refused(2, "The rows that runs/mine learned from are not there any more")
+    refused(2, "The rows that runs/mine was trained on have changed")
     os.rename("away.jsonl", "old.jsonl")
     refused(2, "`techniques.lora.enabled` cannot be set here", "techniques.lora.enabled=false")
     os.rename(parent / "adapter", parent / "model")

@@ -29,8 +29,8 @@ def all_to_all(parts: Tensor, group: str) -> Tensor:
         dist.all_to_all_single(received, parts.contiguous(), group=members)
     except RuntimeError as error:
         raise LostRankError(
-            f"Rank {members.rank()} of the {members.size()} that share rows ({socket.gethostname()}) lost another one "
-            f"while exchanging their pieces: {first_line(error)}. The same command goes on from the last checkpoint."
+            f"Rank {members.rank()} of the {members.size()} that share rows ({socket.gethostname()}) lost another "
+            f"rank while exchanging pieces: {first_line(error)}. The same command goes on from the last checkpoint."
         ) from error
     return received
 

@@ -37,8 +37,8 @@ def softmax_gradient(
     assert (logits.stride(1), labels.stride(), losses.stride()) == (1, (1,), (1,))
     if not rows:
         return
-    each = 16 // logits.element_size()
-    needed = triton.next_power_of_2(triton.cdiv(vocabulary, each))
+    per_load = 16 // logits.element_size()
+    needed = triton.next_power_of_2(triton.cdiv(vocabulary, per_load))
     lanes = min(WARPS * 32 * LOADS, needed)
     _softmax_gradient[(rows,)](
         logits,
@@ -53,7 +53,7 @@ def softmax_gradient(
         GRADIENT=gradient,
         IGNORED=ignored,
         LANES=lanes,
-        EACH=each,
+        PER_LOAD=per_load,
         num_warps=min(WARPS, max(lanes // 32, 1)),
     )
 
@@ -89,7 +89,7 @@ def _scale_and_cap(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _fold(x, highest, total):
-    """Add x [LANES, EACH] to each lane's maximum and its sum of exponentials relative to that."""
+    """Add x [LANES, PER_LOAD] to each lane's maximum and its sum of exponentials relative to the maximum."""
     higher = tl.maximum(highest, tl.max(x, 1))
     return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
 
@@ -118,23 +118,23 @@ def _softmax_gradient(
     GRADIENT: tl.constexpr,
     IGNORED: tl.constexpr,
     LANES: tl.constexpr,
-    EACH: tl.constexpr,
+    PER_LOAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
-    BLOCK: tl.constexpr = LANES * EACH
-    columns = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    BLOCK: tl.constexpr = LANES * PER_LOAD
+    columns = tl.arange(0, LANES)[:, None] * PER_LOAD + tl.arange(0, PER_LOAD)[None, :]
     full = vocabulary // BLOCK * BLOCK
-    rest = full + columns
+    tail = full + columns
     kind = logits_ptr.dtype.element_ty
     if label == IGNORED:
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
-            zeros = tl.zeros((LANES, EACH), kind)
+            zeros = tl.zeros((LANES, PER_LOAD), kind)
             for start in range(0, full, BLOCK):
                 tl.store(logits_ptr + start + columns, zeros)
-            tl.store(logits_ptr + rest, zeros, mask=rest < vocabulary)
+            tl.store(logits_ptr + tail, zeros, mask=tail < vocabulary)
     else:
         # Read before the row is overwritten. A label outside of the vocabulary gives nan, and no other memory is read.
         inside = (label >= 0) & (label < vocabulary)
@@ -146,27 +146,27 @@ def _softmax_gradient(
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last").to(tl.float32)
             highest, total = _fold(_scale_and_cap(x, scale, cap, CAP, SCALED)[0], highest, total)
         if full < vocabulary:
-            x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0).to(tl.float32)
-            x = tl.where(rest < vocabulary, _scale_and_cap(x, scale, cap, CAP, SCALED)[0], float("-inf"))
+            x = tl.load(logits_ptr + tail, mask=tail < vocabulary, other=0.0).to(tl.float32)
+            x = tl.where(tail < vocabulary, _scale_and_cap(x, scale, cap, CAP, SCALED)[0], float("-inf"))
             highest, total = _fold(x, highest, total)
         top = tl.max(highest, 0)
-        everything = tl.sum(total * tl.exp(highest - top), 0)
-        # The highest logit is subtracted first: differences of large logits are exact, those of logarithms are not.
-        tl.store(losses_ptr + row, tl.log(everything) - (target - top))
+        denominator = tl.sum(total * tl.exp(highest - top), 0)
+        # The highest logit is subtracted first: a difference of large logits is exact, of logarithms it is not.
+        tl.store(losses_ptr + row, tl.log(denominator) - (target - top))
         if GRADIENT:
-            share = scale / everything
+            share = scale / denominator
             tl.debug_barrier()  # every thread has read its target before it is overwritten
             if full < vocabulary:
-                x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0)
+                x = tl.load(logits_ptr + tail, mask=tail < vocabulary, other=0.0)
                 tl.store(
-                    logits_ptr + rest, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind), mask=rest < vocabulary
+                    logits_ptr + tail, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind), mask=tail < vocabulary
                 )
             for start in range(0, full, BLOCK):
                 at = logits_ptr + (full - BLOCK - start) + columns
                 x = tl.load(at, eviction_policy="evict_first")
                 tl.store(at, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind))
             tl.debug_barrier()  # the label's gradient was written like the others
-            least = (tl.exp(target - top) / everything - 1.0) * scale
+            label_gradient = (tl.exp(target - top) / denominator - 1.0) * scale
             if CAP:
-                least = least * (1.0 - tanh * tanh)
-            tl.store(logits_ptr + label, least.to(kind), mask=inside)
+                label_gradient = label_gradient * (1.0 - tanh * tanh)
+            tl.store(logits_ptr + label, label_gradient.to(kind), mask=inside)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 as operators of our own, so that torch.compile sees no graph break and checkpointing policies can
+"""FlashAttention-4 as fxtune's own operators, so that torch.compile sees no graph break and checkpointing policies can
 name them.
 
 They compute causal attention over documents that follow one another (or over rows of one document each) with the CuTe
@@ -58,7 +58,7 @@ def flash4(
         k, v: the same with kv_heads (a divisor of heads); v may have another d.
         cu_seqlens: int32 [documents + 1], where each document begins, then the number of tokens. Documents may be
             empty.
-        max_seqlen: no document is longer. Not read without `cu_seqlens`.
+        max_seqlen: an upper bound on the documents' lengths. Not read without `cu_seqlens`.
         scale: of the scores, usually d^-0.5.
         window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: all before it.
         softcap: c in c * tanh(score / c) (Gemma 2); 0: none.
@@ -125,13 +125,14 @@ def package() -> Any:
     return interface
 
 
-def _cache_folder(given: str | None) -> Path | None:
-    """A folder where files can be created and locked: `given`, or one in fxtune's cache; None: there is none. Each
-    kind of GPU has its own, because not all of the package's cache keys contain the GPU (4.0.0b36: bwd_pre).
+def _cache_folder(configured: str | None) -> Path | None:
+    """A folder where files can be created and locked: `configured`, or one in fxtune's cache; None: it cannot be
+    used. Each kind of GPU has a separate folder, because not all of the package's cache keys contain the GPU
+    (4.0.0b36: bwd_pre).
     """
     gpu = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     try:
-        folder = Path(given) if given else cache_home() / "flash4" / f"{platform.machine()}-{gpu}"
+        folder = Path(configured) if configured else cache_home() / "flash4" / f"{platform.machine()}-{gpu}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,13 +216,13 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         return (None,) * 9
     *tensors, sinks = ctx.saved_tensors
     gradients = torch.ops.fxtune.flash4_backward(dout, *tensors, *ctx.options)
-    of_sinks = None
+    dsinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
         out, lse = tensors[3:5]
         dot = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
-        each = -(sinks.to(lse.dtype)[:, None] - lse).exp() * dot
-        of_sinks = each.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
-    return *gradients, None, None, None, None, None, of_sinks
+        token_gradients = -(sinks.to(lse.dtype)[:, None] - lse).exp() * dot
+        dsinks = token_gradients.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
+    return *gradients, None, None, None, None, None, dsinks
 
 
 flash4.register_autograd(_backward, setup_context=_setup)

@@ -7,11 +7,11 @@ column (of the weight). A scale is a row's largest number over 448, so an outlie
 these products run at 1,000 to 1,300 TFLOP/s, and bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
 
 Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a
-matrix of its own. There are two ways to have it:
+separate matrix. There are two ways to have it:
 
 - Both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are powers of two, so
-  that W^T has the same numbers as W. (Those some 2,000 times smaller than their column's largest are an exception:
-  they lose bits.)
+  that W^T has the same numbers as W. (Numbers some 2,000 times smaller than the largest of their column are
+  an exception: they lose bits.)
 - Only W is kept, 1 byte a weight. Since W = diag(scales) @ codes, dy W = (dy * scales) @ codes: the scales go into dy
   before it is quantized, and the codes are transposed in each backward product, 2 bytes of traffic a weight.
 
@@ -58,7 +58,7 @@ class Weight(NamedTuple):
 def quantize_rows(x: Tensor, powers: bool = False, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes *
     scales. `powers`: round scales up to a power of two. Rows of zeros get the scale SMALLEST; NaN and infinity stay.
-    `columns`: float32 with `width` numbers, by which the columns of x are multiplied first.
+    `columns`: float32 [width]; the columns of x are multiplied by it first.
     """
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
@@ -87,16 +87,16 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     if codes.is_cuda and codes.is_contiguous():
         from fxtune.kernels import fp8_triton
 
-        made = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        return fp8_triton.dequantize_rows(codes.view(E4M3), scales, made)
+        weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        return fp8_triton.dequantize_rows(codes.view(E4M3), scales, weight)
     if dtype is torch.bfloat16:
         return codes.view(E4M3).to(dtype).mul_(scales.view(-1, 1).to(dtype))
     return dequantize_rows(codes, scales, dtype)
 
 
 def quantize_weight(weight: Tensor, transpose: bool = True) -> Weight:
-    """Quantize a weight [out, in] of any floating dtype. `transpose`: keep its transpose, too, for which this takes
-    two temporary bfloat16 copies."""
+    """Quantize a weight [out, in] of any floating dtype. `transpose`: keep its transpose, too; making it takes two
+    temporary bfloat16 copies."""
     return weight_of(*quantize_rows(weight, powers=True), transpose)
 
 
@@ -145,8 +145,8 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tens
 
 
 def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """dy W [rows, in] for a weight without its transpose. `dy`: quantize_rows(dy, columns=scales), with the weight's
-    scales; `out`: see scaled_mm()."""
+    """dy W [rows, in] for a weight without its transpose. `dy`: the result of quantize_rows(dy, columns=scales), with
+    the weight's scales; `out`: see scaled_mm()."""
     back = torch.empty(codes.shape[1], len(codes), dtype=torch.uint8, device=codes.device)
     if codes.is_cuda:
         from fxtune.kernels import fp8_triton
@@ -160,8 +160,8 @@ def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = N
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype; the result [..., out] has the same."""
     back = None if weight.back is None else weight.back.t()
-    made: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
-    return made
+    y: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
+    return y
 
 
 @torch.library.custom_op("fxtune::fp8_linear", mutates_args=())

@@ -7,13 +7,13 @@ activation write the codes of h and of dg beside what they compute.
 
 dy W sums over W's output rows, so it needs W^T as a second matrix, as for linears:
 
-- W and W^T are kept, 2 bytes a weight, and this is the faster way.
+- W and W^T are kept, 2 bytes a weight. This is faster.
 - Only W is kept. Its scales differ by expert and output row, so each row of dy is multiplied by the scales of its
   expert before it is quantized, and the codes are transposed in each backward pass.
 
-Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states where they are (`project`), and so
-do the gradients of A1 and B2 (`outer_of`), so no 16-bit row is ever gathered. What an adapter adds to y and dx is
-added before a sum is rounded: by the Triton GEMM itself, or as the rows are added up.
+Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states in place (`project`), and so do
+the gradients of A1 and B2 (`outer_of`): no 16-bit row is ever gathered. The adapter's part of y and dx is added
+before a sum is rounded: by the Triton GEMM itself, or as the rows are added up.
 
 The wide products are the Triton kernel or torch's grouped GEMM. Triton's is the default: for the shapes of
 Qwen3-30B-A3B on an H200 it is as fast as torch's in three products, faster in the fourth, and adds the adapter's part
@@ -39,8 +39,8 @@ from fxtune.upstream import torch as upstream
 TORCH, TRITON = "torch", "triton"
 """Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the GEMM of fp8_experts_triton.py."""
 MOST_RANKS = 128
-"""The largest rank that Triton's GEMM adds itself: larger tiles do not fit in Hopper's shared memory. Beyond it
-torch's multiplies."""
+"""The largest rank that Triton's GEMM adds itself: larger tiles do not fit in Hopper's shared memory. For a larger
+rank torch's GEMM multiplies."""
 
 
 class Weights(NamedTuple):
@@ -95,7 +95,7 @@ def fp8_experts(
     Args:
         matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
             is bfloat16, and both sizes are multiples of 16.
-        adapters: of both matrices; of rank 0 if there are none.
+        adapters: for each of the two matrices; of rank 0 where there is no adapter.
         by: TORCH or TRITON.
     """
     first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
@@ -117,22 +117,22 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
 
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
     weights, back, ends, by, token = layer.weights, layer.back, layer.ends, layer.by, layer.token
-    kept, w = len(layer.first) == 4, layer.of_rows
+    has_transposes, w = len(layer.first) == 4, layer.row_weights
     db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends)
     dr2 = project(dout, token, layer.b2, ends)
-    dy = quantize_tokens(dout, token, back) if kept else quantize_scaled(dout, token, layer.last[1], ends)
+    dy = quantize_tokens(dout, token, back) if has_transposes else quantize_scaled(dout, token, layer.last[1], ends)
     dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, by)
     del dy
-    factors = None if kept else layer.first[1]
-    # After this dh holds w h.
+    factors = None if has_transposes else layer.first[1]
+    # This overwrites dh with w h.
     dg, codes, dr1, dw = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
     da2 = outer_of(dh, None, dr2, ends).mT.contiguous()
     db1 = outer_of(dg, None, r1, ends)
     del dg, dh
     da1 = outer_of(layer.hidden, token, dr1, ends).mT.contiguous()
     dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, by)
-    of_weights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
-    return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), of_weights, da1, db1, da2, db2
+    dweights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
+    return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), dweights, da1, db1, da2, db2
 
 
 _operator = gated_experts.register("fp8_experts", _forward, _backward)
@@ -164,8 +164,8 @@ def scaled_product(
         )
     out = torch.empty(len(left), codes.shape[1], dtype=dtype, device=left.device)
     for expert, rows in segments(ends):
-        made = (left[rows].float() @ codes[expert].view(E4M3).float().t()) * left_scales[rows] * scales[expert]
-        out[rows] = (made if low is None else made.addmm(low[0][rows].float(), low[1][expert].float())).to(dtype)
+        scaled = (left[rows].float() @ codes[expert].view(E4M3).float().t()) * left_scales[rows] * scales[expert]
+        out[rows] = (scaled if low is None else scaled.addmm(low[0][rows].float(), low[1][expert].float())).to(dtype)
     return out
 
 
@@ -239,8 +239,8 @@ def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer_of(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) -> Tensor:
-    """[experts, d, r]: of each expert the sum of x y^T over its rows. y [r] is a row of `narrow` [rows, r]; x [d] the
-    state of the row's token, or the row itself of `states` without `token`."""
+    """[experts, d, r]: the sum of x y^T over each expert's rows. y [r] is a row of `narrow` [rows, r]. x [d] is the
+    state of the row's token, or, without `token`, a row of `states`."""
     if not narrow.shape[1]:
         return states.new_empty(len(ends), states.shape[1], 0)
     if states.is_cuda:

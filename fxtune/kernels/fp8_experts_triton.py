@@ -1,4 +1,4 @@
-"""Triton kernels of fp8_experts.py: rows of tokens that are read where they are, and a grouped GEMM in fp8.
+"""Triton kernels of fp8_experts.py: products that read tokens' states in place, and a grouped GEMM in fp8.
 
     project           the state of each row's token times a narrow matrix of the row's expert
     expand            narrow rows times a matrix of their expert

@@ -12,15 +12,15 @@ beside the weights: a checkpoint, a resumed run and an export know nothing of fp
   number).
 - dW sums over tokens, so a token's scale cannot be applied to the result. The codes of x are transposed as they are,
   and the scale of each row of x goes into the row of dy: dW = (diag(x scales) dy)^T codes. Only that product needs one
-  scale for the whole of dy, which follows from the rows' scales without reading dy again. So a token whose numbers are
-  thousands of times those of the others costs them precision there: one activation of 1e5 among 2,048 tokens raises
+  scale for the whole of dy, which follows from the rows' scales without reading dy again. So a token with numbers
+  thousands of times larger costs the other tokens precision there: one activation of 1e5 among 2,048 tokens raises
   the error of dW's other columns from 0.04 to about 0.1. techniques.float8 can compute dW in bfloat16
   (weight_gradient), or leave a linear out (skip).
 
 The forward pass keeps x^T as codes, 1 byte a number in place of 2. W is quantized in the forward and again in the
 backward pass: keeping W^T would take a byte a weight, and quantizing it takes 0.4 % of a step (computed). Sums
 over tokens are long, so dW is accumulated in float32 throughout; the other products use the tensor cores' fast
-accumulation, as those of fp8.py.
+accumulation, as in fp8.py.
 
 On a CPU plain torch computes the same from the same codes. Sources: rowwise scales as in FBGEMM and torchao (arXiv
 2507.14111), e4m3 for gradients and exact accumulation as in DeepSeek-V3 (arXiv 2412.19437).
@@ -43,10 +43,10 @@ MULTIPLE = 16
 
 def linear(x: Tensor, weight: Tensor, fp8_weight_gradient: bool = True) -> Tensor:
     """x W^T, differentiable in both. `x`: [..., in], `weight`: [out, in], both floating; the result is [..., out] in
-    autocast's dtype, or that of x.
+    autocast's dtype, or in x's.
 
-    The products are rounded to bfloat16, the gradient of the weight to its own dtype. `fp8_weight_gradient`: else it
-    is a product in bfloat16. in and out are multiples of 16.
+    The products are rounded to bfloat16, the gradient of the weight to its own dtype. `fp8_weight_gradient`: False
+    computes that gradient as a product in bfloat16. in and out are multiples of 16.
     """
     dtype = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -61,33 +61,33 @@ class _Linear(torch.autograd.Function):
         scales, scale = row_scales(rows), tensor_scale(weight)
         factors = scales.reciprocal()
         if fp8_weight_gradient:
-            codes, kept = torch.ops.fxtune.fp8_both(rows, factors, factors)
+            codes, saved_x = torch.ops.fxtune.fp8_both(rows, factors, factors)
         else:
-            codes, kept = quantized(rows, factors), rows.to(torch.bfloat16)
+            codes, saved_x = quantized(rows, factors), rows.to(torch.bfloat16)
         product = scaled_mm(codes, quantized(weight, scale.reciprocal()).t(), scales, scale)
-        ctx.save_for_backward(kept, scales, weight, scale)
+        ctx.save_for_backward(saved_x, scales, weight, scale)
         ctx.fp8_weight_gradient, ctx.x_dtype = fp8_weight_gradient, x.dtype
         return product.to(dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        kept, scales, weight, scale = ctx.saved_tensors
+        saved_x, scales, weight, scale = ctx.saved_tensors
         dy = gradient.flatten(0, -2)
         dy_scales = row_scales(dy)
         if ctx.fp8_weight_gradient:
-            together = (dy_scales * scales).amax().clamp(min=SMALLEST)
-            codes, back = torch.ops.fxtune.fp8_both(dy, dy_scales.reciprocal(), scales / together)
-            dweight = scaled_mm(back, kept.t(), together, None, weight.dtype)
+            common_scale = (dy_scales * scales).amax().clamp(min=SMALLEST)
+            codes, back = torch.ops.fxtune.fp8_both(dy, dy_scales.reciprocal(), scales / common_scale)
+            dweight = scaled_mm(back, saved_x.t(), common_scale, None, weight.dtype)
         else:
             codes = quantized(dy, dy_scales.reciprocal())
-            dweight = (dy.to(torch.bfloat16).t() @ kept).to(weight.dtype)
+            dweight = (dy.to(torch.bfloat16).t() @ saved_x).to(weight.dtype)
         transposed = torch.ops.fxtune.fp8_transpose(weight, scale.reciprocal().expand(len(weight)))
         dx = scaled_mm(codes, transposed.t(), dy_scales, scale).to(ctx.x_dtype)
         return dx.view(*gradient.shape[:-1], weight.shape[1]), dweight, None, None
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """The largest absolute value of each row of `x` [rows, width] over that of e4m3: float32 [rows]. NaN stays."""
+    """The largest absolute value of each row of `x` [rows, width] over LARGEST: float32 [rows]. NaN stays."""
     return (x.abs().amax(1).float() * (1 / LARGEST)).clamp(min=SMALLEST)
 
 
@@ -97,7 +97,7 @@ def tensor_scale(x: Tensor) -> Tensor:
 
 
 def quantized(x: Tensor, factors: Tensor) -> Tensor:
-    """x * factors as e4m3. `factors`: one, or one for each row of `x` [rows, width]. The compiler fuses this."""
+    """x * factors as e4m3. `factors`: a scalar, or one factor a row of `x` [rows, width]. The compiler fuses this."""
     return (x.float() * (factors if factors.dim() == 0 else factors.unsqueeze(1))).to(E4M3)
 
 
@@ -107,8 +107,8 @@ def scaled_mm(
     """left right [rows, columns] in `dtype`, for `left` [rows, k] with contiguous rows and `right` [k, columns] with
     contiguous columns, both e4m3.
 
-    `scales`: one for each row of the left factor, with `scale` for the right one, or one for all (then the sums are
-    exact in float32). k and the columns are multiples of 16.
+    `scales`: a number for each row of the left factor, with `scale` for the right factor; or one number for both (then
+    the sums are exact in float32). k and the columns are multiples of 16.
     """
     if not left.is_cuda:
         product = (left.float() @ right.float()) * (scales.unsqueeze(1) if scales.dim() else scales)
@@ -119,8 +119,8 @@ def scaled_mm(
         return upstream.scaled_mm(
             left, right, scale_a=scales.unsqueeze(1), scale_b=columns, out_dtype=dtype, use_fast_accum=True
         )
-    one = torch.ones_like(scales) if scale is None else scale
-    return upstream.scaled_mm(left, right, scale_a=scales, scale_b=one, out_dtype=dtype)
+    right_scale = torch.ones_like(scales) if scale is None else scale
+    return upstream.scaled_mm(left, right, scale_a=scales, scale_b=right_scale, out_dtype=dtype)
 
 
 @torch.library.custom_op("fxtune::fp8_both", mutates_args=())

@@ -2,7 +2,7 @@
 
     quantize_rows             a program handles one row
     dequantize_rows           the inverse, which an fp8 head needs in each step
-    transpose                 a matrix of bytes, for the backward product of a weight that is kept once
+    transpose                 a matrix of bytes, for the backward product of a weight without a kept transpose
     quantize_both             a matrix and its transpose with given factors, for trained weights (fp8_training.py)
 
 The scale depends on the row's largest number, so a row is needed twice. It stays in registers if it fits; otherwise it
@@ -25,7 +25,7 @@ def quantize_rows(
     x: Tensor, codes: Tensor, scales: Tensor, smallest: float, powers: bool, columns: Tensor | None = None
 ) -> None:
     """Quantize `x` [rows, width] with contiguous rows into `codes`, e4m3 of that shape, and `scales`, float32 [rows].
-    `columns`: float32 with `width` numbers, by which the columns of x are multiplied first."""
+    `columns`: float32 [width]; the columns of x are multiplied by it first."""
     rows, width = x.shape
     assert x.stride(1) == codes.stride(1) == 1
     assert scales.is_contiguous()
@@ -49,7 +49,7 @@ def quantize_rows(
 
 
 def transpose(x: Tensor, into: Tensor) -> None:
-    """Write the transpose of `x` [rows, columns] to `into`; of each matrix if both are [matrices, ...]. Both are
+    """Write the transpose of `x` [rows, columns] to `into`; of each matrix, if both are [matrices, ...]. Both are
     uint8, with contiguous rows."""
     if x.dim() == 2:
         x, into = x.unsqueeze(0), into.unsqueeze(0)
@@ -64,7 +64,7 @@ def transpose(x: Tensor, into: Tensor) -> None:
 def dequantize_rows(codes: Tensor, scales: Tensor, into: Tensor) -> Tensor:
     """Write `codes` (e4m3 [rows, width]) times `scales` (float32 [rows]) to `into`, return it. All are contiguous."""
     rows, width = codes.shape
-    assert all(one.is_contiguous() for one in (codes, scales, into))
+    assert all(tensor.is_contiguous() for tensor in (codes, scales, into))
     if rows:
         block = min(triton.next_power_of_2(width), 4096)
         _dequantize_rows[(rows, triton.cdiv(width, block))](codes, scales, into, width, BLOCK=block, num_warps=4)

@@ -8,7 +8,7 @@ with zeros to a multiple of ALIGN. A bias is one more column of B, opposite a co
 kind                tensors                                       product
 dense, dense/cute   [M]: W with space for A and B, augment()      one matmul, see below
 nf4/..., int8/...   quantized_modules.packed() of each sibling    W is dequantized, B is added to y afterwards
-fp8                 the two or four of the group's fp8.Weight     two fp8 operands, B is added to y afterwards
+fp8                 the two or four tensors of its fp8.Weight     two fp8 operands, B is added to y afterwards
 
 `Base` is the interface of a kind. To add one: subclass Base, define forward() and backward() (and operand(), if the
 product needs x in another form), and name it in fused_lora.base_of().
@@ -50,10 +50,10 @@ def is_dense(kind: str) -> bool:
 
 @torch.no_grad()
 def augment(weights: Sequence[Tensor], ranks: Sequence[int], bias: bool = False) -> Tensor:
-    """M for siblings' weights [out_i, in], of their dtype and device. A and B are zero in it."""
-    out, inner, width = sum(len(one) for one in weights), weights[0].shape[1], padded_rank(ranks, bias)
-    matrix = weights[0].new_zeros(out + width, inner + width)
-    for into, weight in zip(matrix[:out, :inner].split([len(one) for one in weights]), weights, strict=True):
+    """M for siblings' weights [out_i, in], in the weights' dtype and on their device. Its A and B are zero."""
+    outs, inner, width = list(map(len, weights)), weights[0].shape[1], padded_rank(ranks, bias)
+    matrix = weights[0].new_zeros(sum(outs) + width, inner + width)
+    for into, weight in zip(matrix[: sum(outs), :inner].split(outs), weights, strict=True):
         into.copy_(weight)
     return matrix
 
@@ -87,7 +87,7 @@ class Base:
         return Operand(x), self.project(x, factor)
 
     def padded(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        """operand() of an `x` whose rows may have padding behind them, which may be overwritten."""
+        """operand() for an `x` with padding behind its rows, which may be overwritten."""
         return self.operand(x, factor)
 
     def forward(self, operand: Operand, xa: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -195,9 +195,9 @@ class Dense(Base):
         return _split_columns(mm(dy, self.matrix[: self.out], by=self.by), self.inner)
 
 
-def _split_columns(both: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The wide part of a product, and a copy of the narrow one: a view of it would keep the wide part alive."""
-    return both[:, :width], both[:, width:].clone(memory_format=torch.contiguous_format)
+def _split_columns(product: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The wide part of a product, and a copy of the narrow one: a view would keep the wide part alive."""
+    return product[:, :width], product[:, width:].clone(memory_format=torch.contiguous_format)
 
 
 class Dequantized(Base):
@@ -211,10 +211,10 @@ class Dequantized(Base):
         """[out, in]."""
         from fxtune.kernels.quantized import unpack
 
-        outs, each = self.adapters.outs, len(self.tensors) // len(self.adapters.outs)
+        outs, count = self.adapters.outs, len(self.tensors) // len(self.adapters.outs)
         matrix = torch.empty(sum(outs), self.adapters.inner, dtype=self.adapters.dtype, device=self.a.device)
         for index, into in enumerate(matrix.split(outs)):
-            unpack(self.kind, self.tensors[index * each : (index + 1) * each], into)
+            unpack(self.kind, self.tensors[index * count : (index + 1) * count], into)
         return matrix
 
     def forward(self, operand: Operand, xa: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -225,10 +225,10 @@ class Dequantized(Base):
 
 
 class Fp8(Base):
-    """Weights in fp8; `tensors`: those of a fp8.Weight of the whole group, four with its transpose, two without.
+    """Weights in fp8; `tensors`: one fp8.Weight for the whole group, four tensors with its transpose, two without.
 
     Activations are quantized once for all siblings, forward and backward. The adapters' products take the unquantized
-    activations, in a launch of their own (one launch for both is slower), so no trained weight sees fp8.
+    activations, in a separate launch (one launch for both is slower), so no trained weight sees fp8.
     """
 
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
@@ -248,15 +248,15 @@ class Fp8(Base):
         return add_adapter(self.product(operand, self.transpose, out), dyb, self.a)
 
     def product(self, operand: Operand, matrix: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
-        """The product with `matrix`, codes and scales; with the codes' transpose if it is empty."""
-        own = self.adapters.dtype is torch.bfloat16
-        into = out if own else None
+        """The product with `matrix` (codes, scales); if `matrix` is empty, with the transpose of self.codes."""
+        is_bfloat16 = self.adapters.dtype is torch.bfloat16
+        into = out if is_bfloat16 else None
         if matrix:
             codes, scales = matrix
             product = scaled_mm(operand.prepared, codes, scales, into)
         else:
             product = times_codes(operand.prepared, self.codes, into)
-        if own:
+        if is_bfloat16:
             return product
         return product.to(self.adapters.dtype) if out is None else out.copy_(product)
 

@@ -7,12 +7,12 @@ the same again backward. Here a group reads x one extra time for x A^T, and dy o
 dense base has even these as extra columns of the frozen products. frozen_base.py holds the frozen half and explains
 how A and B become part of its products; `kind` selects it.
 
-Kept for the backward pass: x, which is the caller's own tensor, x A^T, and of an MLP gate_up (gate and up side by
-side), the widest tensor of a layer. p = act(gate) * up is computed again by the backward kernel, which in the same
+Kept for the backward pass: x (the caller's own tensor), x A^T, and for an MLP gate_up (gate and up side by side), the
+widest tensor of a layer. p = act(gate) * up is computed again by the backward kernel, which in the same
 pass reduces p and the gradient of gate_up over the rows (kernels/swiglu.py: FusedSums). With `keep=False` gate_up is
 computed again from x, too. With `tiles` > 1 an MLP handles its rows tile by tile, forward and backward.
 
-They are operators, backward passes included, and not autograd functions. So torch.compile takes them as they are,
+Forward and backward passes are operators, not autograd functions. So torch.compile takes them as they are,
 checkpointing policies can name them, and a recomputation skips an operator whose results nobody uses. Gradients of A
 and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in the compute
 dtype, autocast's or x's. Any number of rows works, zero included.
@@ -20,6 +20,7 @@ dtype, autocast's or x's. Any number of rows works, zero included.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -53,10 +54,10 @@ def lora_linear(
     """The outputs of a group of linears with adapters, side by side: [..., sum of out_i] for x [..., in].
 
     Args:
-        a, b: of each linear lora_A [rank_i, in] and lora_B [out_i, rank_i], trained or not.
+        a, b: lora_A [rank_i, in] and lora_B [out_i, rank_i] of each linear, trained or not.
         base: the frozen weights in the layout of `kind` (frozen_base.py); for `dense` [augment(weights, ranks)].
-        scaling: of each linear, alpha / rank in peft.
-        bias: none, or of each linear [out_i], frozen; then augment() is called with bias=True.
+        scaling: one factor for each linear, alpha / rank in peft.
+        bias: empty, or the frozen bias [out_i] of each linear; then augment() is called with bias=True.
         padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then
             has padding behind each row, into which the backward pass writes dy B, so that dy is not copied.
     """
@@ -66,7 +67,7 @@ def lora_linear(
 
 
 def padding_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
-    """How many numbers of padding behind each row of the output's gradient lora_linear() of such a group can use."""
+    """Numbers of padding that lora_linear() of such a group can use behind each row of the output's gradient."""
     return padded_rank(ranks, bias) if is_dense(kind) else 0
 
 
@@ -86,8 +87,9 @@ def lora_mlp(
     """down(act(gate(x)) * up(x)) with adapters, [..., hidden] for x [..., hidden].
 
     Args:
-        a, b, scaling: of gate_proj, up_proj and down_proj, in this order, as for lora_linear().
-        up: the frozen weights of gate and up as a group of `up_kind`; down: those of down_proj, of `down_kind`.
+        a, b, scaling: as for lora_linear(), in the order gate_proj, up_proj, down_proj.
+        up: the frozen weights of gate and up as a group of `up_kind`.
+        down: the frozen weights of down_proj, stored as `down_kind`.
         act: one of ACTS, applied to gate.
         keep: keep gate_up [rows, 2 intermediate] for the backward pass rather than computing it again.
         tiles: the number of parts of the rows, handled one after the other; more than one implies keep=False.
@@ -119,7 +121,7 @@ class _Group(NamedTuple):
     scaling: list[float]
     kind: str
 
-    def of(self, dtype: torch.dtype) -> Base:
+    def build(self, dtype: torch.dtype) -> Base:
         return base_of(self.kind, self.base, Adapters(self.a, self.b, self.bias, self.scaling, dtype))
 
 
@@ -140,9 +142,8 @@ class _Mlp(NamedTuple):
     def halves(self, dtype: torch.dtype) -> tuple[Base, Base]:
         """The group of gate and up, and the group of down."""
         first = _Group(self.a[:2], self.b[:2], [], self.up, self.scaling[:2], self.up_kind)
-        return first.of(dtype), _Group(self.a[2:], self.b[2:], [], self.down, self.scaling[2:], self.down_kind).of(
-            dtype
-        )
+        second = _Group(self.a[2:], self.b[2:], [], self.down, self.scaling[2:], self.down_kind)
+        return first.build(dtype), second.build(dtype)
 
 
 @torch.library.custom_op(
@@ -158,12 +159,12 @@ def _linear(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """
     *parts, _, residual = arguments
     with torch.autocast(x.device.type, enabled=False):
-        return _Group(*parts).of(x.dtype).full(_rows(x), None if residual is None else _rows(residual))
+        return _Group(*parts).build(x.dtype).full(_rows(x), None if residual is None else _rows(residual))
 
 
 @_linear.register_fake
 def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
-    out, width = sum(one.shape[0] for one in b), padded_rank([one.shape[0] for one in a], bool(bias))
+    out, width = sum(lora_b.shape[0] for lora_b in b), padded_rank([lora_a.shape[0] for lora_a in a], bool(bias))
     return x.new_empty(x.shape[0], out), x.new_empty(x.shape[0], width)
 
 
@@ -173,12 +174,12 @@ def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], *_: Any) 
     schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted, bool padded) -> (Tensor, Tensor[], Tensor[])",
 )
 def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(dx, da, db). `wanted`: which of the three are needed; the others are returned empty. `padded`: dy's rows may
-    have padding behind them, which may be overwritten.
+    """(dx, da, db). `wanted`: which of the three are needed; the others are returned empty. `padded`: the rows of dy
+    may be followed by padding, which may be overwritten.
     """
     *parts, wanted, padded = arguments
     with torch.autocast(x.device.type, enabled=False):
-        group = _Group(*parts).of(x.dtype)
+        group = _Group(*parts).build(x.dtype)
         sums = AdapterGradients(group.adapters, wanted[1:])
         dx, dyb, dy = x.new_empty(0), xa, _rows(dy)
         if wanted[0]:
@@ -212,7 +213,7 @@ def _mlp(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
         first, second = mlp.halves(x.dtype)
         y = x.new_empty(x.shape)
-        kept = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+        saved = x.new_empty(0), x.new_empty(0), x.new_empty(0)
         for rows in _tiles(len(x), mlp.tiles):
             gate_up, xa = first.split(_rows(x[rows]))
             p = gated(mlp.act, gate_up, (xa, first.b), second.padded_buffer(len(xa)))
@@ -220,9 +221,9 @@ def _mlp(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                 del gate_up
             _, pa = second.full(p, None if residual is None else _rows(residual[rows]), y[rows], padded=True)
             if mlp.keep:
-                kept = gate_up, xa, pa
-            del p  # before the next tile's is made
-        return y, *kept
+                saved = gate_up, xa, pa
+            del p  # before the p of the next tile is allocated
+        return y, *saved
 
 
 @_mlp.register_fake
@@ -230,12 +231,12 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mlp = _Mlp(*arguments[:-1])
     if not mlp.keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    rows, ranks, wide = x.shape[0], [one.shape[0] for one in mlp.a], 2 * mlp.b[0].shape[0]
+    rows, ranks, width = x.shape[0], [lora_a.shape[0] for lora_a in mlp.a], 2 * mlp.b[0].shape[0]
     narrow = padded_rank(ranks[:2])
     between = narrow if is_dense(mlp.up_kind) else 0  # where x A^T was, see Dense.split()
     return (
         x.new_empty(x.shape),
-        x.new_empty_strided((rows, wide), (wide + between, 1)),
+        x.new_empty_strided((rows, width), (width + between, 1)),
         x.new_empty(rows, narrow),
         x.new_empty(rows, padded_rank(ranks[2:])),
     )
@@ -280,7 +281,7 @@ def _mlp_backward(
                 gb = first.project(g, first.b)
             sums[0].add(gb, x_tile, xa, None if fused else g)
             del g
-        (da, db), (da_down, db_down) = (one.gradients() for one in sums)
+        (da, db), (da_down, db_down) = (half.gradients() for half in sums)
         return dx, da + da_down, db + db_down
 
 
@@ -294,8 +295,8 @@ def _(
 def _fused_sums(
     first: Base, second: Base, sums: Sequence[AdapterGradients], xa: Tensor, dyb: Tensor, keep_p: bool
 ) -> FusedSums | None:
-    """The sums over the rows of [dgate | dup] and p that gated_backward() is to compute. None: it cannot, so each of
-    them takes a pass over memory.
+    """The sums over the rows of [dgate | dup] and p for gated_backward() to compute. None: gated_backward() cannot, so
+    each sum takes a pass over memory.
     """
     gate, up, down = *first.adapters.ranks, *second.adapters.ranks
     if all(sums[0].wanted) and can_fuse_sums(xa, (gate, up, down)):
@@ -319,7 +320,8 @@ def _gradients(
     x: Tensor, a: list[Tensor], b: list[Tensor], wanted: list[bool]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     da, db = (
-        [one.new_empty(one.shape) for one in half if want] for half, want in zip((a, b), wanted[1:], strict=True)
+        [factor.new_empty(factor.shape) for factor in half if want]
+        for half, want in zip((a, b), wanted[1:], strict=True)
     )
     return x.new_empty(x.shape if wanted[0] else (0,)), da, db
 
@@ -330,9 +332,9 @@ def _wanted(ctx: Any) -> list[bool]:
 
 
 def _save(ctx: Any, lists: list[list[Tensor]], *tensors: Tensor) -> None:
-    ctx.lengths = [len(one) for one in lists]
+    ctx.lengths = list(map(len, lists))
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *(tensor for one in lists for tensor in one))
+    ctx.save_for_backward(*tensors, *itertools.chain(*lists))
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -347,7 +349,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 
 def _returned(ctx: Any, gradients: Sequence[Any], options: int) -> tuple[Any, ...]:
-    """What autograd expects: dx, da, db where they are wanted, and None for every other argument."""
+    """The tuple for autograd: dx, da, db where they are wanted, and None for every other argument."""
     wanted = _wanted(ctx) if gradients else [False] * 3
     dx, da, db = gradients or [None] * 3
     a, b, *others = ([None] * length for length in ctx.lengths)
@@ -371,8 +373,8 @@ def _linear_gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy is None:
         return _returned(ctx, (), 4)
     *options, padded = ctx.options
-    found = torch.ops.fxtune.lora_linear_backward(dy, *_saved(ctx), *options, _wanted(ctx), padded)
-    return _returned(ctx, found, 4)
+    gradients = torch.ops.fxtune.lora_linear_backward(dy, *_saved(ctx), *options, _wanted(ctx), padded)
+    return _returned(ctx, gradients, 4)
 
 
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -389,8 +391,8 @@ def _mlp_gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, *rest = _saved(ctx)
     if not ctx.options[4]:
         rest = [x.new_empty(0), x.new_empty(0), x.new_empty(0), *rest]
-    found = torch.ops.fxtune.lora_mlp_backward(dy, x, *rest, *ctx.options, _wanted(ctx))
-    return _returned(ctx, found, 7)
+    gradients = torch.ops.fxtune.lora_mlp_backward(dy, x, *rest, *ctx.options, _wanted(ctx))
+    return _returned(ctx, gradients, 7)
 
 
 _linear.register_autograd(_linear_gradients, setup_context=_linear_setup)

@@ -1,4 +1,4 @@
-"""The gated MLPs of a mixture's experts and their adapters, as one operator with a backward pass of its own.
+"""The gated MLPs of a mixture's experts and their adapters, as one operator with its own backward pass.
 
 A token t that uses the experts e with the weights w gets the sum of w down_e(act(gate_e(x)) * up_e(x)) over its
 experts. Its rows, one for each of its experts, are sorted by expert (grouped_matmul.Routing). Row by row the operator
@@ -7,7 +7,7 @@ computes
     g = x GU_e^T + r1 B1_e^T   with r1 = x A1_e^T       h = act(gate of g) * (up of g)
     y = h D_e^T + r2 B2_e^T    with r2 = h A2_e^T       out[t] = sum of w y over the token's rows
 
-Where experts have biases, g and y contain them. Activation says what act is, and how gate and up lie in g.
+Where experts have biases, g and y contain them. Activation defines act, and the order of gate and up in g.
 
 The products with GU and D take most of the time. The steps between them move as few bytes as possible:
 
@@ -64,13 +64,13 @@ def gated_experts(
 
     Args:
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
-        order, back, ends: of a Routing of [tokens, k] experts.
+        order, back, ends: the attributes of a Routing of [tokens, k] experts.
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
-            strides. With `stored` the tensors of each in place of it.
-        adapters: those of both tensors, in hidden's dtype; of rank 0 if there are none.
+            strides. With `stored` each is a list of packed tensors.
+        adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
         by: see grouped_matmul.product().
-        biases: of both products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
-        stored: how the matrices are packed, see quantized.unpack(); empty: they are not.
+        biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
+        stored: how the matrices are packed, see quantized.unpack(); empty: they are not packed.
     """
     first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
     tensors = *adapters[0], *adapters[1], *biases
@@ -112,7 +112,7 @@ class Layer(NamedTuple):
         return self.order // self.weights.shape[1]
 
     @property
-    def of_rows(self) -> Tensor:
+    def row_weights(self) -> Tensor:
         """[rows, 1]: the weight of each row."""
         return self.weights.flatten().index_select(0, self.order).unsqueeze(1)
 
@@ -123,8 +123,8 @@ _TENSORS = (
 )
 _OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str by, str stored"
 _FOUR, _SIX = (f"({', '.join(['Tensor'] * number)})" for number in (4, 6))
-_HALVES = 6
-"""Adapters and biases, which follow `last`."""
+_FACTORS = 6
+"""The tensors of adapters and biases, which follow `last`."""
 
 
 def register(
@@ -165,12 +165,12 @@ def register(
     def differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         frozen = [None] * ctx.parts
         if dout is None:
-            return *[None] * 5, frozen, frozen, *[None] * (_HALVES + len(ctx.options))
+            return *[None] * 5, frozen, frozen, *[None] * (_FACTORS + len(ctx.options))
         saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
-        plain, halves, kept, matrices = saved[:5], saved[5:11], saved[11:14], list(saved[14:])
-        first, last = matrices[: ctx.parts], matrices[ctx.parts :]
-        hidden, weights, *adapters = run_backward(dout.contiguous(), *plain, first, last, *halves, *ctx.options, *kept)
-        return hidden, weights, None, None, None, frozen, frozen, *adapters, None, None, *(None for _ in ctx.options)
+        inputs, factors, results, matrices = saved[:5], saved[5:11], saved[11:14], list(saved[14:])
+        layer = *inputs, matrices[: ctx.parts], matrices[ctx.parts :], *factors, *ctx.options
+        dhidden, dweights, *dadapters = run_backward(dout.contiguous(), *layer, *results)
+        return dhidden, dweights, None, None, None, frozen, frozen, *dadapters, None, None, *[None] * len(ctx.options)
 
     run.register_fake(shapes)
     run_backward.register_fake(shapes_backward)
@@ -182,8 +182,8 @@ def register(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     layer = Layer(*inputs)
-    ctx.options, ctx.parts = inputs[7 + _HALVES :], len(layer.first)
-    ctx.save_for_backward(*inputs[:5], *inputs[7 : 7 + _HALVES], *output[1:], *layer.first, *layer.last)
+    ctx.options, ctx.parts = inputs[7 + _FACTORS :], len(layer.first)
+    ctx.save_for_backward(*inputs[:5], *inputs[7 : 7 + _FACTORS], *output[1:], *layer.first, *layer.last)
     ctx.set_materialize_grads(False)
 
 
@@ -209,30 +209,30 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
     g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, by=by)
     del x
     h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation)
-    y = product(h, _matrices(layer.last, stored, a2, b2).mT, ends, plus=_added(r2, b2.mT, ends, by), by=by)
+    y = product(h, _matrices(layer.last, stored, a2, b2).mT, ends, plus=_adapter_product(r2, b2.mT, ends, by), by=by)
     return combine(y, layer.back, layer.weights, bias=layer.bias2, ends=ends), g, r1, r2
 
 
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
     weights, back, ends, by, stored = layer.weights, layer.back, layer.ends, layer.by, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
-    w = layer.of_rows
-    dy = gather(dout, back)  # not yet multiplied by w: that is done where rows are narrow
+    w = layer.row_weights
+    dy = gather(dout, back)  # without w, which is multiplied where rows are narrow
     db2 = outer(dy, (r2 * w).to(r2.dtype), ends, by=by)
     dr2 = product(dy, b2, ends, by=by)
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, by=by)
     del dy
-    # After this dh holds w h.
+    # This overwrites dh with w h.
     dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation)
     da2 = outer(dr2, dh, ends, by=by)
     db1 = outer(dg, r1, ends, by=by)
-    dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, plus=_added(dr1, a1, ends, by), by=by)
+    dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, plus=_adapter_product(dr1, a1, ends, by), by=by)
     del dg, dh
     da1 = outer(dr1, gather(layer.hidden, back), ends, by=by)
-    of_weights = dw.index_select(0, back).view(weights.shape)
+    dweights = dw.index_select(0, back).view(weights.shape)
     if layer.bias2 is not None:
-        of_weights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
-    return combine(dx, back, None, weights.shape[1]), of_weights.to(weights.dtype), da1, db1, da2, db2
+        dweights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
+    return combine(dx, back, None, weights.shape[1]), dweights.to(weights.dtype), da1, db1, da2, db2
 
 
 _operator = register("gated_experts", _forward, _backward)
@@ -242,13 +242,13 @@ def _matrices(tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor) -> T
     """The matrices [experts, out, in] of one product, whose adapter is a [experts, r, in] and b [experts, out, r]."""
     if not stored:
         return tensors[0]
-    made = a.new_empty(len(a), b.shape[1], a.shape[2])
-    unpack(stored, tensors, made.flatten(0, 1))
-    return made
+    matrices = a.new_empty(len(a), b.shape[1], a.shape[2])
+    unpack(stored, tensors, matrices.flatten(0, 1))
+    return matrices
 
 
-def _added(narrow: Tensor, factor: Tensor, ends: Tensor, by: str) -> Tensor | None:
-    """The adapter's part of a product; None if its rank is 0."""
+def _adapter_product(narrow: Tensor, factor: Tensor, ends: Tensor, by: str) -> Tensor | None:
+    """The adapter's part of a product; None for an adapter of rank 0."""
     return product(narrow, factor, ends, by=by) if narrow.shape[1] else None
 
 
@@ -278,17 +278,17 @@ def combine(
     ends: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, d]: of each token the sum of its rows, weighted by `weights` [tokens, k] if given. `bias` [experts, d]
-    is added to the rows of its expert first, and so is `plus` [rows, d], without rounding."""
+    """[tokens, d]: the sum of each token's rows, weighted by `weights` [tokens, k] if given. First the `bias`
+    [experts, d] of a row's expert, and `plus` [rows, d], are added to the rows, without rounding."""
     k = k if weights is None else weights.shape[1]
     expert = None if bias is None or ends is None else _expert_of(back, ends)
     if rows.is_cuda:
         from fxtune.kernels.gated_experts_triton import add_up
 
         return add_up(rows, back, weights, k, bias, expert, plus)
-    each = (_wide(rows) if plus is None else _wide(rows) + _wide(plus)).index_select(0, back)
-    each = (each if bias is None else each + bias[expert]).unflatten(0, (-1, k))
-    return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    pairs = (_wide(rows) if plus is None else _wide(rows) + _wide(plus)).index_select(0, back)
+    pairs = (pairs if bias is None else pairs + bias[expert]).unflatten(0, (-1, k))
+    return (pairs if weights is None else pairs * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def activate(
@@ -318,10 +318,10 @@ def activate_backward(
     ends: Tensor,
     act: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the gradient [rows] of the rows' weights `w` [rows, 1], as far as
-    it comes from h.
+    """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the part that comes from h of the gradient [rows] of the rows'
+    weights `w` [rows, 1].
 
-    `dh` [rows, width] comes without dr2 A2, and both without w. It is overwritten with w h.
+    `dh` [rows, width] comes without dr2 A2; `dh` and `dr2` come without w. `dh` is overwritten with w h.
     """
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import backward
@@ -329,13 +329,13 @@ def activate_backward(
         return backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act)[:3]
     dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(len(g), dtype=_wide(w).dtype)
     for expert, rows in segments(ends):
-        whole = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
-        h, of_gate, of_up = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)
-        dw[rows] = (whole * h).sum(1)
-        whole *= w[rows]
+        full_dh = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
+        h, gate_slope, up_slope = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)
+        dw[rows] = (full_dh * h).sum(1)
+        full_dh *= w[rows]
         gate, up = _halves(dg[rows], act)
-        gate.copy_(whole * of_gate)
-        up.copy_(whole * of_up)
+        gate.copy_(full_dh * gate_slope)
+        up.copy_(full_dh * up_slope)
         torch.mm(dg[rows], b1[expert], out=dr1[rows])
         dh[rows] = (h * w[rows]).to(dh.dtype)
     return dg, dr1, dw
@@ -361,7 +361,7 @@ def act_of(inner: Tensor, act: Activation) -> Tensor:
 
 
 def _gated(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
-    """h, and its derivatives by gate and by up."""
+    """h and its derivatives with respect to gate and up."""
     gate, up = _halves(inner, act)
     within = torch.ones_like(gate), torch.ones_like(up)
     if act.limit:

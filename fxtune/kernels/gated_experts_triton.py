@@ -29,13 +29,13 @@ BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 for 131,072 rows of 768 columns."""
 
 Codes = tuple[Tensor, Tensor]
-"""e4m3 codes [rows, width] and float32 scales [rows, 1], as of fp8.quantize_rows()."""
+"""e4m3 codes [rows, width] and float32 scales [rows, 1], as fp8.quantize_rows() returns them."""
 IEEE = tl.constexpr("ieee")
-"""The precision of products of float32, instead of TF32."""
+"""The precision of float32 products: no rounding to TF32."""
 
 
 def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:
-    """Write each row of `states` [tokens, d] to its rows of `out` [tokens k, d], which `back` [tokens k] gives."""
+    """Write each row of `states` [tokens, d] to its k rows of `out` [tokens k, d], listed in `back` [tokens k]."""
     tokens, width = states.shape
     block = min(triton.next_power_of_2(width), COLUMNS)
     if tokens:
@@ -53,8 +53,8 @@ def add_up(
     expert: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, d]: of each token the sum of its k rows, times `weights` [tokens, k] if given. Before the weights,
-    `bias` [experts, d] of its `expert` [tokens k] and its row of `plus` are added to a row."""
+    """[tokens, d]: the sum of each token's k rows, which are multiplied by `weights` [tokens, k] if given. First the
+    `bias` [experts, d] of a row's `expert` [tokens k], and a row of `plus`, are added to the row."""
     width = rows.shape[1]
     out = rows.new_empty(len(back) // k, width)
     block = min(triton.next_power_of_2(width), COLUMNS)
@@ -77,8 +77,8 @@ def forward(
     act: Activation,
     smallest: float = 0.0,
 ) -> tuple[Tensor, Tensor, Codes]:
-    """See gated_experts.activate(). `smallest`: the smallest scale of h's codes, which are the third result; 0: no
-    codes are made."""
+    """See gated_experts.activate(). `smallest`: the smallest scale of h's codes (the third result); 0: no codes
+    are made."""
     rows, width = len(g), g.shape[1] // 2
     h, r2 = g.new_empty(rows, width), g.new_empty(rows, a2.shape[1])
     codes, scales = _codes(h, bool(smallest))
@@ -105,7 +105,7 @@ def backward(
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Codes]:
     """See gated_experts.activate_backward(). `smallest`: as for forward(), for the codes of dg. `factors`: float32
-    [experts, 2 width], by which the columns of dg are multiplied before they are quantized."""
+    [experts, 2 width]; the columns of dg are multiplied by them before dg is quantized."""
     rows, width = dh.shape
     dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(rows, dtype=torch.float32)
     codes, scales = _codes(dg, bool(smallest))
@@ -119,14 +119,14 @@ def backward(
 
 
 def _codes(x: Tensor, needed: bool) -> Codes:
-    """Uninitialized codes and scales for `x` [rows, width]; any tensors if they are not `needed`."""
+    """Uninitialized codes and scales for `x` [rows, width]; if they are not `needed`, placeholders."""
     if not needed:
         return x, x
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
 def _kind(act: Activation, bias: Tensor | None) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """The constants that an activation kernel is compiled for."""
     return dict(
         SILU=act.name == "silu",
         ALPHA=act.alpha,
@@ -167,7 +167,7 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
 def _add_up(
     rows,
     out,
-    more,
+    plus,
     back,
     weights,
     bias,
@@ -190,7 +190,7 @@ def _add_up(
             at = bias + tl.load(expert + token * K + rank).to(tl.int64) * width + column
             value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if PLUS:
-            value += tl.load(more[0] + row * more[1] + column, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(plus[0] + row * plus[1] + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * K + rank).to(tl.float32)
         total += value
@@ -201,16 +201,16 @@ def _add_up(
 def _tile_of(ends, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
     """The expert of a tile (`experts` if there is no such tile), its first row, and the row after the
     expert's last."""
-    each = tl.arange(0, EXPERTS)
-    end = tl.load(ends + each, mask=each < experts, other=0)
-    start = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
-    tiles = tl.where(each < experts, (end - start + ROWS - 1) // ROWS, 0)
-    upto = tl.cumsum(tiles, 0)
-    expert = tl.sum(((upto <= tile) & (each < experts)).to(tl.int32), 0)
-    mine = each == expert
-    before = tl.sum(tl.where(mine, upto - tiles, 0), 0)
-    first = tl.sum(tl.where(mine, start, 0), 0) + (tile - before) * ROWS
-    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+    index = tl.arange(0, EXPERTS)
+    end = tl.load(ends + index, mask=index < experts, other=0)
+    start = tl.load(ends + index - 1, mask=(index > 0) & (index < experts), other=0)
+    tiles = tl.where(index < experts, (end - start + ROWS - 1) // ROWS, 0)
+    tiles_so_far = tl.cumsum(tiles, 0)
+    expert = tl.sum(((tiles_so_far <= tile) & (index < experts)).to(tl.int32), 0)
+    is_expert = index == expert
+    before = tl.sum(tl.where(is_expert, tiles_so_far - tiles, 0), 0)
+    first = tl.sum(tl.where(is_expert, start, 0), 0) + (tile - before) * ROWS
+    return expert, first, tl.sum(tl.where(is_expert, end, 0), 0)
 
 
 @triton.jit
@@ -233,11 +233,11 @@ def _load_pair(
     BIASED: tl.constexpr,
 ):
     """gate and up [ROWS, COLUMNS] of the columns from `start`, as float32, with the bias. `line` [ROWS, 1]: the rows
-    of g; `inside` [ROWS, 1]: those that exist."""
+    of g; `inside` [ROWS, 1]: whether a row exists."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
-        both = _load(line + column, bias + column, inside, column < 2 * width, BIASED)
-        gate, up = tl.split(tl.reshape(both, (ROWS, COLUMNS, 2)))
+        pairs = _load(line + column, bias + column, inside, column < 2 * width, BIASED)
+        gate, up = tl.split(tl.reshape(pairs, (ROWS, COLUMNS, 2)))
     else:
         column = start + tl.arange(0, COLUMNS)[None, :]
         gate = _load(line + column, bias + column, inside, column < width, BIASED)
@@ -260,8 +260,8 @@ def _store_pair(
     """The reverse of _load_pair()."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
-        both = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
-        tl.store(line + column, both, mask=inside & (column < 2 * width))
+        pairs = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
+        tl.store(line + column, pairs, mask=inside & (column < 2 * width))
     else:
         column = start + tl.arange(0, COLUMNS)[None, :]
         tl.store(line + column, gate, mask=inside & (column < width))
@@ -270,7 +270,7 @@ def _store_pair(
 
 @triton.jit
 def _gated(gate, up, SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """h, and its derivatives by gate and by up."""
+    """h and its derivatives with respect to gate and up."""
     if LIMIT > 0:
         within = (gate <= LIMIT).to(tl.float32), (tl.abs(up) <= LIMIT).to(tl.float32)
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)  # else NaN would become the limit
@@ -332,9 +332,9 @@ def _forward(
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < end) & (column < width)
         gate, up = _load_pair(g[0] + row * g[1], bias, start, width, row < end, ROWS, COLUMNS, INTERLEAVED, BIASED)
-        of_gate = column * STEP
-        b_gate = _factor(b1, of_gate, width, ranks1, column, rank1[:, None])
-        b_up = _factor(b1, of_gate + to_up, width, ranks1, column, rank1[:, None])
+        gate_column = column * STEP
+        b_gate = _factor(b1, gate_column, width, ranks1, column, rank1[:, None])
+        b_up = _factor(b1, gate_column + to_up, width, ranks1, column, rank1[:, None])
         gate = tl.dot(low, b_gate, gate, input_precision="ieee")
         up = tl.dot(low, b_up, up, input_precision="ieee")
         value, _, _ = _gated(gate, up, SILU, ALPHA, LIMIT, SHIFT)
@@ -357,8 +357,8 @@ def _forward(
 
 
 @triton.jit
-def _write_codes(x, codes, row, end, width, over, factors, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write x times `over` as e4m3 after all threads have written x. A tile is still in the cache then."""
+def _write_codes(x, codes, row, end, width, inverse_scale, factors, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write x times `inverse_scale` as e4m3 after all threads have written x. The tile is still in the cache."""
     tl.debug_barrier()
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
@@ -366,7 +366,9 @@ def _write_codes(x, codes, row, end, width, over, factors, SCALED: tl.constexpr,
         value = tl.load(x[0] + row * x[1] + column, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
             value *= tl.load(factors + column, mask=column < width, other=0.0)
-        tl.store(codes[0] + row * codes[1] + column, (value * over).to(codes[0].dtype.element_ty), mask=inside)
+        tl.store(
+            codes[0] + row * codes[1] + column, (value * inverse_scale).to(codes[0].dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit
@@ -383,7 +385,7 @@ def _backward(
     a2,
     bias,
     weights,
-    of_weights,
+    dw,
     factors,
     ends,
     smallest,
@@ -415,7 +417,7 @@ def _backward(
     low = tl.load(r1[0] + row * r1[1] + rank1[None, :], mask=narrow1, other=0.0)
     above = tl.load(dr2[0] + row * dr2[1] + rank2[None, :], mask=(row < end) & (rank2[None, :] < ranks2), other=0.0)
     w = tl.load(weights + rows, mask=rows < end, other=0.0)
-    total, of_w = tl.zeros((ROWS, R1), tl.float32), tl.zeros((ROWS,), tl.float32)
+    total, dw_sum = tl.zeros((ROWS, R1), tl.float32), tl.zeros((ROWS,), tl.float32)
     largest = tl.zeros((ROWS,), tl.float32)
     factors += expert.to(tl.int64) * 2 * width
     a2 += expert.to(tl.int64) * ranks2 * width
@@ -429,37 +431,37 @@ def _backward(
         inside = (row < end) & (column < width)
         gate, up = _load_pair(g[0] + row * g[1], bias, start, width, row < end, ROWS, COLUMNS, INTERLEAVED, BIASED)
         dh_at = dh[0] + row * dh[1] + column
-        whole = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
-        of_gate = column * STEP
-        b_gate = _factor(b1, of_gate, width, ranks1, column, rank1[:, None])
-        b_up = _factor(b1, of_gate + to_up, width, ranks1, column, rank1[:, None])
+        d_h = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
+        gate_column = column * STEP
+        b_gate = _factor(b1, gate_column, width, ranks1, column, rank1[:, None])
+        b_up = _factor(b1, gate_column + to_up, width, ranks1, column, rank1[:, None])
         a = tl.load(
             a2 + rank2[:, None].to(tl.int64) * width + column,
             mask=(rank2[:, None] < ranks2) & (column < width),
             other=0.0,
         )
-        gate, up, whole = (
+        gate, up, d_h = (
             tl.dot(low, b_gate, gate, input_precision=IEEE),
             tl.dot(low, b_up, up, input_precision=IEEE),
-            tl.dot(above, a, whole, input_precision=IEEE),
+            tl.dot(above, a, d_h, input_precision=IEEE),
         )
         p, by_gate, by_up = _gated(gate, up, SILU, ALPHA, LIMIT, SHIFT)
-        of_w += tl.sum(whole * p, 1)
-        whole *= w[:, None]
-        d_gate, d_up = (whole * by_gate).to(kind), (whole * by_up).to(kind)
+        dw_sum += tl.sum(d_h * p, 1)
+        d_h *= w[:, None]
+        d_gate, d_up = (d_h * by_gate).to(kind), (d_h * by_up).to(kind)
         _store_pair(dg[0] + row * dg[1], d_gate, d_up, start, width, row < end, ROWS, COLUMNS, INTERLEAVED)
         if QUANTIZED:
-            one, two = tl.abs(d_gate.to(tl.float32)), tl.abs(d_up.to(tl.float32))
+            gate_size, up_size = tl.abs(d_gate.to(tl.float32)), tl.abs(d_up.to(tl.float32))
             if SCALED:
-                one *= tl.load(factors + of_gate, mask=column < width, other=0.0)
-                two *= tl.load(factors + of_gate + to_up, mask=column < width, other=0.0)
-            largest = tl.maximum(largest, tl.max(tl.maximum(one, two), 1))
+                gate_size *= tl.load(factors + gate_column, mask=column < width, other=0.0)
+                up_size *= tl.load(factors + gate_column + to_up, mask=column < width, other=0.0)
+            largest = tl.maximum(largest, tl.max(tl.maximum(gate_size, up_size), 1))
         total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision=IEEE)
         total = tl.dot(d_up, tl.trans(b_up), total, input_precision=IEEE) + 0.0
-        tl.debug_barrier()  # every thread reads its dh before one overwrites it
+        tl.debug_barrier()  # every thread reads its part of dh before any thread overwrites dh
         tl.store(dh_at, (p * w[:, None]).to(dh[0].dtype.element_ty), mask=inside)
     tl.store(dr1[0] + row * dr1[1] + rank1[None, :], total.to(dr1[0].dtype.element_ty), mask=narrow1)
-    tl.store(of_weights + rows, of_w, mask=rows < end)
+    tl.store(dw + rows, dw_sum, mask=rows < end)
     if QUANTIZED:
         scale = _scale(largest, smallest, False)
         tl.store(scales + rows, scale, mask=rows < end)

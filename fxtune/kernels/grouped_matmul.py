@@ -31,7 +31,7 @@ from fxtune.kernels.matmul import CUBLAS, CUTE, use_cache
 ALIGNMENT = 16
 """Bytes to which grouped GEMMs want each row of a matrix aligned."""
 NARROW = 64
-"""Columns of a result that is one tile wide, as those of adapters are."""
+"""The most columns of a result that is one tile wide, such as an adapter's."""
 
 _PREPARED: set[tuple[torch.device, torch.dtype]] = set()
 
@@ -42,7 +42,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Ten
 
     Args:
         weight: [groups, out, in], in x's dtype; [groups, in, out] if `transposed`.
-        ends: int32 [groups], ascending: the number of rows in this group and those before. The last one is `rows`.
+        ends: int32 [groups], ascending: the number of rows in this group and all groups before it. The last is `rows`.
     """
     return product(x, weight if transposed else weight.mT, ends)
 
@@ -74,7 +74,7 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
 
 
 def outer(x: Tensor, y: Tensor, ends: Tensor, by: str = CUBLAS) -> Tensor:
-    """[groups, in, out]: of each group the sum of x_i y_i^T over its rows, zero without rows. x [rows, in], y [rows,
+    """[groups, in, out]: the sum of x_i y_i^T over each group's rows, zero without rows. x [rows, in], y [rows,
     out]; `ends`, `by`: see product()."""
     if not (x.shape[1] and y.shape[1]):
         return x.new_empty(len(ends), x.shape[1], y.shape[1])
@@ -198,10 +198,10 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     ):
         _PREPARED.add((device, dtype))
         try:
-            found, wanted = calls(CUTE).float(), calls(CUBLAS).float()
+            result, expected = calls(CUTE).float(), calls(CUBLAS).float()
         finally:
             _PREPARED.discard((device, dtype))
-        error = ((found - wanted).norm() / wanted.norm()).item()
+        error = ((result - expected).norm() / expected.norm()).item()
         if not error < 1e-2:
             raise RuntimeError(f"its grouped product is {error:.1e} from torch's")
     _PREPARED.add((device, dtype))
@@ -228,16 +228,16 @@ def _outer_flops(x: Any, y: Any, *_: Any, out_shape: Any = None, **__: Any) -> i
 class Routing:
     """Rows of tokens sorted by expert, and back.
 
-    `expert` [tokens, k]: the experts of each token. `ends`: see grouped_mm(). All shapes follow from those of
-    `expert`, and nothing is read by the host.
+    `expert` [tokens, k]: the experts of each token. `ends`: see grouped_mm(). All shapes follow from the shape
+    of `expert`, and the host reads nothing.
     """
 
     def __init__(self, expert: Tensor, experts: int) -> None:
         self.tokens, self.k = expert.shape
         self.expert, self.order = expert.flatten().sort(stable=True)
-        """[tokens k]: the expert of each sorted row, and the pair (token, rank) that it was."""
-        every = torch.arange(experts, device=expert.device)
-        self.ends = torch.searchsorted(self.expert, every, right=True, out_int32=True)
+        """[tokens k]: the expert of each sorted row, and the row's index before sorting."""
+        indices = torch.arange(experts, device=expert.device)
+        self.ends = torch.searchsorted(self.expert, indices, right=True, out_int32=True)
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(len(self.order), device=expert.device)
 
@@ -246,7 +246,7 @@ class Routing:
         return _Gather.apply(states, self.order, self.back, self.k)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """[tokens, d]: of each token the sum of its sorted rows [tokens k, d], weighted by `weights` [tokens, k]."""
+        """[tokens, d]: the sum of each token's sorted rows [tokens k, d], weighted by `weights` [tokens, k]."""
         unsorted = _Permute.apply(rows, self.back, self.order).view(self.tokens, self.k, -1)
         return (unsorted * weights.unsqueeze(-1)).sum(1)
 

@@ -7,7 +7,7 @@ next chunk overwrites:
 
     logits = h W^T                        one matmul, in the head's dtype
     loss, logits <- softmax - onehot      one kernel in float32, in place (cross_entropy_triton.py; torch on a CPU)
-    dh = logits W,   dW += logits^T h     two matmuls; no dW for a frozen head, and neither in evaluation
+    dh = logits W,   dW += logits^T h     two matmuls; no dW for a frozen head, neither product in evaluation
 
 `linear_cross_entropy` returns the sum over all rows; its backward pass multiplies the stored gradients by one number.
 Memory: the buffer, dh, and dW in float32 where the head is trained. Time: the two or three matmuls that any
@@ -121,7 +121,7 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), None, None, None)
+        return (*(None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors), None, None, None)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -216,7 +216,7 @@ def _softmax_gradient(
     if cap:
         tanh = torch.tanh(z / cap)
         z, slope = cap * tanh, scale * (1 - tanh * tanh)  # type: ignore[assignment]
-    z = z - z.amax(-1, keepdim=True)  # first, as differences of large logits are exact and those of logarithms are not
+    z = z - z.amax(-1, keepdim=True)  # first: a difference of large logits is exact, of logarithms it is not
     total = z.exp().sum(-1, keepdim=True).log_()
     losses.copy_((total - z.gather(1, at)).squeeze(1)).masked_fill_(ignored, 0.0)
     if gradient:

@@ -26,8 +26,8 @@ MAX_SIBLINGS = 4
 class Adapters:
     """The trained half of a group, as an operator receives it.
 
-    a, b: lora_A [rank, in] and lora_B [out, rank] of each sibling, in any dtype. bias: none, or [out] of each sibling.
-    scaling: of each sibling. dtype: the compute dtype.
+    a, b: lora_A [rank, in] and lora_B [out, rank] of each sibling, in any dtype. bias: empty, or [out] of each
+    sibling. scaling: one factor for each sibling. dtype: the compute dtype.
     """
 
     a: Sequence[Tensor]
@@ -55,7 +55,8 @@ class Adapters:
 
 
 def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
-    """Columns of x A^T: the siblings' ranks, one of ones where there is a bias, and zeros to a multiple of ALIGN."""
+    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of
+    ALIGN."""
     return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
 
 
@@ -65,17 +66,18 @@ def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
     if a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MAX_SIBLINGS:
         from fxtune.kernels.lora_triton import pack as launch
 
-        lora_a, lora_b = ([one.contiguous() for one in half] for half in (adapters.a, adapters.b))
-        launch(lora_a, lora_b, adapters.scaling, torch.cat(list(adapters.bias)) if adapters.bias else None, a, b)
+        factors_a, factors_b = ([factor.contiguous() for factor in half] for half in (adapters.a, adapters.b))
+        bias = torch.cat(list(adapters.bias)) if adapters.bias else None
+        launch(factors_a, factors_b, adapters.scaling, bias, a, b)
         return
     a.zero_()
     b.zero_()
     row, column = 0, 0
-    for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
-        a[column : column + len(one)].copy_(one)
-        # Scaled before it is rounded. peft scales the product, which is the same for powers of two.
-        b[row : row + len(two), column : column + len(one)].copy_(two.detach() * scaling)
-        row, column = row + len(two), column + len(one)
+    for lora_a, lora_b, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
+        a[column : column + len(lora_a)].copy_(lora_a)
+        # lora_B is scaled before it is rounded. peft scales the product: the same numbers for powers of two.
+        b[row : row + len(lora_b), column : column + len(lora_a)].copy_(lora_b.detach() * scaling)
+        row, column = row + len(lora_b), column + len(lora_a)
     if adapters.bias:
         b[:, column].copy_(torch.cat(list(adapters.bias)))
 
@@ -119,8 +121,8 @@ def add(
 class AdapterGradients:
     """The gradients of a group's A and B, summed over tiles of the rows.
 
-    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. Each sibling's gradients are its own rows and columns
-    of these.
+    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. A sibling's gradients are the sibling's rows and
+    columns of these products.
     """
 
     def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
@@ -129,8 +131,8 @@ class AdapterGradients:
         self.totals: list[Tensor | None] = [None, None]
 
     def add(self, dyb: Tensor, x: Tensor | None, xa: Tensor, dy: Tensor | None) -> None:
-        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. Without x or dy the sum over it is
-        in `totals` already.
+        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. A sum without its x or dy is in
+        `totals` already.
         """
         for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
             if self.wanted[index] and wide is not None:
@@ -139,23 +141,23 @@ class AdapterGradients:
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of each lora_A and of each lora_B, as separate tensors; empty lists where none are wanted."""
         adapters = self.adapters
-        grads = [[one.new_empty(one.shape) for one in half] for half in (adapters.a, adapters.b)]
+        grads = [[factor.new_empty(factor.shape) for factor in half] for half in (adapters.a, adapters.b)]
         da, db = self.totals
-        some = db if da is None else da
-        if some is not None and some.is_cuda and some.dtype is torch.float32 and len(adapters.a) <= MAX_SIBLINGS:
+        sums = db if da is None else da
+        if sums is not None and sums.is_cuda and sums.dtype is torch.float32 and len(adapters.a) <= MAX_SIBLINGS:
             from fxtune.kernels.lora_triton import unpack as launch
 
             launch(da, db, adapters.scaling, grads[0], grads[1])
         else:
             row, column = 0, 0
             da, db = (None if total is None else total.sum(0) for total in (da, db))
-            for one, two, scaling in zip(*grads, adapters.scaling, strict=True):
-                ranks = slice(column, column + len(one))
+            for grad_a, grad_b, scaling in zip(*grads, adapters.scaling, strict=True):
+                ranks = slice(column, column + len(grad_a))
                 if da is not None:
-                    one.copy_(da[:, ranks].t())
+                    grad_a.copy_(da[:, ranks].t())
                 if db is not None:
-                    two.copy_(db[row : row + len(two), ranks] * scaling)
-                row, column = row + len(two), column + len(one)
+                    grad_b.copy_(db[row : row + len(grad_b), ranks] * scaling)
+                row, column = row + len(grad_b), column + len(grad_a)
         first, second = ([*half] if wanted else [] for half, wanted in zip(grads, self.wanted, strict=True))
         return first, second
 

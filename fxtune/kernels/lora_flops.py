@@ -12,7 +12,9 @@ from typing import Any
 
 def products(a: Sequence[Any], b: Sequence[Any]) -> tuple[int, int]:
     """Multiplications for each row of a group: by its frozen weights, and by its adapters."""
-    return sum(two[0] * a[0][1] for two in b), sum(one[0] * (one[1] + two[0]) for one, two in zip(a, b, strict=True))
+    pairs = list(zip(a, b, strict=True))
+    frozen = sum(lora_b[0] * lora_a[1] for lora_a, lora_b in pairs)
+    return frozen, sum(lora_a[0] * (lora_a[1] + lora_b[0]) for lora_a, lora_b in pairs)
 
 
 def linear(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
@@ -35,8 +37,8 @@ def mlp_backward(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any
     keep, wanted = rest[6], rest[8]
     first, first_adapters = products(a[:2], b[:2])
     second, second_adapters = products(a[2:], b[2:])
-    again = 0 if keep else first + first_adapters + a[2][0] * a[2][1]
-    return 2 * x[0] * (first * wanted[0] + second + 2 * (first_adapters + second_adapters) + again)
+    recomputed = 0 if keep else first + first_adapters + a[2][0] * a[2][1]
+    return 2 * x[0] * (first * wanted[0] + second + 2 * (first_adapters + second_adapters) + recomputed)
 
 
 FORMULAS: dict[str, Callable[..., int]] = {

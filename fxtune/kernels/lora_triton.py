@@ -3,7 +3,7 @@
     pack        writes A and B of all siblings, scaled and cast, into the matmul's operands: one small launch
     project     t = x F, rank wide, in one pass over x that also writes x, and t next to it, into the matmul's operand
     reduce      x^T t, [width of x, rank]: a sum over all rows, cut into parts so that it fills the GPU
-    add         y += t F, in one pass over y, with the residual stream if that is added next
+    add         y += t F, in one pass over y, which can also add the residual stream
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
 project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: it does not split the sum, so
@@ -56,14 +56,15 @@ def unpack(
     da: Tensor | None, db: Tensor | None, scaling: Sequence[float], grad_a: Sequence[Tensor], grad_b: Sequence[Tensor]
 ) -> None:
     """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled)
-    lora_B. None: those gradients do not change.
+    lora_B. None: the gradients of lora_A, or of lora_B, do not change.
     """
-    some = da if da is not None else db
-    assert some is not None
-    one, two = (some if given is None else given for given in (da, db))
-    width = some.shape[2]
+    sums = da if da is not None else db
+    assert sums is not None
+    sums_a, sums_b = (sums if total is None else total for total in (da, db))
+    width = sums.shape[2]
     blocks = 0 if da is None else triton.cdiv(da.shape[1], _rows(width))
-    _for_siblings(_unpack, grad_a, grad_b, scaling, (one, two, len(one), len(two)), width, blocks, B=db is not None)
+    totals = sums_a, sums_b, len(sums_a), len(sums_b)
+    _for_siblings(_unpack, grad_a, grad_b, scaling, totals, width, blocks, B=db is not None)
 
 
 def _for_siblings(
@@ -77,7 +78,7 @@ def _for_siblings(
     **flags: Any,
 ) -> None:
     """Launch `kernel` with `blocks_a` programs for A, then with programs for B that handle _rows() rows each."""
-    assert all(one.is_contiguous() for one in (*a, *b))
+    assert all(factor.is_contiguous() for factor in (*a, *b))
     ranks, outs = tuple(map(len, a)), tuple(map(len, b))
     out, rows = sum(outs), _rows(width)
     if total := blocks_a + (triton.cdiv(out, rows) if flags.get("B", True) else 0):
@@ -135,45 +136,54 @@ def project(
 def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
     """x^T t as partial sums, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
 
-    `into`: the result of an earlier call, with any number of rows, to whose parts the sums are added.
+    `into`: the result of an earlier call, with any number of rows; the sums are added to its parts.
     """
     (rows, width), columns = x.shape, t.shape[1]
     assert x.dtype.itemsize == 2, x.dtype
     blocks = triton.cdiv(width, REDUCE["COLUMNS"])
     parts = len(into) if into is not None else max(min(-(-PROGRAMS // blocks), rows // LEAST_ROWS), 1)
-    each = triton.cdiv(triton.cdiv(rows, parts), REDUCE["STEP"]) * REDUCE["STEP"]
-    made = into if into is not None else torch.empty(parts, width, columns, dtype=torch.float32, device=x.device)
+    part_rows = triton.cdiv(triton.cdiv(rows, parts), REDUCE["STEP"]) * REDUCE["STEP"]
+    sums = into if into is not None else torch.empty(parts, width, columns, dtype=torch.float32, device=x.device)
     _reduce[(blocks, parts)](
-        matrix(x), matrix(t), made, rows, width, columns, each, ADD=into is not None, WIDTH=_wide(columns), **REDUCE
+        matrix(x),
+        matrix(t),
+        sums,
+        rows,
+        width,
+        columns,
+        part_rows,
+        ADD=into is not None,
+        WIDTH=_wide(columns),
+        **REDUCE,
     )
-    return made
+    return sums
 
 
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
     """Write y + t F, added in float32 and rounded, to `out`, which may be y, and return it.
 
-    `residual` is added to that, and the sum is rounded again, as a separate operator would do. y is rounded already,
-    so with a single rounding even a tiny t F would decide each sum of y and residual that lies on a rounding tie.
+    `residual` is added to the rounded sum, and the result is rounded again, as a separate operator would do. y is
+    rounded already: with a single rounding even a tiny t F would decide each sum y + residual on a rounding tie.
 
     `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of
     any strides.
     """
     (rows, width), ranks = y.shape, len(factor)
-    more = y if residual is None else residual
+    stream = y if residual is None else residual
     assert (t.shape, factor.shape[1], y.dtype.itemsize) == ((rows, ranks), width, 2)
-    assert out.shape == more.shape == y.shape
-    assert out.dtype == more.dtype == y.dtype
+    assert out.shape == stream.shape == y.shape
+    assert out.dtype == stream.dtype == y.dtype
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
             matrix(y),
             matrix(t),
             (factor, *factor.stride()),
-            matrix(more),
+            matrix(stream),
             matrix(out),
             rows,
             width,
             ranks,
-            MORE=residual is not None,
+            RESIDUAL=residual is not None,
             RANKS=_wide(ranks),
             **ADD,
         )
@@ -225,7 +235,7 @@ def _pack_a(program, a, r, into, inner, width, COUNT: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _row(pointer, row, ranks, inner, columns):
-    """A row of a sibling's A, or zeros if the row is another sibling's."""
+    """A row of a sibling's A, or zeros if the row belongs to another sibling."""
     length = tl.where(row >= 0, tl.where(row < ranks, inner, 0), 0)
     return tl.load(pointer + row.to(tl.int64) * inner + columns, mask=columns < length, other=0.0).to(tl.float32)
 
@@ -262,9 +272,9 @@ def _pack_b(
 
 @triton.jit
 def _block(pointer, rows, columns, outs, ranks):
-    """A block of a sibling's B, or zeros where rows or columns are another sibling's."""
-    mine = (rows >= 0) & (rows < outs) & (columns >= 0) & (columns < ranks)
-    return tl.load(pointer + rows.to(tl.int64) * ranks + columns, mask=mine, other=0.0).to(tl.float32)
+    """A block of a sibling's B, or zeros where rows or columns belong to another sibling."""
+    inside = (rows >= 0) & (rows < outs) & (columns >= 0) & (columns < ranks)
+    return tl.load(pointer + rows.to(tl.int64) * ranks + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -327,9 +337,9 @@ def _added(program, whole, parts, length, width, ROWS: tl.constexpr, WIDTH: tl.c
 @triton.jit
 def _write(pointer, rows, columns, outs, ranks, down, across, value):
     """Write this sibling's part of a block, with the strides `down` and `across`."""
-    mine = (rows >= 0) & (rows < outs) & (columns >= 0) & (columns < ranks)
+    inside = (rows >= 0) & (rows < outs) & (columns >= 0) & (columns < ranks)
     at = pointer + rows.to(tl.int64) * down + columns.to(tl.int64) * across
-    tl.store(at, value.to(pointer.dtype.element_ty), mask=mine)
+    tl.store(at, value.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -364,8 +374,8 @@ def _project(
         )
         total = tl.dot(tile, part, total)
         if LEFT:
-            # x is read again, from the cache. If x itself were stored, Triton (3.6 to 3.9) would keep one buffer too
-            # few for it in shared memory, and a later tile would overwrite the operand of a product that still runs.
+            # x is read again, from the cache. If `tile` were stored, Triton (3.6 to 3.9) would give the tiles one
+            # buffer too few in shared memory, and a later tile would overwrite an operand of a running product.
             again = tl.load(x[0] + row * x[1] + across, mask=inside, other=0.0, cache_modifier=".cg")
             store(left, row, across, again, inside)
     total = tl.where(column == ones, value, total)
@@ -384,7 +394,7 @@ def _reduce(
     rows,
     width,
     columns,
-    each,
+    part_rows,
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -393,8 +403,8 @@ def _reduce(
     across = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     column = tl.arange(0, WIDTH)
-    first = part * each
-    last = tl.minimum(first + each, rows)
+    first = part * part_rows
+    last = tl.minimum(first + part_rows, rows)
     total = tl.zeros((COLUMNS, WIDTH), tl.float32)
     for start in range(first, last, STEP):
         row = (start + tl.arange(0, STEP)).to(tl.int64)[:, None]
@@ -413,12 +423,12 @@ def _add(
     y,
     t,
     factor,
-    more,
+    residual,
     out,
     rows,
     width,
     ranks,
-    MORE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -439,7 +449,7 @@ def _add(
         value = load(y, row, column, inside)
         left = load(t, row, rank[None, :], (row < rows) & (rank[None, :] < ranks))
         total = value.to(tl.float32) + tl.dot(left, right)
-        if MORE:
-            stream = load(more, row, column, inside)
+        if RESIDUAL:
+            stream = load(residual, row, column, inside)
             total = total.to(out[0].dtype.element_ty).to(tl.float32) + stream.to(tl.float32)
         store(out, row, column, total, inside)

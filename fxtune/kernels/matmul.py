@@ -2,7 +2,7 @@
 
 The large products of a model with frozen weights take three quarters of a step's time, and cuBLAS's choice for them is
 not the fastest: all linears of an 8B model's layer, forward and dx at 16,384 rows in bfloat16, take 22.28 ms on an
-H200 at its power limit, and 21.38 ms by this kernel.
+H200 at its power limit, and 21.38 ms by quack's kernel.
 
 At its power limit, a GPU is faster the less energy its work takes, and that depends on how often an operand crosses
 the chip. So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two
@@ -34,7 +34,7 @@ TILE = (256, 192)
 CLUSTER = (1, 2)
 MIN_ROWS, MIN_SIZE = 2048, 1024
 """The CuTe kernel computes products with at least this many rows, and this many columns and terms of each sum. Its
-tile is fixed, while cuBLAS has others for small products."""
+tile is fixed, while cuBLAS has smaller tiles for small products."""
 MIN_UTILIZATION = 0.92
 """The least utilization() for the CuTe kernel. The least that was measured is 0.94."""
 MAX_SPAN = 2**31
@@ -69,11 +69,12 @@ def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = No
     (rows, inner), columns = left.shape, right.shape[1]
     results = [out] if plus is None else [out, plus]
     tensors = (left, right, *results)
-    if left.dtype not in (torch.bfloat16, torch.float16) or any(one.dtype != left.dtype for one in tensors):
+    if left.dtype not in (torch.bfloat16, torch.float16) or any(tensor.dtype != left.dtype for tensor in tensors):
         return False
     if rows < MIN_ROWS or min(inner, columns) < MIN_SIZE:
         return False
-    if any(size * stride >= MAX_SPAN for one in tensors for size, stride in zip(one.shape, one.stride(), strict=True)):
+    sizes = ((size, stride) for x in tensors for size, stride in zip(x.shape, x.stride(), strict=True))
+    if any(size * stride >= MAX_SPAN for size, stride in sizes):
         return False
     processors = processors_of(left.device)
     if not processors or utilization(rows, columns, processors) < MIN_UTILIZATION or columns * out.itemsize % 16:

@@ -16,7 +16,7 @@ BYTES = 1024
 def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the numbers of `codes` (uint8, two in each) to `out`, which has twice as many. `scales`: uint8, one for
     each 16 bytes of codes. All are contiguous."""
-    assert all(one.is_contiguous() for one in (codes, scales, out))
+    assert all(tensor.is_contiguous() for tensor in (codes, scales, out))
     assert out.numel() == 2 * codes.numel() == 32 * scales.numel()
     if count := codes.numel():
         _unpack[(triton.cdiv(count, BYTES),)](codes, scales, out, count, BYTES=BYTES, num_warps=4)

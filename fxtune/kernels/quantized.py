@@ -1,5 +1,5 @@
-"""Weights packed in 4 or 8 bits, dequantized for one use. What holds them: quantized_modules.py (linears) and
-quantized_experts.py in techniques.
+"""Weights packed in 4 or 8 bits, dequantized for one use. The modules that hold such weights are techniques'
+quantized_modules.py (linears) and quantized_experts.py.
 
 A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before
 the matmul, forward and again backward, and nothing in 16 bits outlives the operator.
@@ -32,7 +32,7 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Dequantize a weight into `out` [out, in], which is contiguous.
 
     `kind`: MXFP4, or a linear's `fxtune_quantized`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
-    for it; the codes may have any shape.
+    for the weight; the codes may have any shape.
     """
     if kind == MXFP4:
         unpack_mxfp4(tensors[0], tensors[1], out)
@@ -81,7 +81,7 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
 def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`weight` [..., in] as codes [..., in / 2] and exponents [..., in / 32], both uint8. `in` is a multiple of 32.
 
-    The scale of a block is the power of two by which its largest number is in [4, 8); the few above 6 become 6.
+    The scale of a block is the power of two that brings its largest number into [4, 8); the few above 6 become 6.
     """
     blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)

@@ -8,16 +8,16 @@ does:
     y2 = x2 cos2 + x1 sin2          dx2 = dy2 cos2 - dy1 sin1
 
 cos and sin [rows, length, width] are transformers', so they include scaling (with YaRN's attention factor) and packed
-positions. If `width` is less than a head's, the dimensions behind it are copied. All arithmetic is float32, and each
-result is rounded once; plain torch code would round bfloat16 three times.
+positions. If `width` is less than the dimension of a head, the dimensions behind `width` are copied. All arithmetic is
+float32, and each result is rounded once; plain torch code would round bfloat16 three times.
 
 `fxtune::rotary` takes q and k with any strides and returns each contiguous, as [rows, length, heads, dim]: the layout
 that attention kernels read without a copy. The backward pass is the same operator with `back`.
 
 `fxtune::rotary_qkv` takes the product of all three projections, [rows, length, (heads + 2 kv_heads) dim], and returns
 q, k and v. Its backward pass reads dq, dk and dv where attention left them and writes them side by side, once;
-autograd would write each of them and then concatenate them. Behind each row of that gradient are `room` numbers of
-padding, into which the matmul that reads it writes dy B (fused_lora.py).
+autograd would write each gradient and then concatenate the three. Behind each row of the result are `room` numbers of
+padding. The matmul that reads the result writes dy B there (fused_lora.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _rotary_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k (rotated) and v, each [rows, length, its heads, dim], of `x` [rows, length, (heads + 2 kv_heads) dim].
 
-    `room`: how many numbers of padding the gradient of x has behind each row. Its reader may overwrite them.
+    `room`: numbers of padding behind each row of x's gradient. The reader of the gradient may overwrite the padding.
     """
     results = _qkv_results(x, heads, kv_heads)
     _rotate(_parts(x, heads, kv_heads), results, cos, sin, False)
@@ -154,9 +154,8 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor
     """The operation on x [rows, length, heads, dim] in plain torch and float32 (float64 for float64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width = cos.shape[-1]
-    (x1, x2), (cos1, cos2), (sin1, sin2) = (
-        each.chunk(2, -1) for each in (x[..., :width].to(wide), *(angle.to(wide).unsqueeze(2) for angle in (cos, sin)))
-    )
+    rotated, cos, sin = x[..., :width].to(wide), cos.to(wide).unsqueeze(2), sin.to(wide).unsqueeze(2)
+    (x1, x2), (cos1, cos2), (sin1, sin2) = (tensor.chunk(2, -1) for tensor in (rotated, cos, sin))
     if back:
         sin1, sin2 = -sin2, -sin1
     return torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, x[..., width:].to(wide)], -1)

@@ -85,13 +85,13 @@ def _rotary(
     program = tl.program_id(0)
     row, token = (program // length).to(tl.int64), (program % length).to(tl.int64)
     pair = tl.arange(0, HALF)[None, :]
-    known = pair < WIDTH // 2
+    in_width = pair < WIDTH // 2
     cos_at = cos[0] + (row * cos[1] + token * cos[2])
     sin_at = sin[0] + (row * sin[1] + token * sin[2])
-    cos1 = tl.load(cos_at + pair, mask=known, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos_at + WIDTH // 2 + pair, mask=known, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin_at + pair, mask=known, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin_at + WIDTH // 2 + pair, mask=known, other=0.0).to(tl.float32)
+    cos1 = tl.load(cos_at + pair, mask=in_width, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos_at + WIDTH // 2 + pair, mask=in_width, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin_at + pair, mask=in_width, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin_at + WIDTH // 2 + pair, mask=in_width, other=0.0).to(tl.float32)
     if BACK:
         sin1, sin2 = -sin2, -sin1
     angles = cos1, cos2, sin1, sin2
@@ -127,11 +127,11 @@ def _heads(
     for first in tl.static_range(0, HEADS, BLOCK):
         head = first + tl.arange(0, BLOCK)[:, None]
         inside = (head < HEADS) & (pair < WIDTH // 2)
-        one, two = source[0] + head * source[1] + pair, target[0] + head * target[1] + pair
-        x1 = tl.load(one, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(one + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-        tl.store(two, (x1 * cos1 - x2 * sin1).to(kind), mask=inside)
-        tl.store(two + WIDTH // 2, (x2 * cos2 + x1 * sin2).to(kind), mask=inside)
+        source_at, target_at = source[0] + head * source[1] + pair, target[0] + head * target[1] + pair
+        x1 = tl.load(source_at, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(source_at + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target_at, (x1 * cos1 - x2 * sin1).to(kind), mask=inside)
+        tl.store(target_at + WIDTH // 2, (x2 * cos2 + x1 * sin2).to(kind), mask=inside)
     if WIDTH < DIM:
         _copy(source, target, WIDTH, HEADS, DIM, REST, BLOCK)
 

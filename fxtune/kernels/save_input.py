@@ -19,13 +19,13 @@ def save_input_first(
     """`forward(flat)`, whose backward pass needs `flat` alone, inside an eager checkpoint: `flat` is saved before the
     work is done, so that the checkpoint stops there and does not repeat the work.
 
-    `backward(flat, gradient, needed)` returns the gradients of flat and of each of `trained`, or None; `needed`: a
-    bool of each.
+    `backward(flat, gradient, needed)` returns the gradients of flat and of each of `trained`, or None; `needed`:
+    whether each gradient is needed.
     """
-    # In place of `flat` the node holds an empty tensor, the only owner of the node that saved `flat`. So `flat` is
-    # freed with the rest of the function's graph, and a later backward pass raises autograd's usual error.
-    kept = _Keep.apply(flat, torch.empty(0, requires_grad=True))
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: kept, lambda kept: kept.grad_fn.saved_tensors[0]):
+    # In place of `flat` the node of _Early holds an empty tensor, the only owner of the node that saved `flat`. So
+    # `flat` is freed with the rest of the function's graph, and a later backward pass raises autograd's usual error.
+    anchor = _Keep.apply(flat, torch.empty(0, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: anchor, lambda anchor: anchor.grad_fn.saved_tensors[0]):
         out: torch.Tensor = _Early.apply(forward, backward, flat, *trained)
     return out
 

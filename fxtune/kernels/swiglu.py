@@ -6,7 +6,7 @@ the caller passes, whose rows may have gaps between them. All arithmetic is floa
 On a GPU Triton kernels compute this (swiglu_lora_triton.py); elsewhere torch does, in the same order.
 
 The functions also add the products of adapters, each passed as its two factors: forward to gate and up, backward to
-the gradient of p = act(gate) * up. A matmul of its own would read and write the widest tensors of a layer once more.
+the gradient of p = act(gate) * up. A separate matmul would read and write the widest tensors of a layer once more.
 The backward pass can also reduce its results over the rows, for the gradients of adapters (`FusedSums`).
 """
 
@@ -36,7 +36,7 @@ class Activation(NamedTuple):
     """0: none."""
     shift: float = 0.0
     interleaved: bool = False
-    """Columns of gate and up take turns in g; otherwise all of gate come first."""
+    """Columns of gate and up take turns in g; otherwise all columns of gate come first."""
 
 
 SILU = Activation()
@@ -54,7 +54,7 @@ class FusedSums:
     """Sums over rows that gated_backward() computes from its results: g^T xa and p^T dyb, with g = [dgate | dup]."""
 
     xa: Tensor
-    """[rows, R]: first the columns for dgate, then those for dup."""
+    """[rows, R]: first the columns for dgate, then the columns for dup."""
     dyb: Tensor
     """[rows, Q]."""
     ranks: tuple[int, int, int]
@@ -93,7 +93,7 @@ def gated_backward(
     with p.
 
     `share`: as for gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp` first. `sums`: sums to
-    compute as well; its xa and dyb are those of `share` and `above`.
+    compute as well, with the xa of `share` and the ya of `above` as dyb.
     """
     if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         if sums is not None:
@@ -114,11 +114,11 @@ def gated_backward(
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
     if sums is not None:
-        of_b, of_a = (
+        sum_b, sum_a = (
             (_wide(wide).t() @ _wide(narrow)).unsqueeze(0) for wide, narrow in ((out, sums.xa), (dp, sums.dyb))
         )
         b, a = sums.totals
-        sums.totals = of_b if b is None else b.add_(of_b), of_a if a is None else a.add_(of_a)
+        sums.totals = sum_b if b is None else b.add_(sum_b), sum_a if a is None else a.add_(sum_a)
     return out
 
 

@@ -5,7 +5,7 @@ more: 57 KB a token of Llama-3-8B for the read, and as much for the write. The g
 anyway, so its kernel adds the product, a few dozen multiplications a number, on tensor cores. A program keeps its
 columns of b and loops over rows, or computes one tile if there are few rows. The backward kernel works tile by tile
 and also adds the product of down_proj's adapter to the gradient of p. With many rows and small ranks the kernel of
-swiglu_reduce_triton.py takes its place; that kernel also sums the gradients of adapters.
+swiglu_reduce_triton.py, which also sums the gradients of adapters, takes the place of the backward kernel.
 
 All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only on a
 GPU.
@@ -44,8 +44,10 @@ def forward(act: str, gate_up: Tensor, out: Tensor, share: Share) -> None:
     tensors = *map(matrix, (gate_up, *share, out)), rows, width, ranks
     options = dict(SILU=act == "silu", RANKS=_block(ranks))
     if rows >= WALK_ROWS and ranks <= RANKS:
-        each = triton.cdiv(WALK_ROWS, WALK["ROWS"]) * WALK["ROWS"]
-        _walk[(triton.cdiv(width, WALK["COLUMNS"]), triton.cdiv(rows, each))](*tensors, each, **options, **WALK)
+        program_rows = triton.cdiv(WALK_ROWS, WALK["ROWS"]) * WALK["ROWS"]
+        _walk[(triton.cdiv(width, WALK["COLUMNS"]), triton.cdiv(rows, program_rows))](
+            *tensors, program_rows, **options, **WALK
+        )
     elif rows:
         _launch_tiles(_forward, rows, width, tensors, options)
 
@@ -82,20 +84,20 @@ def _block(ranks: int) -> int:
 
 
 @triton.jit
-def _added(total, left, right, row, column, rows, width, ranks, RANKS: tl.constexpr):
+def _add_product(total, left, right, row, column, rows, width, ranks, RANKS: tl.constexpr):
     """total + left right, [rows, ranks] by [ranks, width]; `row` and `column` as int64 [ROWS, 1] and [1, COLUMNS].
 
     `right` has two strides: between ranks and between columns.
     """
     for start in range(0, ranks, RANKS):
         rank = start + tl.arange(0, RANKS)
-        one = load(left, row, rank[None, :], (row < rows) & (rank[None, :] < ranks))
-        two = tl.load(
+        left_tile = load(left, row, rank[None, :], (row < rows) & (rank[None, :] < ranks))
+        right_tile = tl.load(
             right[0] + rank[:, None] * right[1] + column * right[2],
             mask=(rank[:, None] < ranks) & (column < width),
             other=0.0,
         )
-        total = tl.dot(one, two, total, input_precision="ieee")
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
     return total
 
 
@@ -105,9 +107,9 @@ def _gate_and_up(gate_up, xa, b, row, column, rows, width, ranks, RANKS: tl.cons
     inside = (row < rows) & (column < width)
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    gate = _added(gate, xa, (b[0], 1, b[1]), row, column, rows, width, ranks, RANKS)
+    gate = _add_product(gate, xa, (b[0], 1, b[1]), row, column, rows, width, ranks, RANKS)
     b_up = b[0] + tl.cast(width, tl.int64) * b[1]
-    up = _added(up, xa, (b_up, 1, b[1]), row, column, rows, width, ranks, RANKS)
+    up = _add_product(up, xa, (b_up, 1, b[1]), row, column, rows, width, ranks, RANKS)
     return gate, up
 
 
@@ -141,21 +143,21 @@ def _walk(
     rows,
     width,
     ranks,
-    each,
+    program_rows,
     SILU: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The forward pass for `each` rows and a block of columns, whose part of b stays in registers."""
+    """The forward pass for `program_rows` rows and a block of columns, whose part of b stays in registers."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
-    b_at, held = b[0] + column.to(tl.int64) * b[1] + rank[:, None], (rank[:, None] < ranks) & (column < width)
-    b_gate = tl.load(b_at, mask=held, other=0.0)
-    b_up = tl.load(b_at + tl.cast(width, tl.int64) * b[1], mask=held, other=0.0)
-    first = tl.program_id(1) * each
-    last = tl.minimum(first + each, rows)
+    b_at, in_b = b[0] + column.to(tl.int64) * b[1] + rank[:, None], (rank[:, None] < ranks) & (column < width)
+    b_gate = tl.load(b_at, mask=in_b, other=0.0)
+    b_up = tl.load(b_at + tl.cast(width, tl.int64) * b[1], mask=in_b, other=0.0)
+    first = tl.program_id(1) * program_rows
+    last = tl.minimum(first + program_rows, rows)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
         # Offsets within a tile are int32, and only the offset of its first row is int64: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
@@ -194,11 +196,11 @@ def _backward(
     inside = (row < rows) & (column < width)
     dp_at = dp[0] + (row * dp[1] + column)
     d_p = tl.load(dp_at, mask=inside, other=0.0).to(tl.float32)
-    d_p = _added(d_p, ya, (a[0], a[1], 1), row, column, rows, width, above, ABOVE)
+    d_p = _add_product(d_p, ya, (a[0], a[1], 1), row, column, rows, width, above, ABOVE)
     gate, up = _gate_and_up(gate_up, xa, b, row, column, rows, width, ranks, RANKS)
     activated, slope = activation(gate, SILU)
     out_at = out[0] + (row * out[1] + column)
     tl.store(out_at, (d_p * up * slope).to(out[0].dtype.element_ty), mask=inside)
     tl.store(out_at + width, (d_p * activated).to(out[0].dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # every thread reads its dp before one overwrites it
+    tl.debug_barrier()  # every thread reads its part of dp before any thread overwrites dp
     tl.store(dp_at, (activated * up).to(dp[0].dtype.element_ty), mask=inside)

@@ -1,12 +1,12 @@
 """The gated activation's backward kernel that also computes gradients of adapters from its results.
 
 [dgate | dup] and p, which swiglu_lora_triton.py writes, are the widest tensors of a layer, and three gradients are
-sums over their rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A, p^T dyb. A
-pass over memory for each of them costs as much as the activation's gradient itself. Here a program keeps a block of
+sums over their rows: dgate^T xa and dup^T xa for the lora_B of gate and up, and p^T dyb for the lora_A of down. A
+pass over memory for each gradient costs as much as the activation's gradient itself. Here a program keeps a block of
 columns and loops over the rows: it multiplies the numbers that it has just computed, on tensor cores from registers,
 and sums in float32. So p is written only if p A^T was not kept.
 
-The rows are cut into parts to fill the GPU. Each part has sums of its own, and lora_triton.unpack() adds them
+The rows are cut into parts to fill the GPU. Each part has its own sums, and lora_triton.unpack() adds the parts
 up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. gate_up and
 dp come without the products of their adapters. The kernel adds these, and keeps their second factors in registers.
 
@@ -24,7 +24,8 @@ from fxtune.kernels.activation import activation
 from fxtune.kernels.triton_matrix import matrix
 
 NARROW = 16
-"""The largest rank whose sums fit into registers for all columns of a program. For half of them twice this rank fits.
+"""The largest rank whose sums fit into registers for all columns of a program. With half the columns twice this rank
+fits.
 """
 WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
 """The launch shape: rows a step, columns a program, steps whose loads overlap. 128 registers a thread: two programs a
@@ -53,11 +54,11 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Write [dgate | dup] to `out` and return the gradients of lora_B of gate and up and of lora_A of down.
 
-    Both are float32 partial sums as lora_triton.reduce() returns them, [parts, 2 width, R] and [parts, width, Q].
+    Both are float32 partial sums like lora_triton.reduce()'s, [parts, 2 width, R] and [parts, width, Q].
 
     Args:
         gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], the gradient of p; overwritten with p if `keep_p`.
-        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All of these have contiguous rows, any gaps.
+        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All have contiguous rows, with any gaps.
         ranks: of gate, up and down, each at most twice NARROW. Only the columns of gate's and up's own ranks are
             written.
         totals: the result of an earlier call, to which the sums are added; both or none.
@@ -67,7 +68,7 @@ def backward(
     assert gate_up.shape == out.shape == (rows, 2 * width)
     assert len(xa) == len(dyb) == rows
     assert max(ranks) <= 2 * NARROW
-    assert all(one.dtype.itemsize == 2 for one in (gate_up, dp, out, xa, dyb, *factors))
+    assert all(tensor.dtype.itemsize == 2 for tensor in (gate_up, dp, out, xa, dyb, *factors))
     shape = dict(WALK)
     if max(ranks) > NARROW:
         shape["COLUMNS"] //= 2
@@ -75,26 +76,26 @@ def backward(
         gpu = triton.runtime.driver.active.utils.get_device_properties(dp.device.index)
         shape["STAGES"] = min(shape["STAGES"], 3 if gpu["max_shared_mem"] < SHARED_MEMORY else 4)
     blocks = triton.cdiv(width, shape["COLUMNS"])
-    of_b, of_a = totals
-    if of_b is None or of_a is None:
+    sum_b, sum_a = totals
+    if sum_b is None or sum_a is None:
         count = _parts(rows, blocks)
-        of_b, of_a = (
+        sum_b, sum_a = (
             torch.empty(count, size, columns, dtype=torch.float32, device=dp.device)
             for size, columns in ((2 * width, xa.shape[1]), (width, dyb.shape[1]))
         )
-    parts = len(of_b)
-    assert (of_b.shape[1:], of_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
-    each = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
+    parts = len(sum_b)
+    assert (sum_b.shape[1:], sum_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
+    part_rows = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
     _backward[(blocks, parts)](
         *map(matrix, (gate_up, dp, out, xa, dyb, *factors)),
-        of_b,
-        of_a,
+        sum_b,
+        sum_a,
         rows,
         width,
         ranks,
         xa.shape[1],
         dyb.shape[1],
-        each,
+        part_rows,
         SILU=act == "silu",
         KEEP=keep_p,
         ADD=totals[0] is not None,
@@ -102,7 +103,7 @@ def backward(
         DOWN=_block(ranks[2]),
         **shape,
     )
-    return of_b, of_a
+    return sum_b, sum_a
 
 
 def _block(rank: int) -> int:
@@ -147,7 +148,7 @@ def _backward(
     ranks,
     wide_b,
     wide_a,
-    each,
+    part_rows,
     SILU: tl.constexpr,
     KEEP: tl.constexpr,
     ADD: tl.constexpr,
@@ -162,8 +163,8 @@ def _backward(
     column = columns[None, :]
     step = tl.arange(0, ROWS)[:, None]
     part = tl.program_id(1)
-    first = part * each
-    last = tl.minimum(first + each, rows)
+    first = part * part_rows
+    last = tl.minimum(first + part_rows, rows)
     rank, down = tl.arange(0, RANKS), tl.arange(0, DOWN)
     kind = out[0].dtype.element_ty
     b_at = b[0] + column.to(tl.int64) * b[1] + rank[:, None]
@@ -172,11 +173,11 @@ def _backward(
     b_up = tl.load(b_at, mask=(rank[:, None] < up_rank) & (column < width), other=0.0)
     a_at = a[0] + down[:, None].to(tl.int64) * a[1] + column
     a_down = tl.load(a_at, mask=(down[:, None] < down_rank) & (column < width), other=0.0)
-    of_gate = tl.zeros((COLUMNS, RANKS), tl.float32)
-    of_up = tl.zeros((COLUMNS, RANKS), tl.float32)
-    of_down = tl.zeros((COLUMNS, DOWN), tl.float32)
+    sum_gate = tl.zeros((COLUMNS, RANKS), tl.float32)
+    sum_up = tl.zeros((COLUMNS, RANKS), tl.float32)
+    sum_down = tl.zeros((COLUMNS, DOWN), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        # Offsets within a tile are int32, and only that of its first row is int64: half the registers.
+        # Offsets within a tile are int32, and only the offset of its first row is int64: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
         gate = _tile(gate_up, at * gate_up[1], step, column, inside).to(tl.float32)
@@ -196,14 +197,14 @@ def _backward(
         # Adding zero uses each sum, so the program waits for it. Otherwise Triton (3.6 to 3.9) overwrites the xa and
         # dyb of these products with the next rows while the products run: it gives an operand one buffer too few if
         # registers read it, too.
-        of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate) + 0.0
-        of_up = tl.dot(tl.trans(d_up), xa_up, of_up) + 0.0
-        of_down = tl.dot(tl.trans(p), dyb_down, of_down) + 0.0
-        if KEEP:  # All threads have met at the products above, so each has read the dp that is overwritten here.
+        sum_gate = tl.dot(tl.trans(d_gate), xa_gate, sum_gate) + 0.0
+        sum_up = tl.dot(tl.trans(d_up), xa_up, sum_up) + 0.0
+        sum_down = tl.dot(tl.trans(p), dyb_down, sum_down) + 0.0
+        if KEEP:  # All threads have met at the products above, so all have read the dp that is overwritten here.
             tl.store(dp[0] + at * dp[1] + (step * dp[1] + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
-    _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)
+    _store(into_b, rank[None, :], columns[:, None], wide_b, sum_gate, width, gate_rank, ADD)
     into_b += tl.cast(width, tl.int64) * wide_b + gate_rank
-    _store(into_b, rank[None, :], columns[:, None], wide_b, of_up, width, up_rank, ADD)
+    _store(into_b, rank[None, :], columns[:, None], wide_b, sum_up, width, up_rank, ADD)
     into_a += part.to(tl.int64) * width * wide_a
-    _store(into_a, down[None, :], columns[:, None], wide_a, of_down, width, down_rank, ADD)
+    _store(into_a, down[None, :], columns[:, None], wide_a, sum_down, width, down_rank, ADD)

@@ -32,8 +32,8 @@ KERNELS = {
         {**lora_triton.PROJECT, "LEFT": False, "RIGHT": True, "WIDTH": 64, "factor": 2},
     ),
     "reduce": (lora_triton._reduce, {**lora_triton.REDUCE, "ADD": True, "WIDTH": 64}),
-    "add": (lora_triton._add, {**lora_triton.ADD, "MORE": False, "RANKS": 64, "factor": 2}),
-    "add, and the residual": (lora_triton._add, {**lora_triton.ADD, "MORE": True, "RANKS": 64, "factor": 2}),
+    "add": (lora_triton._add, {**lora_triton.ADD, "RESIDUAL": False, "RANKS": 64, "factor": 2}),
+    "add, and the residual": (lora_triton._add, {**lora_triton.ADD, "RESIDUAL": True, "RANKS": 64, "factor": 2}),
     "sums": (swiglu_reduce_triton._backward, {**SUMS, "KEEP": False, "RANKS": 16, "DOWN": 16}),
     "sums and p": (swiglu_reduce_triton._backward, {**SUMS, "KEEP": True, "RANKS": 16, "DOWN": 16}),
     "sums of higher ranks": (
@@ -45,9 +45,9 @@ KERNELS = {
 }
 
 
-SCALARS = dict.fromkeys(("rows", "width", "columns", "ones", "each", "above", "wide_a", "wide_b"), "i32") | {
-    "value": "fp32"
-}
+SCALARS = dict.fromkeys(
+    ("rows", "width", "columns", "ones", "part_rows", "program_rows", "above", "wide_a", "wide_b"), "i32"
+) | {"value": "fp32"}
 """Types of arguments that are neither pointers nor tuples of a pointer and strides."""
 
 

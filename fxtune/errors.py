@@ -71,7 +71,13 @@ class StorageError(UserError):
 
 
 class HubError(StorageError):
-    """A file of the hub is not on this disk, and the hub cannot be reached."""
+    """Files of the hub are not on this disk, and the hub cannot be reached."""
+
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = tuple(dict.fromkeys(reasons))
+        listed = "".join(f"\n  {why}" for why in self.reasons)
+        several = f"{len(self.reasons)} files or data sets of this recipe are missing here:{listed}"
+        super().__init__(several if len(self.reasons) > 1 else self.reasons[0])
 
 
 class RankError(UserError):

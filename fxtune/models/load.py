@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -31,7 +31,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
-from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
+from fxtune.system.hub import Origin, Wanted, is_commit, locate_all
 from fxtune.system.library_log import take_loggers
 
 FEW = 8
@@ -109,12 +109,14 @@ def load_config(model: ModelConfig) -> Any:
     """
     _check(model)
     silence_libraries()
-    adapter = locate_adapter(model.adapter) if model.adapter else None  # first, so that a typo is reported at once
-    if "model_type" in model.architecture:
-        config = _config_of_type(model.architecture)
-    else:
-        config = _read_config(_locate(model), model)
-        config = _edited_config(config, model.architecture) if model.architecture else config
+    # All files first: a typo in any name, and all that is missing, is reported at once.
+    adapter = Wanted("model.adapter", model.adapter, adapter=True) if model.adapter else None
+    base = None if "model_type" in model.architecture else _base(model)
+    tokenizer = _tokenizer(model)
+    found = locate_all(entry for entry in (adapter, base, tokenizer) if entry is not None)
+
+    config: Any = _read_config(found[base], model) if base else None
+    config = _make_config(config, model.architecture) if model.architecture else config
     try:
         config.get_text_config()
     except ValueError as error:
@@ -124,8 +126,10 @@ def load_config(model: ModelConfig) -> Any:
         ) from error
     if model.add_tokens:
         text = config.get_text_config()
-        text.vocab_size = rows_for(_read_tokenizer(model, kind_of(config), text.vocab_size), text.vocab_size)
-    return with_changes_of(adapter, config) if adapter else config
+        text.vocab_size = rows_for(
+            _read_tokenizer(found[tokenizer], model, kind_of(config), text.vocab_size), text.vocab_size
+        )
+    return with_changes_of(found[adapter], config) if adapter else config
 
 
 def rows_of_base(model: ModelConfig) -> int:
@@ -183,7 +187,9 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     """
     hf_config = hf_config or load_config(model)
     rows = hf_config.get_text_config().vocab_size
-    tokenizer = _read_tokenizer(model, kind_of(hf_config), rows_of_base(model) if model.add_tokens else rows)
+    of_base = rows_of_base(model) if model.add_tokens else rows
+    wanted = _tokenizer(model)
+    tokenizer = _read_tokenizer(locate_all([wanted])[wanted], model, kind_of(hf_config), of_base)
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
     if beyond:
         key = "model.path" if model.tokenizer is None else "model.tokenizer"
@@ -199,12 +205,9 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     return tokenizer
 
 
-def _read_tokenizer(model: ModelConfig, kind: Kind, rows: int) -> Any:
-    """The tokenizer with model.add_tokens. `rows`: tokens that the model embeds."""
-    own = model.tokenizer is None
-    key, name = ("model.path", model.path or "builtin:tiny") if own else ("model.tokenizer", str(model.tokenizer))
-    code = own and model.trust_remote_code
-    origin = locate(name, model.revision if own and model.path else None, key, code=code)
+def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Kind, rows: int) -> Any:
+    """The tokenizer in the files of `origin`, with model.add_tokens. `rows`: tokens that the model embeds."""
+    key, name, _, code, _ = _tokenizer(model)
     inspect_folder(origin.folder, f"{key}={name}")
     if not any((origin.folder / file).exists() for file in TOKENIZER_FILES):
         raise ConfigError(
@@ -361,8 +364,19 @@ def _check(model: ModelConfig) -> None:
 
 
 def _locate(model: ModelConfig) -> Origin:
+    base = _base(model)
+    return locate_all([base])[base]
+
+
+def _base(model: ModelConfig) -> Wanted:
     assert model.path is not None
-    return locate(model.path, model.revision, code=model.trust_remote_code)
+    return Wanted("model.path", model.path, model.revision, model.trust_remote_code)
+
+
+def _tokenizer(model: ModelConfig) -> Wanted:
+    if model.tokenizer is not None:
+        return Wanted("model.tokenizer", model.tokenizer)
+    return Wanted("model.path", "builtin:tiny") if model.path is None else _base(model)
 
 
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
@@ -398,38 +412,23 @@ def _explain_code(error: Exception, origin: Origin, config: str) -> None:
         raise remote_code.refusal(origin.folder, code) from error
 
 
-def _config_of_type(architecture: dict[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
+def _make_config(base: Any, architecture: dict[str, Any]) -> Any:
+    """The config that `architecture` describes: `base` with its keys changed, or a complete config if `base` is None.
+    Values of `base` that depend on a changed size are dropped, to be computed again."""
+    from huggingface_hub.errors import StrictDataclassError
 
-    family, known = architecture["model_type"], families()
-    if family in CONFIG_MAPPING and family not in known:
-        raise ConfigError(f"model.architecture.model_type={family} is a {family} model, {why_none(family)}.")
-    if family not in known:
-        hint = did_you_mean(str(family), known)
-        raise ConfigError(
-            f"model.architecture.model_type={family} is no model that fxtune trains and this transformers has{hint}"
-        )
-    values = {name: value for name, value in architecture.items() if name != "model_type"}
-    return _make_config(CONFIG_MAPPING[family], values, values)
-
-
-def _edited_config(config: Any, changes: dict[str, Any]) -> Any:
-    """`config` with `changes`. Values that depend on a changed size are dropped, to be computed again."""
-    values = config.to_dict()
+    changes = {name: value for name, value in architecture.items() if name != "model_type"}
+    inspect_config(changes, "model.architecture")
+    kind = _config_class(architecture["model_type"]) if base is None else type(base)
+    values = {} if base is None else base.to_dict()
+    values.pop("model_type", None)
     if {"hidden_size", "num_attention_heads"} & set(changes):
         values.pop("head_dim", None)
     if "num_hidden_layers" in changes:
         values.pop("layer_types", None)
-    values.pop("model_type", None)
-    return _make_config(type(config), {**values, **changes}, changes)
-
-
-def _make_config(kind: Any, values: dict[str, Any], in_recipe: Iterable[str]) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-
-    inspect_config({name: values[name] for name in in_recipe}, "model.architecture")
+    values |= changes
     known = [*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling"]
-    for name in in_recipe:
+    for name in changes:
         if name not in known and not _is_read(kind, values, name):
             hint = did_you_mean(name, known)
             raise ConfigError(f"model.architecture.{name}: {kind.model_type} has no such key{hint}")
@@ -437,6 +436,21 @@ def _make_config(kind: Any, values: dict[str, Any], in_recipe: Iterable[str]) ->
         return kind(**values)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture does not make a {kind.model_type}: {shortened(error, 600)}") from error
+
+
+def _config_class(family: str) -> Any:
+    """transformers' config class of the models with this `model_type`."""
+    from transformers import CONFIG_MAPPING
+
+    known = families()
+    if family in CONFIG_MAPPING and family not in known:
+        raise ConfigError(f"model.architecture.model_type={family} is a {family} model, {why_none(family)}.")
+    if family not in known:
+        hint = did_you_mean(str(family), known)
+        raise ConfigError(
+            f"model.architecture.model_type={family} is no model that fxtune trains and this transformers has{hint}"
+        )
+    return CONFIG_MAPPING[family]
 
 
 def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:

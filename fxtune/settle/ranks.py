@@ -12,7 +12,6 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
@@ -23,9 +22,9 @@ from fxtune.distributed.ranks import place
 from fxtune.distributed.world import Device, World
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
-from fxtune.optim import config as update_rule
 from fxtune.plugins import load_all
 from fxtune.settle.degrees import choose, fits, need_with, possible
+from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
 from fxtune.system.units import GIB
 
@@ -33,24 +32,28 @@ SHORT = 8192
 """Tokens of a micro-batch that any card holds, so that its rows need not be divided."""
 
 
-def ranks_of(config: Config, facts: Facts | None = None) -> int:
-    """How many ranks `fxtune` starts for a run of `config` on this machine; 1 in a process that is a rank. `facts`:
-    those of this process alone; None: if they are needed, another process collects them, because CUDA would keep some
-    GPU memory in this one.
+def ranks_of(config: Config) -> int:
+    """How many ranks `fxtune` starts for a run of `config` on this machine; 1 in a process that is a rank. Where the
+    forecast chooses, another process collects its facts, because CUDA would keep some GPU memory in this one.
 
     Raises ConfigError, HardwareError, and the errors of load_config().
     """
+    counts = open_counts(config)
+    return counts[0] if len(counts) == 1 else share(config, _facts_of_another_process(config), counts)[0].ranks
+
+
+def open_counts(config: Config) -> list[int]:
+    """The numbers of ranks, the most first, among which the forecast chooses for a run on this machine; one number
+    where it has no choice."""
     if place()[1] > 1:
-        return 1
+        return [1]
     counts = ranks_here(config.run.gpus, config.run.device is Device.cpu)
     if len(counts) == 1:
         require_possible(config, counts[0], _has_card(config), f"run.gpus={counts[0]}")
-        return counts[0]
+        return counts
     most = next((count for count in counts if ways(config, count, cut=False)), counts[0])
     short = config.train.micro_batch_size * config.data.sequence_length <= SHORT
-    if most == counts[0] or short or config.parallel.context != AUTO:
-        return most
-    return share(config, facts or _facts_of_another_process(config), counts)[0].ranks
+    return [most] if most == counts[0] or short or config.parallel.context != AUTO else counts
 
 
 def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") -> None:
@@ -87,8 +90,7 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
 
     def can(degrees: Degrees) -> bool:
         shared = replace(facts, degrees=degrees)
-        reasons = update_rule.check(config.optimizer, shared), config.objective.refusals(degrees)
-        return not [*techniques.unshareable(shared), *chain(*reasons)]
+        return not [*techniques.unshareable(shared), *refusals(config, shared)]
 
     uncut = replace(parallel, context="1") if parallel.context == AUTO else parallel
     whole = [degrees for count in counts for degrees in possible(count) if agrees(uncut, degrees) and can(degrees)]

@@ -14,7 +14,7 @@ from typing import Any
 from fxtune.config.root import Config
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, HubError
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of
@@ -22,8 +22,8 @@ from fxtune.models.load import load_config
 from fxtune.optim import config as update_rule
 from fxtune.settle import in_backward
 from fxtune.settle.degrees import with_degrees
-from fxtune.settle.missing import all_missing_at_once
-from fxtune.settle.ranks import ranks_of, share
+from fxtune.settle.missing import missing_data
+from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
 from fxtune.system.facts import MachineFacts
@@ -80,15 +80,16 @@ def settle(
     run there, and the errors of reading the model's config.
     """
     if hf_config is None:
-        with all_missing_at_once(config):
+        try:
             hf_config = load_config(config.model)
+        except HubError as error:
+            raise HubError(*error.reasons, *missing_data(config.data)) from error
     if why := isolation.why_not_causal(hf_config):
         raise ConfigError(f"model.path: {why}. Use a decoder.")
     config, facts, notes = _with_working_packages(config, machine, present, hf_config, tries)
-    ranks = ranks or ranks_of(config, facts)
-    degrees, why = share(config, facts, [ranks])
+    degrees, why = share(config, facts, [ranks] if ranks else open_counts(config))
     require_equal_parts(degrees, config.train.micro_batches)
-    notes += [f"parallel: {why}"] * (ranks > 1)
+    notes += [f"parallel: {why}"] * (degrees.ranks > 1)
     facts, note = in_backward.decide(config, with_degrees(facts, degrees))
     notes += [note] if note else []
     if checks:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxtune.errors import ConfigError, HubError, StorageError
 from fxtune.system import remote_code
@@ -51,9 +51,38 @@ class Origin:
     """The commit, if it comes from the hub."""
 
 
+class Wanted(NamedTuple):
+    """A model, tokenizer or adapter that a recipe names."""
+
+    key: str
+    """The recipe's key, for messages."""
+    name: str
+    """A folder, a hub id, or `builtin:NAME`."""
+    revision: str | None = None
+    code: bool = False
+    """Whether its Python files are fetched, too; see locate()."""
+    adapter: bool = False
+
+
 def is_commit(revision: str | None) -> bool:
     """Whether `revision` is a full commit hash, the only kind of revision that never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+def locate_all(wanted: Iterable[Wanted]) -> dict[Wanted, Origin]:
+    """Find the files of each entry. Raises what locate() and locate_adapter() raise, but one HubError names all that
+    the hub cannot be reached for."""
+    found: dict[Wanted, Origin] = {}
+    missing: list[str] = []
+    for entry in dict.fromkeys(wanted):
+        key, name, revision, code, adapter = entry
+        try:
+            found[entry] = locate_adapter(name, key) if adapter else locate(name, revision, key, code)
+        except HubError as error:
+            missing += error.reasons
+    if missing:
+        raise HubError(*missing)
+    return found
 
 
 def locate(name: str, revision: str | None = None, key: str = "model.path", code: bool = False) -> Origin:

@@ -40,7 +40,6 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.plugins import OBJECTIVES
 from fxtune.settle.in_backward import change_for
-from fxtune.settle.missing import all_missing_at_once
 from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
 from fxtune.system.oom import out_of_memory_reason
@@ -113,10 +112,9 @@ class RunBuilder:
             chosen = self.world.from_main(lambda: template_time or time_of_templates(), "agreeing on the time")
             self._set(data=replace(self.config.data, template_time=chosen))
         config = self.config
-        with all_missing_at_once(config):
-            tokenizer = self.world.main_first(
-                partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
-            )
+        tokenizer = self.world.main_first(
+            partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
+        )
         prepare = partial(
             prepare_data,
             config.data,

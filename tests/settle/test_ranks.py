@@ -16,11 +16,12 @@ from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
+from fxtune.models.load import ModelConfig
 from fxtune.objectives.base import Objective
 from fxtune.objectives.needs import Needs
 from fxtune.plugins import files_used
 from fxtune.settle import ranks
-from fxtune.settle.ranks import ranks_of, require_possible, share
+from fxtune.settle.ranks import open_counts, ranks_of, require_possible, share
 
 LORA = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
 FULL = {**LORA}
@@ -71,6 +72,14 @@ def test_what_does_not_fit_a_card_is_divided(ranks, given, techniques, model, ex
     assert line.startswith(f"{expected} (")
 
 
+def test_degrees_that_the_recipe_refuses_are_not_chosen():
+    facts = card(80, 4096, techniques=FULL_KEPT)
+    given = config(8, 4096, techniques=FULL_KEPT)
+    assert share(given, facts, [2])[0] == Degrees(shard=2)
+    grown = replace(given, model=ModelConfig(add_tokens=["<step>"]))  # divided weights cannot grow
+    assert share(grown, facts, [2])[0].shard == 1
+
+
 @dataclass
 class OfDocuments(Objective):
     needs = Needs(whole_documents=True)
@@ -101,13 +110,13 @@ def test_one_row_beyond_a_card_is_cut_and_one_that_fits_is_not():
     assert degrees == Degrees(context=8)
     assert why.startswith("context 8 (")
     assert "GiB a card by the forecast" in why
-    assert ranks_of(config(1, LONG), long) == 8
+    assert open_counts(config(1, LONG)) == [8, 6, 4, 3, 2, 1]
     assert share(config(1, LONG, gpus="2"), long, [2])[0] == Degrees(context=2)
-    four = share(config(4, LONG), long, [ranks_of(config(4, LONG), long)])[0]
+    four = share(config(4, LONG), long, open_counts(config(4, LONG)))[0]
     assert four.ranks == 8
     assert four.context > 1
     assert four.data_ranks in (1, 2, 4)
-    assert ranks_of(config(1, 16384), short) == 1
+    assert share(config(1, 16384), short, open_counts(config(1, 16384)))[0].ranks == 1
     with pytest.raises(ConfigError, match=r"A step has 1 micro-batch .*run\.gpus=2 needs .*parallel\.context=2"):
         require_possible(config(1, 16384, gpus="2"), 2, cuda=False, subject="run.gpus=2")
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.tokenized import ends
 from fxtune.data.tokenized.tokenize import tokenize
-from fxtune.models import load as models
+from fxtune.system.hub import locate
 
 START, END = 1, 2
 """`<|im_start|>` and `<|im_end|>` of the built-in tokenizer, whose end of text is `<|im_end|>`."""
@@ -19,7 +19,7 @@ START, END = 1, 2
 @pytest.fixture
 def table(tmp_path):
     """A function that tokenizes rows."""
-    tokenizer = AutoTokenizer.from_pretrained(models.locate("builtin:tiny", None, "model.path").folder)
+    tokenizer = AutoTokenizer.from_pretrained(locate("builtin:tiny").folder)
 
     def build(*rows):
         file = tmp_path / "rows.jsonl"

@@ -49,6 +49,15 @@ class Chunk:
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
 
+class LinearWeights:
+    """A module with the frozen weights of several linears."""
+
+    @property
+    def weight_count(self) -> int:
+        """The number of these weights."""
+        raise NotImplementedError
+
+
 def is_divided(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a DTensor."""
     from torch.distributed.tensor import DTensor

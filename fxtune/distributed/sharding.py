@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fxtune.distributed.chunks import LinearWeights
 from fxtune.distributed.world import World
 from fxtune.upstream import torch as upstream
 
@@ -139,7 +140,7 @@ class _CodesWithoutGradients(TorchFunctionMode):
 def _only_linears(part: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
     """Whether all parameters of `part` that are to be divided are weights of linears."""
     return all(
-        isinstance(module, nn.Linear) or hasattr(module, "weight_count")  # frozen weights of fused linears
+        isinstance(module, nn.Linear | LinearWeights)
         for module in part.modules()
         if any(parameter not in ignored for parameter in module.parameters(recurse=False))
     )

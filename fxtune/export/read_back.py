@@ -40,7 +40,7 @@ from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weight
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
-from fxtune.models.replacement import PackedExperts
+from fxtune.models.replacement import PackedExperts, PackedLinear
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class
@@ -239,7 +239,7 @@ class _Plain:
         shapes = {name: getattr(tensor, "shape", None) for name, tensor in tensors.items()}
         packed = any(getattr(tensor, "itemsize", 4) == 1 for tensor in tensors.values())
         if live is not None and (
-            hasattr(live, "fxtune_quantized")
+            isinstance(live, PackedLinear)
             or packed
             or any(shape != module._parameters[name].shape for name, shape in shapes.items())  # type: ignore[union-attr]
         ):

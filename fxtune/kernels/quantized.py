@@ -31,7 +31,7 @@ CHUNK = 4096
 def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Dequantize a weight into `out` [out, in], which is contiguous.
 
-    `kind`: MXFP4, or a linear's `fxtune_quantized`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
+    `kind`: MXFP4, or a linear's `stored_as`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
     for the weight; the codes may have any shape.
     """
     if kind == MXFP4:

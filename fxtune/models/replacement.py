@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]
@@ -31,11 +32,22 @@ class InPlaceOf(nn.Module):
         return super().train(mode)
 
 
-class PackedExperts:
-    """The experts of a layer in fewer bits than the model's dtype."""
+class Packed:
+    """A module with frozen weights in fewer bits than the model's dtype."""
 
     stored_as: str
     """fp8, mxfp4, nf4/LIBRARY or int8/LIBRARY."""
+
+
+class PackedLinear(Packed):
+    """A linear with a packed weight."""
+
+    compute_dtype: torch.dtype
+    """The dtype of the product, or of the weight that is dequantized for it."""
+
+
+class PackedExperts(Packed):
+    """The experts of a layer."""
 
     def run_grouped(self, outermost: Any) -> None:
         """Let peft's `outermost` wrapper around these experts run them and their adapters: peft itself cannot add an

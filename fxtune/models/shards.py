@@ -10,9 +10,7 @@ One process does the same with a model that fits nowhere in 16 bits: it quantize
 
 For formats that cannot quantize a part of a matrix (nf4, int8), each() hands out whole tensors before shard().
 
-A module whose weight is not stored as the files have it (fp8) has a method `store_rows(into, first, rows)`: write the
-rows of the files that begin at row `first` of its weight to `into`, this rank's memory for these rows. A module that
-computes more from its rows has a method `complete_rows(world)`, which all ranks call together.
+A module whose weight is not stored as the files have it (fp8) is one that StoresRows.
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
 memory. The files must store weights as the architecture has them: families whose weights transformers converts while
@@ -50,6 +48,18 @@ class Piece(NamedTuple):
     first: int
     """The row of the parameter where it begins."""
     shape: tuple[int, ...]
+
+
+class StoresRows:
+    """A module that stores codes, of dtype uint8, in place of the rows of its weight."""
+
+    def store_rows(self, into: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Write `rows` of the files to `into`, this rank's memory for them. `first`: their first row in the weight."""
+        raise NotImplementedError
+
+    def complete_rows(self, world: World) -> None:
+        """Compute what follows from the rows of all ranks. All ranks call this together."""
+        raise NotImplementedError
 
 
 Read = Callable[[str, int, int], torch.Tensor]
@@ -121,7 +131,7 @@ def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
         if len(piece.shape) > 1:
             into = into.narrow(1, 0, piece.shape[1])
         rows = read(piece.name, first - piece.first, end - piece.first)
-        if hasattr(owner, "store_rows") and into.dtype is torch.uint8:
+        if isinstance(owner, StoresRows) and into.dtype is torch.uint8:
             owner.store_rows(into, first, rows)
         else:
             into.copy_(rows.reshape(into.shape))
@@ -133,9 +143,9 @@ def complete(model: nn.Module, world: World) -> None:
     done: set[Any] = set()
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if hasattr(module, "complete_rows") and weight not in done:  # a tied head and embedding have one weight
+        if isinstance(module, StoresRows) and weight not in done:  # a tied head and embedding have one weight
             done.add(weight)
-            cast(Any, module).complete_rows(world)
+            module.complete_rows(world)
 
 
 def read(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.distributed.chunks import LinearWeights
 from fxtune.errors import ConfigError, first_line
 from fxtune.models.kinds.known import kind_of
 from fxtune.system.oom import out_of_memory_reason
@@ -111,7 +112,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
         for parameter in module.parameters(recurse=False):
             packed = getattr(parameter, "quant_state", None)
             size = math.prod(packed.shape) if packed is not None else parameter.numel()
-            known.setdefault(id(parameter), getattr(module, "weight_count", size))
+            known.setdefault(id(parameter), module.weight_count if isinstance(module, LinearWeights) else size)
     return {name: known[id(parameter)] for name, parameter in model.named_parameters()}
 
 

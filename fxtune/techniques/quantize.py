@@ -506,7 +506,7 @@ class Quantize(QuantizeOptions, Technique):
         model, done = prepared.module, prepared.quantization
         assert done is not None, "apply() has filled it in"
         linears: list[Any] = [module for module in model.modules() if is_quantized(module)]
-        kinds = {module.fxtune_quantized for module in linears}
+        kinds = {module.stored_as for module in linears}
         evidence = partial(Evidence, "quantize")
         wanted = self._name(self.type)
         experts = list(filter(stored_as, model.modules()))

@@ -140,7 +140,7 @@ def packed_matrices(
     made: Any = quantized(linear, kind, library, double, compute, device)
     codes, *others = packed(made)
     # lora/targets.py takes parameters of three dimensions for weights of experts.
-    return made.fxtune_quantized, [codes.view(*weight.shape[:2], -1), *others]
+    return made.stored_as, [codes.view(*weight.shape[:2], -1), *others]
 
 
 def hold_mxfp4(experts: Any, compute: torch.dtype) -> QuantizedExperts:

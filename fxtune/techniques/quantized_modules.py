@@ -32,7 +32,8 @@ from fxtune.distributed.world import World
 from fxtune.kernels import fp8
 from fxtune.kernels.fp8 import E4M3, quantize_rows
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
-from fxtune.models.shards import mark_joined
+from fxtune.models.replacement import PackedLinear
+from fxtune.models.shards import StoresRows, mark_joined
 
 FP8_TENSORS = ("weight", "scales", "back", "back_scales")
 """Names of an fp8 linear's tensors: those of a fp8.Weight."""
@@ -83,7 +84,7 @@ def quantized(
         made: Any = _fp8_without_weight(linear, device, transpose)
     else:
         made = makers[name](linear, linear.weight.detach().to(device), double)
-    made.compute_dtype, made.fxtune_quantized = compute, name
+    made.compute_dtype, made.stored_as = compute, name
     made.bias = _bias_of(linear, compute, device)
     return made.train(linear.training)
 
@@ -103,7 +104,7 @@ def _biased(linear: nn.Linear, output: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether `module` is one that `quantized` made."""
-    return hasattr(module, "fxtune_quantized")
+    return isinstance(module, PackedLinear)
 
 
 @torch.no_grad()
@@ -113,7 +114,7 @@ def dequantized(module: Any) -> Tensor:
         return fp8.dequantize_weight(whole(module.weight), module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
         return int8_weight(module.codes, module.scale, module.compute_dtype)
-    if module.fxtune_quantized == "nf4/torchao":
+    if module.stored_as == "nf4/torchao":
         return module.weight.to(module.compute_dtype)
     weight: Tensor = bitsandbytes().functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return weight.to(module.compute_dtype)
@@ -128,7 +129,7 @@ def packed(module: Any) -> list[Tensor]:
         return [weight, module.scales]
     if hasattr(module, "codes"):
         return [module.codes, module.scale]
-    if module.fxtune_quantized == "nf4/torchao":
+    if module.stored_as == "nf4/torchao":
         names = ("quantized_data", "quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
         return [getattr(weight, name) for name in names]
     state = weight.quant_state
@@ -166,7 +167,7 @@ def stored_bytes(module: Any) -> int:
 def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     library = bitsandbytes().nn
     options = {"compress_statistics": double, "quant_type": "nf4"}
-    made = library.Linear4bit(linear.in_features, linear.out_features, bias=False, device="meta", **options)
+    made = _nf4_class()(linear.in_features, linear.out_features, bias=False, device="meta", **options)
     made.weight = library.Params4bit(weight, requires_grad=False, module=made, **options).to(weight.device)
     made.compute_type_is_set = True  # else the first input would set it
     # Otherwise an evaluation on a CPU would repack the weight, and never back, for a kernel without a backward pass.
@@ -220,8 +221,8 @@ def _empty_weight(out: int, inner: int, device: torch.device, transpose: bool) -
     return fp8.Weight(codes, scales, *((codes.new_empty(inner, out), back_scales) if transpose else ()))
 
 
-class DividedCodes:
-    """What models/shards.py calls to fill the codes of a module that is divided over ranks."""
+class DividedCodes(StoresRows):
+    """A module with codes in fp8, which may be divided over ranks."""
 
     source_dtype: torch.dtype
     """The dtype that is quantized: that of the model's weights."""
@@ -265,22 +266,18 @@ def _with_codes(made: Any, codes: Tensor, scale: Tensor) -> Any:
     return made
 
 
-class _Cast(nn.Linear):
+class _Cast(PackedLinear, nn.Linear):
     """A linear that casts its input to its own dtype: autocast does not reach torchao's tensors."""
-
-    compute_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input.to(self.compute_dtype), self.weight, self.bias).to(input.dtype)
 
 
-class Fp8Linear(DividedCodes, nn.Linear):
+class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8, because peft would give adapters the
     dtype of a floating-point weight.
     """
 
-    compute_dtype: torch.dtype
-    fxtune_quantized: str
     scales: Tensor
     names: tuple[str, ...]
     """Of its tensors: FP8_TENSORS, or the first two without the transpose."""
@@ -305,13 +302,12 @@ def register_frozen(module: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_buffer(name, tensor, persistent=False)
 
 
-class _Int8Forward:
+class _Int8Forward(PackedLinear):
     """The forward pass of an int8 linear, which has `codes` and `scale`."""
 
     codes: Tensor
     scale: Tensor
     bias: Any
-    compute_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         output = _Int8Matmul.apply(input.to(self.compute_dtype), self.codes, self.scale)
@@ -322,9 +318,14 @@ class _Int8(_Int8Forward, nn.Linear):
     pass
 
 
+# Linears of bitsandbytes, so that peft adapts, merges and decomposes (DoRA) them.
+@functools.cache
+def _nf4_class() -> Any:
+    return type("Nf4Linear", (PackedLinear, bitsandbytes().nn.Linear4bit), {})
+
+
 @functools.cache
 def _int8_class() -> Any:
-    """A bitsandbytes linear, so that peft adapts, merges and decomposes (DoRA) it."""
     return type("Int8Linear", (_Int8Forward, bitsandbytes().nn.Linear8bitLt), {})
 
 

@@ -144,7 +144,7 @@ def test_quantized_weights(kind, library):
         quantized(nn.Linear(inner, out, False), kind, library, True, torch.bfloat16, torch.device("cuda"))
         for inner, out in sizes
     ]
-    name = stored[0].fxtune_quantized
+    name = stored[0].stored_as
     up, down = drawn(1024, [2048, 2048], [16, 8]), drawn(2048, [1024], [16])
     up = ([dequantized(one) for one in stored[:2]], *up[1:])
     down = ([dequantized(stored[2])], *down[1:])

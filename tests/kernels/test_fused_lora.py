@@ -131,7 +131,7 @@ def test_quantized_weights_match_lora_over_dequantized_ones(kind, library, doubl
         quantized(nn.Linear(inner, out, False), kind, library, double, torch.float32, torch.device("cpu"))
         for inner, out in ((128, 256), (128, 256), (256, 128))
     ]
-    name = stored[0].fxtune_quantized
+    name = stored[0].stored_as
     plain = Mlp(128, 256, "silu")
     for linear, one in zip((plain.gate, plain.up, plain.down), stored, strict=True):
         linear.weight.data = dequantized(one)

@@ -28,7 +28,7 @@ def test_unpacked_weight_is_the_dequantized_one(kind, library, double):
     source = torch.nn.Linear(512, 64)
     made = quantized(source, kind, library, double, torch.float32, torch.device("cpu"))
     out = torch.full((64, 512), torch.nan)
-    unpack(made.fxtune_quantized, packed(made), out)
+    unpack(made.stored_as, packed(made), out)
     torch.testing.assert_close(out, dequantized(made), rtol=1e-6, atol=1e-6)
     assert 0 < (out - source.weight).norm() / source.weight.norm() < 0.11
 

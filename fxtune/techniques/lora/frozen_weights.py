@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.distributed.chunks import is_divided
+from fxtune.distributed.chunks import LinearWeights, is_divided
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
-from fxtune.models.replacement import InPlaceOf
+from fxtune.models.replacement import InPlaceOf, PackedLinear
 from fxtune.models.shards import mark_joined
 from fxtune.techniques.quantized_modules import FP8_TENSORS, DividedCodes, Fp8Linear, grouped, register_frozen
 
@@ -34,10 +34,11 @@ ADAPTER = "default"
 
 def storage_kind(linear: Any) -> str:
     """How the frozen weight of an adapted linear is stored: a kind of kernels/frozen_base.py."""
-    return getattr(linear.get_base_layer(), "fxtune_quantized", None) or DENSE
+    base = linear.get_base_layer()
+    return base.stored_as if isinstance(base, PackedLinear) else DENSE
 
 
-class FrozenWeights(DividedCodes, nn.Module):
+class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
     """Owns the frozen weights of `linears`, adapted linears of peft that read the same input."""
 
     weight: nn.Parameter

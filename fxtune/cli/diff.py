@@ -1,10 +1,10 @@
-"""`fxtune diff RUN RUN`: what differs between two runs, and from which step on their curves part.
+"""`fxtune diff RUN RUN`: how two runs differ, and from which step on their curves part.
 
     fxtune diff quickstart quickstart-2         # names of runs, or their folders
     fxtune diff runs/a runs/b --json diff.json
 
-It compares the recipes, the data by its content, what `auto` decided, the machine and its packages, and each metric
-step by step. Exit code 0 also where they differ.
+It compares the recipes, the data by its content, the decisions of `auto`, the machine and its packages, and each
+metric step by step. The exit code is 0 also for runs that differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from fxtune.cli.options import write_json
 from fxtune.cli.run_output import run_folder
-from fxtune.reports.run_difference import Change, Parting, compare_runs
+from fxtune.reports.run_difference import Difference, Parting, compare_runs
 from fxtune.system.console import say, table
 
 
@@ -23,24 +23,24 @@ def run(first: str, second: str, *, json: Optional[Path] = None) -> None:
     """Print the difference of two runs. Raises ConfigError if one of them is no run, StorageError if it cannot be
     read."""
     folders = run_folder(first), run_folder(second)
-    found = compare_runs(*folders)
+    difference = compare_runs(*folders)
     names = [str(folder) for folder in folders]
-    sections = {"recipe": found.recipe, **found.sections}
+    sections = {"recipe": difference.recipe, **difference.sections}
     for heading, changes in sections.items():
         if changes:
             say(_changes_table(heading.capitalize(), changes, names))
-    if found.partings:
-        say(table("Curves", ["metric", "steps of both", ""], [_parting_row(one) for one in found.partings]))
-    if found.figures:
-        say(_changes_table("Last values", found.figures, names))
-    if found.same:
-        say(f"Equal: {', '.join(found.same)}.")
+    if difference.partings:
+        say(table("Curves", ["metric", "steps of both", ""], [_parting_row(part) for part in difference.partings]))
+    if difference.figures:
+        say(_changes_table("Last values", difference.figures, names))
+    if difference.same:
+        say(f"Equal: {', '.join(difference.same)}.")
     if json is not None:
-        write_json(json, {"runs": names, **asdict(found), "equal": found.equal})
+        write_json(json, {"runs": names, **asdict(difference), "equal": difference.equal})
 
 
-def _changes_table(title: str, changes: list[Change], names: list[str]) -> Any:
-    rows = [(one.key, _text(one.first), _text(one.second)) for one in changes]
+def _changes_table(title: str, changes: list[Difference], names: list[str]) -> Any:
+    rows = [(change.key, _text(change.first), _text(change.second)) for change in changes]
     return table(title, ["", *names], rows)
 
 

@@ -3,11 +3,11 @@
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a process of its own, so that one that crashes or hangs is only a line of the page. On a
-machine with several GPUs, processes on all of them add up numbers together for a few seconds, which shows how fast
-their links are; with a recipe, on as many as it trains on. On a GPU, runs take these results of packages and check
-nothing again until a package, the driver or the card changes. Secrets are not printed, only whether there is one. Exit
-code 1: an installed package or the links do not work, or the recipe cannot run here.
+Each package is checked in a separate process, so a package that crashes or hangs is only a line of the page. On a
+machine with several GPUs, a process on each GPU adds up numbers with the others for a few seconds, which measures the
+links; with a recipe, only as many GPUs as it trains on. Runs on a GPU reuse the results of the packages until a
+package, the driver or the card changes. Secrets are not printed, only whether there is one. Exit code 1: an installed
+package or the links do not work, or the recipe cannot run here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
 
-if TYPE_CHECKING:  # the page must also come where torch, which this imports, is broken
+if TYPE_CHECKING:  # importing it imports torch, and the page must also come if torch is broken
     from fxtune.config.root import Config
 
 TIMEOUT = 45.0
@@ -65,15 +65,16 @@ def run(config: Optional[Config] = None, json: Optional[Path] = None) -> None:
     """Print the page, with a recipe also whether it can run. Raises CheckError if something is broken."""
     findings: list[Finding] = []
     for title, section in _sections(config):
-        shown = [replace(one, what=redact(one.what), seen=redact(one.seen)) for one in section]  # names are free text
+        # The names of packages and folders are free text.
+        shown = [replace(finding, what=redact(finding.what), seen=redact(finding.seen)) for finding in section]
         say(_page(title, shown))
         findings += shown
     for state, title in REMEDIES.items():
-        if lines := [f"  {one.what}: {one.remedy}" for one in findings if one.state is state and one.remedy]:
+        if lines := [f"  {item.what}: {item.remedy}" for item in findings if item.state is state and item.remedy]:
             say("\n".join([f"{title}:", *lines]))
     if json is not None:
-        write_json(json, [asdict(one) for one in findings])
-    if broken := [f"  {one.what}: {one.seen}" for one in findings if one.state is State.broken]:
+        write_json(json, [asdict(finding) for finding in findings])
+    if broken := [f"  {finding.what}: {finding.seen}" for finding in findings if finding.state is State.broken]:
         raise CheckError("Broken here:\n" + "\n".join(broken))
 
 
@@ -210,7 +211,7 @@ def _recipe(config: Config) -> Finding:
 
 
 def _page(title: str, findings: list[Finding]) -> Any:
-    return table(title, ["", "", ""], [[_sign(one.state), one.what, plain(one.seen)] for one in findings])
+    return table(title, ["", "", ""], [[_sign(row.state), row.what, plain(row.seen)] for row in findings])
 
 
 def _sign(state: State) -> Text:

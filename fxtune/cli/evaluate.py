@@ -132,7 +132,9 @@ def _show(
     if questions:
         rows.append(["questions", str(len(questions))])
     if shown := list(zip(questions, answers, strict=True))[: config.data.questions.show]:
-        console.say(console.answers_table([(one.text, one.answer, None, given) for one, given in shown]))
+        console.say(
+            console.answers_table([(question.text, question.answer, None, answer) for question, answer in shown])
+        )
     for note in notes:
         console.say(note)
     console.say(console.table(f"Evaluation of {name}", ["figure", "value"], rows))

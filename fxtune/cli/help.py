@@ -132,7 +132,7 @@ def _default(owner: Any, name: str) -> str:
         return "none: it must be set"
     value = value.value if isinstance(value, Enum) else value
     if isinstance(value, list):
-        value = [one.value if isinstance(one, Enum) else one for one in value]
+        value = [entry.value if isinstance(entry, Enum) else entry for entry in value]
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -179,23 +179,26 @@ def print_statistics(plan: Plan, console: Console) -> None:
 
 
 def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
-    """Lengths and supervised shares of the documents of each source, before long ones are split. Copies and held-out
-    documents are included."""
-    columns = ["source", *(f"{one} %" for one in PERCENTILES), "longest", "supervised", "5 %", "50 %", "95 %"]
+    """Lengths and supervised shares of the documents of each source, before long documents are split. Copies and
+    held-out documents are included."""
+    of_lengths = [f"{percentile} %" for percentile in PERCENTILES]
+    columns = ["source", *of_lengths, "longest", "supervised", "5 %", "50 %", "95 %"]
     rows = []
     for table in (table.whole or table for table in tables):
         lengths = np.diff(table.offsets)
-        each = np.add.reduceat(np.asarray(table.supervised), table.offsets[:-1], dtype=np.int64) / lengths
+        supervised = np.add.reduceat(np.asarray(table.supervised), table.offsets[:-1], dtype=np.int64) / lengths
         percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
-        shares = np.percentile(each, PERCENTILES, method="inverted_cdf").tolist()
-        whole = table.supervised_tokens / len(table.ids)
-        shown = [f"{one:,.0f}" for one in (*percentiles, lengths.max())]
-        rows.append([table.name, *shown, *(f"{one:.0%}" for one in (whole, *shares))])
+        shares = [
+            table.supervised_tokens / len(table.ids),
+            *np.percentile(supervised, PERCENTILES, method="inverted_cdf").tolist(),
+        ]
+        shown = [f"{length:,.0f}" for length in (*percentiles, lengths.max())]
+        rows.append([table.name, *shown, *(f"{share:.0%}" for share in shares)])
     console.print(screen.table("Tokens of a document, and the share of them that is supervised", columns, rows))
 
 
 def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
-    """What a step needs and takes on each rank by arithmetic. `facts`: those of a rank, with techniques decided."""
+    """The forecast of a step's memory and time on each rank. `facts`: the facts of a rank, with techniques decided."""
     degrees, kept = facts.degrees, recompute_plan(facts.techniques)
     need, own = forecast(facts, kept), -(-plan.micro_batches(0) // facts.degrees.data_ranks)
     fits = "fits" if need.device <= facts.free_memory else "may not fit"

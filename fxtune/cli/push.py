@@ -91,7 +91,7 @@ def run(run: str, name: str, *, merged: bool = False, public: bool = False, trus
                 api.create_repo(name, private=not public, exist_ok=True)
             api.create_commit(name, operations, commit_message=f"Upload {folder.name} with fxtune")
     kind = "adapter" if as_adapter else "model"
-    say(f"Uploaded the {kind}: {', '.join(one.path_in_repo for one in operations)}\n{api.endpoint}/{name}")
+    say(f"Uploaded the {kind}: {', '.join(file.path_in_repo for file in operations)}\n{api.endpoint}/{name}")
 
 
 def _require_same_kind(api: Any, name: str, as_adapter: bool) -> bool:
@@ -139,7 +139,7 @@ def _operations(folder: Path, name: str) -> list[Any]:
             elif cleaned != text:
                 raise StorageError(f"{file} holds what looks like a secret, and is not uploaded. Remove it there.")
         operations.append(CommitOperationAdd(file.relative_to(folder).as_posix(), content))
-    if not any(one.path_in_repo.endswith(".safetensors") for one in operations):
+    if not any(file.path_in_repo.endswith(".safetensors") for file in operations):
         raise StorageError(f"{folder} holds no weights (*.safetensors). Use a complete copy of it.")
     return operations
 

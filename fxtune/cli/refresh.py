@@ -289,7 +289,7 @@ def _drift_table(drift: dict[str, Any], old: Profile, new: Profile) -> Any:
     rows = [
         ["documents", f"{drift['old_documents']:,}", f"{drift['new_documents']:,}"],
         ["loss, mean over documents", f"{drift['old_loss']:.4f}", f"{drift['new_loss']:.4f}"],
-        [f"tokens ({', '.join(f'{one} %' for one in PERCENTILES)})", *map(_lengths, (old, new))],
+        [f"tokens ({', '.join(f'{percentile} %' for percentile in PERCENTILES)})", *map(_lengths, (old, new))],
         ["supervised", f"{old.supervised:.0%}", f"{new.supervised:.0%}"],
         ["scripts of the letters", *map(_scripts, (old, new))],
         ["distance of the token distributions", "", f"{drift['token_distance']:.2f}"],

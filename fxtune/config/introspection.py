@@ -171,5 +171,7 @@ def with_defaults(schema: type, values: Mapping[str, Any]) -> dict[str, Any]:
         elif slot.container is list and isinstance(value, list):
             entry = slot.below("0")
             if entry is not None and entry.fields:
-                filled[item.name] = [with_defaults(entry.kind, one) if isinstance(one, dict) else one for one in value]
+                filled[item.name] = [
+                    with_defaults(entry.kind, element) if isinstance(element, dict) else element for element in value
+                ]
     return filled

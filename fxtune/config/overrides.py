@@ -84,8 +84,8 @@ class RecipeStore:
         if slot is not None and value in slot.switches:
             return self.override(f"{key}.{value}=true", place, from_file)
         if slot is not None:
-            for one in _values(parsed, ()):
-                validator.check(slot, one, keys)
+            for choice in _values(parsed, ()):
+                validator.check(slot, choice, keys)
         refuse(validator.problems)
         spelling = f"{'++' * is_free(self.schema, keys)}{key}={value}"
         return Choice(Kind.key, spelling, key, parsed.is_sweep_override())

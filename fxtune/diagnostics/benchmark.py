@@ -4,7 +4,7 @@
 and fill caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device
 only where training does (every `train.log_every` steps) and at both ends. The time of a step is the time between two
 events on the device's own stream. Tokens per second count the tokens of documents; padding is counted separately.
-With several ranks, each takes its part of every step, and the figures are those of all ranks.
+With several ranks, each rank takes its part of every step, and the figures are of all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WARM_UP = 3
 PROFILED = 2
 """Further steps whose kernels are timed, if requested."""
 LEAST_WARM_UP = 2
-"""The first step compiles and allocates gradients and moments; the second is the first that finds them."""
+"""The first step compiles and allocates gradients and moments. The second step is the first without this work."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Measured:
     slowest_rank: Optional[int]
     """The rank whose forward and backward passes take the longest; None with one rank."""
     slowest_behind: Optional[float]
-    """By what share they take longer than the median of the others."""
+    """The share by which its passes take longer than the median of the other ranks."""
     supervised_tokens_per_second: float
     padding_per_second: float
     step_seconds: float
@@ -63,20 +63,20 @@ class Measured:
     mfu: Optional[float]
     """Model FLOPs, with attention per document (fxtune/tracking/throughput.py), over the card's dense peak."""
     memory_gib: float
-    """Peak since the process began, building and compiling included, of the fullest card: what has to fit."""
+    """Peak since the process began, building and compiling included, of the fullest card."""
     memory_reserved_gib: Optional[float]
     """Peak of the allocator's reserved memory."""
     step_memory_gib: float
-    """Peak of the measured steps only; on a CPU the same as memory_gib."""
+    """Peak of the measured steps only; on a CPU equal to memory_gib."""
     data_wait: float
     """Share of the time that the loop waited for data, of the rank that waited longest."""
     joules_per_token: Optional[float]
-    """Of all cards."""
+    """Joules of all cards."""
     watts: Optional[float]
     energy: str
     """The source of the joules, or why there are none."""
     first_step_seconds: float
-    """From the start of the process, or of this measurement if it is not the first one of the process."""
+    """Seconds from the start of the process; of a later measurement in this process, from its start."""
     second_step_seconds: float
     startup_seconds: dict[str, float]
     """second_step_seconds by part of the work (fxtune/system/startup.py)."""
@@ -98,11 +98,11 @@ class Measured:
     """The options of the techniques that were on, with every `auto` resolved."""
     device: str
     packages: dict[str, str]
-    """Versions of what is installed."""
+    """Versions of the installed packages."""
     kernels: Optional[list[tuple[str, float, float]]] = None
     """(name, seconds, calls) per step of each kernel, on a CPU of each operator; longest first. None: no profile."""
     exchange_seconds: Optional[float] = None
-    """Seconds of a step in which the first GPU does nothing but exchange with the others; None: no profile, no GPU."""
+    """Seconds of a step in which the first GPU only exchanges with the others; None: no profile or no GPU."""
 
 
 def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile: bool = False) -> Measured:
@@ -137,9 +137,8 @@ def _measure(
     warm_up: int,
     profile: bool,
 ) -> Measured:
-    world, device, log_every = builder.world, builder.world.device, builder.config.train.log_every
-    statistics, times_of_steps = StepStatistics(scaled=train_step.loss_scale.active), StepTimes(device)
-    meter, starts = builder.meter(train_step.model.model, plan), list[dict[str, float]]()
+    world, device = builder.world, builder.world.device
+    statistics, starts = StepStatistics(scaled=train_step.loss_scale.active), list[dict[str, float]]()
     for _, metrics in islice(taken, warm_up):
         statistics.add(metrics)
         _synchronize(device)
@@ -148,48 +147,27 @@ def _measure(
     peak = memory_gib(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    report = train_step.rank_report
-    world.agree(0, "beginning the measured steps together")
-    with contextlib.closing(EnergyMeter(device, hosts=False)) as energy:
-        energy.start()
-        meter.read()  # resets it
-        report.restart()
-        times_of_steps.mark()
-        due = False
-        for number, (step, metrics) in enumerate(islice(taken, steps), 1):
-            if due:
-                statistics.settle()  # as training does: for the previous step, while this one runs
-            statistics.add(metrics)
-            meter.add(step.index, step.wait_seconds)
-            report.waited += step.wait_seconds
-            times_of_steps.mark()
-            due = number % log_every == 0
-            if due:
-                statistics.post()
-        _synchronize(device)
-        figures = meter.read()
-        own_joules, source = energy.read().gpu_joules, energy.source
-    statistics.settle()
-    if world.size > 1:
-        report.agree(0)
-        figures["train/data_wait"] = min((report.longest_wait() or 0.0) / (figures["train/step_seconds"] * steps), 1.0)
-    figures |= report.figures()
+    figures, step_seconds, own_joules, source = _time_steps(
+        builder, train_step, plan, statistics, islice(taken, steps)
+    )
     peaks, all_joules = zip(*world.gather((peak, own_joules), "collecting figures"), strict=True)
     joules = None if None in all_joules else sum(all_joules)
     kernels = exchanging = None
     if profile:
         times = kernel_times(lambda: list(taken))
         exchanging = None if times.exchanging is None else times.exchanging / PROFILED
-        spent = sorted(times.by_name.items(), key=lambda one: -one[1][0])
-        kernels = [(name, seconds / PROFILED, calls / PROFILED) for name, (seconds, calls) in spent]
+        kernels = [(name, seconds / PROFILED, calls / PROFILED) for name, (seconds, calls) in times.by_name.items()]
+        kernels.sort(key=lambda kernel: -kernel[1])
 
     seconds = figures["train/step_seconds"] * steps
     measured = range(warm_up, warm_up + steps)
     tokens, supervised = (sum(map(count, measured)) for count in (plan.tokens, plan.supervised))
-    specs = [plan.batch_spec(step, micro) for step in measured for micro in range(plan.micro_batches(step))]
+    specs = [
+        plan.batch_spec(step, micro_batch) for step in measured for micro_batch in range(plan.micro_batches(step))
+    ]
     shapes = [(len(spec.offsets) - 1, spec.width) for spec in specs]
     rows, width = max(shapes, key=math.prod)
-    low, middle, high = np.percentile(times_of_steps.seconds(), (5, 50, 95))
+    low, middle, high = np.percentile(step_seconds, (5, 50, 95))
     losses = [record.loss if math.isfinite(record.loss) else None for record in statistics.records]
     finite = [loss for loss in losses[warm_up:] if loss is not None]
     compiled = builder.techniques.compile
@@ -230,7 +208,45 @@ def _measure(
     )
 
 
-class StepTimes:
+def _time_steps(
+    builder: RunBuilder,
+    train_step: TrainStep,
+    plan: Plan,
+    statistics: StepStatistics,
+    taken: Iterator[tuple[StepBatches, Metrics]],
+) -> tuple[dict[str, Any], list[float], float | None, str]:
+    """Take all steps of `taken`. Returns the figures of a log line over these steps, the seconds of each step, the
+    joules of this rank's card, and their source."""
+    meter, clock = builder.meter(train_step.model.model, plan), StepClock(builder.world.device)
+    report, due = train_step.rank_report, False
+    builder.world.agree(0, "beginning the measured steps together")
+    with contextlib.closing(EnergyMeter(builder.world.device, hosts=False)) as energy:
+        energy.start()
+        meter.read()  # resets it
+        report.restart()
+        clock.mark()
+        for number, (step, metrics) in enumerate(taken, 1):
+            if due:
+                statistics.settle()  # as training does: for the previous step, while this one runs
+            statistics.add(metrics)
+            meter.add(step.index, step.wait_seconds)
+            report.waited += step.wait_seconds
+            clock.mark()
+            due = number % builder.config.train.log_every == 0
+            if due:
+                statistics.post()
+        _synchronize(builder.world.device)
+        figures = meter.read()
+        joules, source = energy.read().gpu_joules, energy.source
+    statistics.settle()
+    if builder.world.size > 1:
+        report.agree(0)
+        waited = (report.longest_wait() or 0.0) / (figures["train/step_seconds"] * number)
+        figures["train/data_wait"] = min(waited, 1.0)
+    return figures | report.figures(), clock.seconds(), joules, source
+
+
+class StepClock:
     """Times between the ends of steps, on the device's own clock, so that nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -245,9 +261,9 @@ class StepTimes:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next. Call it after waiting for the device."""
+        """Seconds between each mark and the next. Call it after waiting for the device."""
         pairs = pairwise(self._marks)
-        return [one.elapsed_time(other) / 1e3 if self._cuda else other - one for one, other in pairs]
+        return [start.elapsed_time(end) / 1e3 if self._cuda else end - start for start, end in pairs]
 
 
 def measure_in_process(

@@ -328,9 +328,9 @@ class _Comparison:
     def _compare(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
         """The comparison by rank 0, on every rank."""
         compared = self._compared(name, result, bounds) if self.world.main else None
-        found = self.world.broadcast(compared, "waiting for rank 0 to compare")
-        assert found is not None, "rank 0 has compared"
-        return found
+        compared = self.world.broadcast(compared, "waiting for rank 0 to compare")
+        assert compared is not None, "rank 0 has compared"
+        return compared
 
     def _compared(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
         reference = self.reference.gradients
@@ -339,7 +339,7 @@ class _Comparison:
             return Compared(name, result.loss, math.nan, math.inf, worst, math.inf, bounds)
         norms = {key: value.norm().item() for key, value in reference.items()}
         errors = {key: (result.gradients[key] - value).norm().item() for key, value in reference.items()}
-        norm, error = (math.sqrt(sum(value**2 for value in each.values())) for each in (norms, errors))
+        norm, error = math.hypot(*norms.values()), math.hypot(*errors.values())
         floor = MIN_NORM * norm / math.sqrt(len(norms))
         relative = {key: errors[key] / max(norms[key], floor) for key in errors}
         worst = max(relative, key=lambda key: (math.isnan(relative[key]), relative[key]))
@@ -348,7 +348,7 @@ class _Comparison:
 
 
 def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
-    """The loss and the gradients of the trained parameters, which have none afterwards."""
+    """The loss and the gradients of the trained parameters. Removes the gradients from the parameters."""
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -361,7 +361,7 @@ def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
 
 
 def _fill_adapters(model: nn.Module) -> None:
-    """Give the B of each new adapter fixed values, which depend on the parameter's name only."""
+    """Give each new adapter's B values that depend only on the parameter's name."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name and parameter.requires_grad and not parameter.any():
@@ -370,7 +370,7 @@ def _fill_adapters(model: nn.Module) -> None:
 
 
 def _to_float32(model: nn.Module) -> None:
-    """Compute in float32 with the same weights, quantized ones dequantized."""
+    """Let the model compute in float32 with the same weights; quantized weights are dequantized."""
     from peft.utils import ModulesToSaveWrapper
 
     model.float()

@@ -1,7 +1,7 @@
-"""What the time of a run is made of, and which keys would change it: RULES, one entry for each cause.
+"""Where the time of a run goes, and which keys would save some of it: RULES, one entry for each cause.
 
-A rule reads only figures that the run recorded. Its share is that of the run's whole time, so the list begins with
-what would gain most.
+A rule reads only figures that the run recorded. Its share is a share of the run's whole time, so the list begins with
+the change that would save most.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from functools import cached_property
 from typing import Any
 
 from fxtune.reports.run_files import RunFiles
-from fxtune.reports.time_shares import Part, startup_stages, time_shares
+from fxtune.reports.time_shares import TimeShare, startup_stages, time_shares
 
 
 @dataclass(frozen=True)
-class Finding:
+class Bottleneck:
     share: float
-    """Of the run's time, 0 to 1."""
+    """Share of the run's time, 0 to 1."""
     sentence: str
     keys: list[str]
-    """What to change, as it is typed."""
+    """The keys to change, as a user types them."""
 
 
 class Times:
-    """What the rules read."""
+    """The figures that the rules read."""
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
 
     @cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, TimeShare]:
         return {part.key: part for part in time_shares(self.run)}
 
     @cached_property
@@ -39,7 +39,7 @@ class Times:
         return sum(part.seconds for part in self.parts.values())
 
     def share(self, key: str) -> float:
-        """The share of the run's time that a part took; 0 for one that was not recorded."""
+        """The share of the run's time that a part took; 0 for a part that was not recorded."""
         return self.parts[key].seconds / self.total if key in self.parts else 0.0
 
     def option(self, key: str) -> Any:
@@ -205,13 +205,13 @@ RULES: dict[str, Rule] = {
 }
 
 
-def find_bottlenecks(run: RunFiles) -> list[Finding]:
+def find_bottlenecks(run: RunFiles) -> list[Bottleneck]:
     """What there is to change, the largest share first. Empty if nothing is worth it, or if nothing was recorded."""
     times = Times(run)
     found = []
     for rule in RULES.values():
         if times.total and (share := rule.share(times)) >= rule.least:
-            found.append(Finding(share, rule.sentence(times).replace("{share}", f"{share:.0%}"), rule.keys(times)))
+            found.append(Bottleneck(share, rule.sentence(times).replace("{share}", f"{share:.0%}"), rule.keys(times)))
     return sorted(found, key=lambda finding: -finding.share)
 
 

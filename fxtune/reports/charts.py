@@ -134,12 +134,12 @@ def in_words(name: str, points: Sequence[tuple[int, float]]) -> str:
 
 
 def _finish(root: ElementTree.Element, lines: Sequence[Line], label: str) -> None:
-    """Leave what is drawn: no style, no script, no comment; colours by class."""
+    """Remove styles, scripts and comments, and name colours by class."""
     space = "{http://www.w3.org/2000/svg}"
     for child in list(root):
         if not isinstance(child.tag, str) or child.tag.removeprefix(space) in ("defs", "title"):
             root.remove(child)
-    for parent in root.iter():  # a title would be a tooltip in a font that nobody chose
+    for parent in root.iter():  # a title would be a tooltip in the browser's font
         for child in list(parent):
             if isinstance(child.tag, str) and child.tag.removeprefix(space) in ("title", "desc"):
                 parent.remove(child)
@@ -150,5 +150,5 @@ def _finish(root: ElementTree.Element, lines: Sequence[Line], label: str) -> Non
         words = node.get("class", "").split()
         for word in [word for word in words if word.startswith("serie-")]:
             line = lines[int(word.removeprefix("serie-"))]
-            others = [one for one in words if not one.startswith("color-")]
+            others = [name for name in words if not name.startswith("color-")]
             node.set("class", " ".join([*others, f"color-{line.color}", *["dashed"] * line.dashed]))

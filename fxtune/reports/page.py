@@ -23,11 +23,11 @@ import yaml
 
 from fxtune import __version__
 from fxtune.errors import StorageError
-from fxtune.reports.bottlenecks import Finding, duration, find_bottlenecks
+from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
 from fxtune.reports.run_difference import NAMES, flat
 from fxtune.reports.run_files import RunFiles, as_written
-from fxtune.reports.time_shares import Part, time_shares
+from fxtune.reports.time_shares import TimeShare, time_shares
 from fxtune.system.atomic_files import replace_text
 
 WIDE = ("Loss", "Gradient norm")
@@ -61,9 +61,9 @@ class RunView:
 
     name: str
     color: int
-    parts: list[Part]
+    parts: list[TimeShare]
     total: float
-    findings: list[Finding]
+    findings: list[Bottleneck]
     recipe: str
 
 
@@ -155,13 +155,17 @@ def _view(run: RunFiles, name: str, color: int) -> RunView:
 
 
 def _grouped(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Each value once, after the names of the runs that have it; an empty name if all have the same."""
+    """(names of the runs with this value, value) for each distinct value; the name is empty if all runs agree."""
     if all(value == values[0] for value in values):
         return [("", values[0])]
-    distinct = [value for index, value in enumerate(values) if value not in values[:index]]
-    return [
-        (", ".join(name for name, value in zip(names, values, strict=True) if value == one), one) for one in distinct
-    ]
+    groups: list[tuple[list[str], Any]] = []
+    for name, value in zip(names, values, strict=True):
+        own = next((group for group, common in groups if common == value), None)
+        if own is None:
+            groups.append(([name], value))
+        else:
+            own.append(name)
+    return [(", ".join(group), value) for group, value in groups]
 
 
 def _lengths(runs: Sequence[RunFiles], names: list[str]) -> list[tuple[str, list[tuple[str, int, float]]]]:
@@ -271,10 +275,13 @@ def _differences(runs: Sequence[RunFiles], names: list[str]) -> Table:
     """The keys in which several runs differ."""
     if len(runs) == 1:
         return Table([], [])
-    values = [flat(run.config) | flat(run.setting) for run in runs]
-    keys = [key for key in dict.fromkeys(key for one in values for key in one) if key not in NAMES]
-    unlike = [key for key in keys if any(one.get(key) != values[0].get(key) for one in values)]
-    return Table(["", *names], [[key, *(_setting(one.get(key)) for one in values)] for key in unlike])
+    settings = [flat(run.config) | flat(run.setting) for run in runs]
+    rows = []
+    for key in dict.fromkeys(key for setting in settings for key in setting):
+        values = [setting.get(key) for setting in settings]
+        if key not in NAMES and any(value != values[0] for value in values):
+            rows.append([key, *map(_setting, values)])
+    return Table(["", *names], rows)
 
 
 def _setting(value: Any) -> str | None:
@@ -282,7 +289,7 @@ def _setting(value: Any) -> str | None:
 
 
 def _sources(runs: Sequence[RunFiles], names: list[str]) -> Table:
-    """A row for each source, of each run unless all have the same."""
+    """A row for each source of each run; one row for each source if all runs have the same sources."""
     found = _grouped(names, [_sources_of(run) for run in runs])
     whose = len(found) > 1
     columns = ["source", "for", "documents in it", "tokens used", "supervised", "share", "median length"]
@@ -342,15 +349,15 @@ def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
         ("Python", lambda run: run.about.get("python")),
         ("system", lambda run: run.about.get("system")),
     ]
-    found = [[label, *(value(run) for run in runs)] for label, value in rows]
+    cells = [[label, *(value(run) for run in runs)] for label, value in rows]
     machines = [run.setting.get("machine") or {} for run in runs]
     for key in dict.fromkeys(key for machine in machines for key in machine):
-        found.append([key, *(machine.get(key) for machine in machines)])
-    return Table(["", *names], found)
+        cells.append([key, *(machine.get(key) for machine in machines)])
+    return Table(["", *names], cells)
 
 
 def _dates(run: RunFiles) -> str | None:
-    return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(one)) for one in run.times)
+    return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
 
 
 def _whole(value: Any) -> str | None:

@@ -1,7 +1,7 @@
-"""Draws one chart as an SVG file that stands alone: the held-out losses of a sweep, the curve of a range test.
+"""Draws one chart as an SVG file: the held-out losses of a sweep, the curve of a range test.
 
-Drawn by pygal, with a legend and without script or address. All points are inside the frame: values that are far apart
-get a logarithmic scale.
+pygal draws it, with a legend and without scripts or addresses. All points are inside the frame: values that are far
+apart get a logarithmic scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxtune.reports.charts import LOGARITHMIC, log_ticks, number, ticks
 
 WIDTH, HEIGHT = 800, 460
 LEGEND_ROW = 18
-"""Each row of the legend adds as many units to HEIGHT."""
+"""Units of height of a row of the legend."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def plot(title: str, series: Sequence[Series], across: str, up: str, percent: bo
     import pygal
     from pygal.style import Style
 
-    finite = [(one, [point for point in one.points if all(map(math.isfinite, point))]) for one in series]
-    drawn = [(one, points) for one, points in finite if points]
+    finite = [(curve, [point for point in curve.points if all(map(math.isfinite, point))]) for curve in series]
+    drawn = [(curve, points) for curve, points in finite if points]
     chart = pygal.XY(
         width=WIDTH, height=HEIGHT + LEGEND_ROW * len(drawn), js=[], title=title, x_title=across, y_title=up,
         legend_at_bottom=True, legend_at_bottom_columns=1, legend_box_size=10, truncate_legend=-1, truncate_label=-1,
@@ -51,19 +51,19 @@ def plot(title: str, series: Sequence[Series], across: str, up: str, percent: bo
         ]
         y, labels = _axis([point[1] for _, points in drawn for point in points], 5)
         chart.y_labels = [{"value": y(value), "label": number(value)} for value in labels]
-    for one, points in drawn:
-        width = 3 if one.thick else 1.2
+    for curve, points in drawn:
+        width = 3 if curve.thick else 1.2
         rows = [(x(across), y(up)) for across, up in points]
-        chart.add(one.name, rows, stroke=one.joined and len(rows) > 1, stroke_style={"width": width})
+        chart.add(curve.name, rows, stroke=curve.joined and len(rows) > 1, stroke_style={"width": width})
     root = chart.render_tree()
-    for parent in root.iter():  # pygal's script shows tooltips, and reaches an address
+    for parent in root.iter():  # pygal's script shows tooltips, and loads a file from a web address
         for child in [child for child in parent if str(child.tag).endswith("script")]:
             parent.remove(child)
     return ElementTree.tostring(root, encoding="unicode")
 
 
 def _axis(values: Sequence[float], most: int) -> tuple[Callable[[float], float], list[float]]:
-    """(value -> its place on the axis, the values with a label)."""
+    """(function from a value to its place on the axis, values with a label)."""
     low, high = min(values), max(values)
     if low > 0 and high / low >= LOGARITHMIC:
         return math.log10, log_ticks(low, high)

@@ -1,7 +1,7 @@
-"""What differs between two runs: their recipes, their data, what `auto` decided, machine and packages, and the
-curves, from the first step at which they part.
+"""How two runs differ: their recipes, their data, the decisions of `auto`, machine and packages, and their curves,
+from the first step at which they part.
 
-It reads what a run leaves in its folder (config.yaml, setting.json, metrics.jsonl), also of a run that still trains.
+The files of a run's folder are compared (config.yaml, setting.json, metrics.jsonl), also for a run that still trains.
 """
 
 from __future__ import annotations
@@ -36,83 +36,80 @@ SECTIONS = {
     "built": "what was decided",
     "parallel": "what was decided",
 }
-"""Group of setting.json -> the heading under which its differences stand."""
+"""Group of setting.json -> heading of its differences."""
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     key: str
     first: Any
-    """The value in the first run; None: it has none."""
+    """The value in the first run; None: the run has no value."""
     second: Any
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a metric of the two runs differs first."""
+    """The first step at which a metric differs between the two runs."""
 
     metric: str
     common: int
-    """At how many steps both runs have it."""
+    """Number of steps at which both runs have the metric."""
     step: int | None
-    """The first of these at which they differ; None: they agree in every digit."""
+    """The first common step with different values; None: the values agree in every digit."""
     largest: float = 0.0
     """The largest difference at any step, relative to the first run's value."""
 
 
 @dataclass
 class RunDifference:
-    recipe: list[Change] = field(default_factory=list)
-    sections: dict[str, list[Change]] = field(default_factory=dict)
-    """By heading, without what the recipes' differences say already."""
+    recipe: list[Difference] = field(default_factory=list)
+    sections: dict[str, list[Difference]] = field(default_factory=dict)
+    """By heading, without differences that `recipe` has already."""
     same: list[str] = field(default_factory=list)
-    """The headings under which nothing differs, nor a key of the recipe that belongs there."""
+    """The headings without a difference, also in the keys of the recipe that belong to the heading."""
     partings: list[Parting] = field(default_factory=list)
-    figures: list[Change] = field(default_factory=list)
-    """The last value of each metric in FIGURES that a run has, equal or not."""
+    figures: list[Difference] = field(default_factory=list)
+    """The last values of the metrics in FIGURES, equal or not."""
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs but figures that depend on the clock."""
-        return not self.recipe and not any(self.sections.values()) and all(one.step is None for one in self.partings)
+        """Whether only figures that depend on the clock differ."""
+        return not (self.recipe or any(self.sections.values()) or any(part.step is not None for part in self.partings))
 
 
 def compare_runs(first: Path, second: Path) -> RunDifference:
-    """What the runs in these two folders differ in. Raises ConfigError for a folder that is no run, StorageError for a
-    file that cannot be read."""
-    found = RunDifference()
+    """How the runs in two folders differ. Raises ConfigError for a folder that is no run, StorageError for a file that
+    cannot be read."""
+    difference = RunDifference()
     runs = [RunFiles(folder) for folder in (first, second)]
     configs = [flat(run.config) for run in runs]
-    found.recipe = [one for one in _changes(*configs) if one.key not in NAMES]
-    differ = {"recipe": bool(found.recipe)}
+    difference.recipe = [change for change in _differences(*configs) if change.key not in NAMES]
+    differ = {"recipe": bool(difference.recipe)}
     settings = [run.setting for run in runs]
     for group in dict.fromkeys([*settings[0], *settings[1]]):
         heading = SECTIONS.get(group, "what was decided")
         pair = [flat({group: setting.get(group, {})}) for setting in settings]
-        changes = list(_changes(*pair))
-        asked = any(one.key.startswith(f"{group}.") for one in found.recipe)
-        differ[heading] = differ.get(heading, False) or asked or bool(changes)
-        unsaid = [one for one in changes if not _in_recipe(one, found.recipe)]
-        found.sections.setdefault(heading, []).extend(unsaid)
-    found.same = [heading for heading, is_other in differ.items() if not is_other]
+        changes = list(_differences(*pair))
+        in_recipe = any(change.key.startswith(f"{group}.") for change in difference.recipe)
+        differ[heading] = differ.get(heading, False) or in_recipe or bool(changes)
+        new = [change for change in changes if change not in difference.recipe]
+        difference.sections.setdefault(heading, []).extend(new)
+    difference.same = [heading for heading, differs in differ.items() if not differs]
     curves = [run.curves for run in runs]
-    found.partings = [part for name in CURVES if (part := _parting(name, *curves))]
-    last = [{name: curve[max(curve)] for name, curve in one.items() if curve} for one in curves]
-    found.figures = [
-        Change(name, last[0].get(name), last[1].get(name)) for name in FIGURES if name in last[0] or name in last[1]
+    difference.partings = [part for name in CURVES if (part := _parting(name, *curves))]
+    last = [{name: curve[max(curve)] for name, curve in of_run.items() if curve} for of_run in curves]
+    difference.figures = [
+        Difference(name, last[0].get(name), last[1].get(name))
+        for name in FIGURES
+        if name in last[0] or name in last[1]
     ]
-    return found
+    return difference
 
 
-def _in_recipe(change: Change, recipe: list[Change]) -> bool:
-    """Whether the recipe's own difference says the same."""
-    return any(change.key == one.key and (change.first, change.second) == (one.first, one.second) for one in recipe)
-
-
-def _changes(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Difference]:
     for key in dict.fromkeys([*first, *second]):
         if first.get(key) != second.get(key):
-            yield Change(key, first.get(key), second.get(key))
+            yield Difference(key, first.get(key), second.get(key))
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
@@ -120,19 +117,19 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items or not value:
         return {key: value} if key else {}
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for name, inner in items:
-        found |= flat(inner, f"{key}.{name}" if key else str(name))
-    return found
+        keys |= flat(inner, f"{key}.{name}" if key else str(name))
+    return keys
 
 
 def _parting(metric: str, first: dict[str, dict[int, float]], second: dict[str, dict[int, float]]) -> Parting | None:
-    one, other = first.get(metric, {}), second.get(metric, {})
-    common = sorted(one.keys() & other.keys())
+    left, right = first.get(metric, {}), second.get(metric, {})
+    common = sorted(left.keys() & right.keys())
     if not common:
         return None
-    apart = [step for step in common if not _same(one[step], other[step])]
-    largest = max((abs(one[step] - other[step]) / max(abs(one[step]), 1e-12) for step in apart), default=0.0)
+    apart = [step for step in common if not _same(left[step], right[step])]
+    largest = max((abs(left[step] - right[step]) / max(abs(left[step]), 1e-12) for step in apart), default=0.0)
     return Parting(metric, len(common), apart[0] if apart else None, largest)
 
 

@@ -107,25 +107,25 @@ class RunFiles:
 
     @cached_property
     def setting(self) -> dict[str, Any]:
-        """What the recipe left open and the run decided, its data and its machine."""
+        """The run's decisions on what its recipe left open, its data and its machine."""
         return self._object(SETTING)
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """Its command, its versions, and its data in figures."""
+        """The run's command, its versions, and its data in figures."""
         return self._object(ABOUT)
 
     @cached_property
     def evidence(self) -> list[dict[str, Any]]:
-        """What each option was asked for and what was observed of it, before the first step."""
+        """For each option: what the recipe asked for, and what was observed before the first step."""
         file = self.folder / EVIDENCE
         try:
-            found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-            if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
                 raise ValueError("it is no list of observations")
         except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
-        return found
+        return rows
 
     def answers(self, when: str) -> list[dict[str, Any]]:
         """The answers `before` or `after` training: question, right answer, answer."""

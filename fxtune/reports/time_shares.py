@@ -20,7 +20,7 @@ FIRST_STEPS = "startup/first_steps_seconds"
 
 
 @dataclass(frozen=True)
-class Part:
+class TimeShare:
     key: str
     name: str
     seconds: float
@@ -65,13 +65,13 @@ def step_times(run: RunFiles) -> StepTimes | None:
     return StepTimes(steps, seconds, waiting, passes, update, saving)
 
 
-def time_shares(run: RunFiles) -> list[Part]:
+def time_shares(run: RunFiles) -> list[TimeShare]:
     """The parts of a run's time in the order in which they happen. Empty for a run without a recorded total time."""
     last = run.last
     if (total := last.get("time/total_seconds")) is None:
         return []
     loop, evaluations = last.get("time/training_seconds", 0.0), last.get("time/evaluation_seconds", 0.0)
-    found = [Part("startup", "start-up", sum(startup_stages(run).values()))]
+    parts = [TimeShare("startup", "start-up", sum(startup_stages(run).values()))]
     left = loop - evaluations
     if (step := step_times(run)) is not None:
         steps = step.steps
@@ -79,13 +79,13 @@ def time_shares(run: RunFiles) -> list[Part]:
         pieces += [("update", "optimizer", step.update), ("saving", "checkpoints", step.saving)]
         for key, name, seconds in pieces:
             if seconds is not None:
-                found.append(Part(key, name, seconds * steps))
+                parts.append(TimeShare(key, name, seconds * steps))
                 left -= seconds * steps
     if left > 0:
-        found.append(Part("rest", "rest of the steps", left))
-    found.append(Part("evaluation", "evaluations", evaluations))
-    found.append(Part("other", "questions, export and the rest", total - loop - found[0].seconds))
-    return [part for part in found if part.seconds > 0]
+        parts.append(TimeShare("rest", "rest of the steps", left))
+    parts.append(TimeShare("evaluation", "evaluations", evaluations))
+    parts.append(TimeShare("other", "questions, export and the rest", total - loop - parts[0].seconds))
+    return [part for part in parts if part.seconds > 0]
 
 
 def startup_stages(run: RunFiles) -> dict[str, float]:

@@ -21,8 +21,10 @@ from fxtune.system import progress
 from fxtune.system.console import answers_table, console, is_live, plain, say, table, tick, unicode
 from fxtune.techniques.base import Evidence
 
-BEHIND = 0.05  # the slowest rank is named if its passes take this much longer than those of the others
-WINDOW = 50  # log intervals that "time left" is estimated from
+BEHIND = 0.05
+"""The slowest rank is named if its passes take this share longer than the passes of the others."""
+WINDOW = 50
+"""Log intervals from which "time left" is estimated."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -31,12 +33,12 @@ def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as ob
     return table(
         title,
         ["technique", "asked for", "observed", "acted"],
-        [[each.technique, each.asked, each.observed, tick(each.acted)] for each in evidence],
+        [[seen.technique, seen.asked, seen.observed, tick(seen.acted)] for seen in evidence],
     )
 
 
 class Display:
-    """The interface that the trainer uses; this class shows nothing. A context manager; finish() ends it, too."""
+    """The interface that the trainer uses; this class shows nothing. As a context manager it calls finish()."""
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
         """Begin a run of `total_steps` steps; an earlier process did the first `done_steps`."""

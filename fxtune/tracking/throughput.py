@@ -58,9 +58,9 @@ class TrainingCost:
 
 
 def training_cost(model: nn.Module) -> TrainingCost | None:
-    """Count the matmuls of `model`, adapters included, by which of its weights require a gradient.
+    """Count the matmuls of `model`, adapters included, with the backward pass of weights that require a gradient.
 
-    Of a mixture's experts only those that a token uses are counted. None if these formulas do not hold: experts stored
+    In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts stored
     otherwise than in transformers' interface, latent attention, models without attention heads. Norms, activations,
     RoPE, routers and softmax are negligible and left out.
     """
@@ -76,7 +76,8 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
     used = used_experts(model, config.get_text_config())
     if used is None:
         return None
-    wrappers: list[Any] = [one for one in model.modules() if hasattr(one, "num_experts") and hasattr(one, "lora_A")]
+    modules: list[Any] = list(model.modules())
+    wrappers = [module for module in modules if hasattr(module, "num_experts") and hasattr(module, "lora_A")]
     of_experts: dict[int, int] = {
         id(part): wrapper.num_experts
         for wrapper in wrappers

@@ -88,10 +88,10 @@ def _changes(names: list[str], measured: Config) -> dict[str, Any]:
 
 
 def _difference(value: Any, base: Any) -> Any:
-    """A value as plain data; of a dataclass, the fields that differ from those of `base`."""
+    """A value as plain data; for a dataclass, its fields that differ from the fields of `base`."""
     if isinstance(value, list):
-        # An entry of a list is built from the defaults of its class wherever the list is given.
-        return [_difference(one, type(one)()) for one in value]
+        # Each entry of a list in a recipe is built from the defaults of its class.
+        return [_difference(entry, type(entry)()) for entry in value]
     if dataclasses.is_dataclass(value):
         # Not vars(): a technique has private state beside its options.
         names = [entry.name for entry in dataclasses.fields(value)]

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial
 from fxtune.tuning.sweep_space import Dimension
 
 MOST_DRAWS = 1000
-"""So many points are drawn at most to find one that no configuration had before."""
+"""The most points that are drawn to find a point that no configuration had before."""
 
 
 class Sampler(str, Enum):
@@ -33,28 +33,29 @@ class Sampler(str, Enum):
 
 
 def suggest(trial: Trial, space: Sequence[Dimension]) -> dict[str, Any]:
-    """The values of `trial`; those that it does not have yet are drawn."""
+    """The values of `trial`. Values that the trial lacks are drawn."""
     values: dict[str, Any] = {}
-    for one in space:
-        if one.choices:
-            values[one.key] = trial.suggest_categorical(one.key, [value for value, _ in one.choices])
-        elif one.whole:
-            values[one.key] = trial.suggest_int(one.key, int(one.low), int(one.high), log=one.log)
+    for dimension in space:
+        key, low, high, log = dimension.key, dimension.low, dimension.high, dimension.log
+        if dimension.choices:
+            values[key] = trial.suggest_categorical(key, [value for value, _ in dimension.choices])
+        elif dimension.whole:
+            values[key] = trial.suggest_int(key, int(low), int(high), log=log)
         else:
-            values[one.key] = trial.suggest_float(one.key, one.low, one.high, log=one.log)
+            values[key] = trial.suggest_float(key, low, high, log=log)
     return values
 
 
 def combinations(space: Sequence[Dimension]) -> float:
     """How many configurations the space has."""
-    return math.prod(one.size for one in space)
+    return math.prod(dimension.size for dimension in space)
 
 
 def sampler_for(kind: Sampler, number: int, first: int, space: Sequence[Dimension], seed: int) -> BaseSampler:
     """The sampler of configuration `number`. `first`: how many are spread evenly before TPE takes over."""
     if kind is Sampler.spread or number < first:
         return SpreadSampler(space, seed)
-    # A seed for each number: a sampler that is made anew after a restart would repeat its first draws.
+    # A seed for each number: with one seed, the sampler of a restarted sweep would repeat its first draws.
     return TPESampler(seed=(seed * 1_000_003 + number) % 2**32, n_startup_trials=1)
 
 
@@ -94,4 +95,4 @@ class SpreadSampler(BaseSampler):
         engine = torch.quasirandom.SobolEngine(len(self.space), scramble=True, seed=self.seed)
         while True:
             for row in engine.draw(64, dtype=torch.float64).tolist():
-                yield {one.key: one.at(share) for one, share in zip(self.space, row, strict=True)}
+                yield {dimension.key: dimension.at(share) for dimension, share in zip(self.space, row, strict=True)}

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from fxtune.reports.run_difference import Change, Parting, compare_runs
+from fxtune.reports.run_difference import Difference, Parting, compare_runs
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def test_recipe_data_machine_and_decisions_are_told_apart(make_run):
     first = make_run("a", setting=decided)
     second = make_run("b", {"optimizer": {"lr": 2e-3}}, {**other, "data": {"0 a.jsonl": "9 documents, 3c4d"}})
     found = compare_runs(first, second)
-    assert found.recipe == [Change("optimizer.lr", 1e-3, 2e-3)]
+    assert found.recipe == [Difference("optimizer.lr", 1e-3, 2e-3)]
     assert found.sections == {
-        "machine and packages": [Change("machine.torch", "2.13", "2.11")],
-        "data": [Change("data.0 a.jsonl", "8 documents, 1a2b", "9 documents, 3c4d")],
-        "what was decided": [Change("techniques.attention.backend", "sdpa", "flash4")],
+        "machine and packages": [Difference("machine.torch", "2.13", "2.11")],
+        "data": [Difference("data.0 a.jsonl", "8 documents, 1a2b", "9 documents, 3c4d")],
+        "what was decided": [Difference("techniques.attention.backend", "sdpa", "flash4")],
     }
     assert not found.equal
 

@@ -3,53 +3,41 @@
 A checkpoint holds the trained weights, the optimizer's moments and the `TrainState`. A batch is a function of (data
 plan, seed, step), and the step seeds dropout, so no random states and no positions in the data are saved.
 
-The training loop stops only while the tensors are copied (host_copy.py). A thread writes them and removes old
-checkpoints; at most one save is in flight. A failed save is reported once and the next one tries again. Only a run
-whose last save failed ends with an error (`wait`).
+The training loop stops only while the tensors are copied (host_copy.py). A thread writes them (save.py) and removes
+old checkpoints (retention.py); at most one save is in flight. A failed save is reported once, and the next save tries
+again. Only a run whose last save failed ends with an error (`wait`).
 
-With several ranks, each part is written by the first rank that holds it, all parts at the same time, in two phases:
-rank 0 makes the folder and room for all parts, each rank writes its own and sends its digests, and only then rank 0
-writes the manifest and renames the folder. The threads of the ranks agree on every phase over a process group of their
-own (distributed/background.py). So a save succeeds or fails on all ranks, and a rank that dies in between leaves no
-checkpoint.
-
-The newest usable checkpoint is loaded, and each newer one is reported with the reason. When the run then saves, a
-newer one is removed if its bytes are known to be lost. Otherwise it is set aside: another version of fxtune, or the
-same one once the disk works again, may be able to read it.
+The newest usable checkpoint is loaded, and each newer checkpoint is reported with the reason. When the run then saves,
+a newer checkpoint is removed if its bytes are known to be lost. Otherwise it is set aside: another version of fxtune,
+or the same version once the disk works again, may be able to read it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Any
 
 import torch
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, Part, damage_of, step_of
 from fxtune.checkpoint.host_copy import HostCopy
+from fxtune.checkpoint.retention import Retention, require_room
 from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
+from fxtune.checkpoint.save import Save, appears, not_shared
+from fxtune.checkpoint.train_state import TrainState, without_clock
 from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import Coordinates, chunk_of, coordinates, is_divided, local
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
 from fxtune.system.oom import out_of_memory_reason
-
-Result = TypeVar("Result")
-
-SPARE = 2**20
-"""Bytes that a save leaves free on the disk, for metrics and other small files."""
-SHOWN_WITHIN = 15.0
-"""Seconds within which a rank must see what rank 0 has made on a network disk."""
+from fxtune.system.units import size as in_words
 
 
 @dataclass
@@ -60,48 +48,6 @@ class CheckpointConfig:
     """How many of the newest checkpoints stay; fewer where the disk has no room for the next one."""
     keep_best: bool = True
     """Also save at each evaluation that is the best so far, and keep that checkpoint until a better one is saved."""
-
-
-@dataclass
-class TrainState:
-    """Everything that a resumed run needs besides weights and moments."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    tokens: int = 0
-    """Real tokens seen, without padding."""
-    supervised_tokens: int = 0
-    numbers: dict[str, Any] = field(default_factory=dict)
-    """The state of training/step_monitor.py: counts of skipped steps, and the loss window of spike detection."""
-    evaluation_due: bool = False
-    """Whether a signal interrupted the evaluation due at this step."""
-    best_loss: Optional[float] = None
-    """Lowest evaluation loss so far."""
-    best_step: Optional[int] = None
-    """The step of the best evaluation: the lowest loss, or what train.stop.metric says."""
-    best_match: Optional[float] = None
-    """The share of exact answers at best_step, if train.stop.metric judges by it."""
-    branch_step: Optional[int] = None
-    """The checkpoint from which a decay of the learning rate begins or has begun. It is kept: with it the run can be
-    extended."""
-    schedule: dict[str, int] = field(default_factory=dict)
-    """The lengths of optim/schedule.py's Schedule: where the run ends, and what was decided about it."""
-    ending: dict[str, Any] = field(default_factory=dict)
-    """The state of training/run_end.py: how long no evaluation has been better, and why the run ends early."""
-    clock: dict[str, float] = field(default_factory=dict)
-    """The state of training/run_clock.py: seconds of the run so far."""
-    figures: dict[str, Any] = field(default_factory=dict)
-    """The last value of each metric."""
-    wandb_id: Optional[str] = None
-    data_fingerprint: str = ""
-    """Fingerprint of the data plan. A resumed run must have the same."""
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    """The parts of the optimizer's state that are not tensors."""
-    rows: dict[str, int] = field(default_factory=dict)
-    """Rows per batch of `training`, `evaluation` and `questions`, if running out of memory reduced them
-    (system/oom.py)."""
-    loss_scale: dict[str, float] = field(default_factory=dict)
-    """float16's loss scale and its count of good steps; empty for other dtypes."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +81,14 @@ class Checkpoints:
         self.failure: StorageError | None = None
         """The error of the latest finished save; None if that save is on the disk."""
         self._host_copy = HostCopy()
-        self._save: _Save | None = None
+        self._save: Save | None = None
         """The save in flight."""
         self._timings: dict[str, float] = {}
         self._saved_state: dict[str, Any] = {}
-        """The latest state on the disk, without its clock, which never stands still. save() skips an equal state: a
+        """The latest state on the disk, without the clock, which never stands still. save() skips an equal state: a
         signal may come right after a save."""
         self._step: int | None = None
-        """The step that was loaded or saved last. Later checkpoints in the folder are not of this run's history."""
+        """The step that was loaded or saved last. Checkpoints of later steps in the folder are not of this run."""
         self._noted_memory = False
         self._holders: dict[Coordinates, int] = {(): 0}
         """The first rank that holds each part of sharded tensors; rank 0 holds all others."""
@@ -183,11 +129,11 @@ class Checkpoints:
             raise StorageError(
                 f"{probe.parent} cannot be written to: {error}. Set run.dir to another folder."
             ) from error
-        seen = self.ranks.gather((_appears(probe, token), self.ranks.name), doing)
+        seen = self.ranks.gather((appears(probe, token), self.ranks.name), doing)
         if self.ranks.main:
             probe.unlink(missing_ok=True)
         if blind := [rank for found, rank in seen if not found]:
-            raise StorageError(_not_shared(probe.parent, blind[0]))
+            raise StorageError(not_shared(probe.parent, blind[0]))
 
     def save(
         self,
@@ -206,7 +152,7 @@ class Checkpoints:
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
         self._end_save()
-        unchanged = _without_clock(text) == self._saved_state
+        unchanged = without_clock(text) == self._saved_state
         if unchanged and self.ranks.size == 1:
             return
         self.failure, self._saved_state = None, {}
@@ -214,10 +160,19 @@ class Checkpoints:
         tensors |= {(MOMENTS, name): tensor for name, tensor in moments.items()}
         part, tensors = self._own_part(tensors)
         copies = self._host_copy.take(tensors, self.ranks.on_this_host if self.sharded else 1)
-        save = self._save = _Save(self, state, text, part, tensors if copies is None else copies)
+        save = self._save = Save(
+            self.folder,
+            self.recipe,
+            self._retention(state.best_step, state.branch_step),
+            BackgroundGroup() if alone else self.ranks,
+            state.step,
+            text,
+            part,
+            tensors if copies is None else copies,
+            self._host_copy.wait_on_host,
+            self._step,
+        )
         save.unchanged, save.waits = unchanged, copies is None
-        if alone:
-            save.ranks = BackgroundGroup()
         if copies is not None:
             save.start_or_run()
             save.stall = time.perf_counter() - since
@@ -226,6 +181,9 @@ class Checkpoints:
         save.run()
         save.stall = time.perf_counter() - since
         self._end_save()
+
+    def _retention(self, best_step: int | None, branch_step: int | None) -> Retention:
+        return Retention(self.config.keep, best_step if self.config.keep_best else None, branch_step)
 
     def _own_part(
         self, tensors: Mapping[tuple[str, str], torch.Tensor]
@@ -254,7 +212,7 @@ class Checkpoints:
         if not self._noted_memory:
             self._noted_memory = True
             self.note(
-                f"{whose} memory has no room for a copy of what a checkpoint holds ({_readable(size)}), so training "
+                f"{whose} memory has no room for a copy of a checkpoint's tensors ({in_words(size)}), so training "
                 "stands still while one is written."
             )
 
@@ -267,45 +225,15 @@ class Checkpoints:
         Warns if fewer checkpoints fit than are kept.
         """
 
-        def check() -> None:
-            if self.ranks.main:
-                self._check_room(size, exported, saves, evaluates and self.config.keep_best)
+        def check() -> str:
+            if not self.ranks.main:
+                return ""
+            step, keep, best = self._step, self.config.keep, evaluates and self.config.keep_best
+            own = 0 if step is None else sum(step_of(path) <= step for path in stored.paths(self.folder))
+            return require_room(self.folder, own, size, exported, saves, keep, best)
 
-        self.ranks.together(check, "looking at the disk", StorageError)
-
-    def _check_room(self, size: int, exported: int, saves: int, best: bool) -> None:
-        try:
-            free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
-        except OSError as error:
-            raise StorageError(
-                f"The disk of {self.folder} cannot be looked at: {error}. Set run.dir to another disk."
-            ) from error
-        own = sum(step_of(path) <= self._step for path in stored.paths(self.folder)) if self._step is not None else 0
-        free += max(own - 1, 0) * size - SPARE  # all but the newest may be removed
-        need = f"a checkpoint takes {_readable(size)} and what is exported at the end {_readable(exported)}"
-        if free < size + exported:
-            raise StorageError(
-                f"The disk of {self.folder} has no room for this run: {need}, and {_readable(max(free, 0))} are "
-                "free. Free space there, or set run.dir to another disk."
-            )
-        fit, present = (free - exported) // max(size, 1) + min(own, 1), min(own, 1)
-        if fit < min(present + saves + best, 2):
-            only = "checkpoint.every=0" + " checkpoint.keep_best=false" * best
-            raise StorageError(
-                f"The disk of {self.folder} has room for one checkpoint, and this run saves several. A new checkpoint "
-                f"is complete before an older one is removed: {need}, and {_readable(free)} are free. Free "
-                f"{_readable(2 * size + exported - free)} more there, set run.dir to another disk, or save only at "
-                f"the end: {only}."
-            )
-        wanted, least = min(self.config.keep + 1, present + saves) + best, 2 + best
-        if fit < wanted:
-            kept = f"checkpoint.keep={self.config.keep}{', the best' * best}"
-            self.note(
-                f"The disk of {self.folder} has room for {fit} checkpoints: {need}. {kept} and the one being written "
-                f"would be {wanted}, so where there is no room the oldest go first."
-                + " Saves fail while the best is not the newest: both stay until the next is complete."
-                * (fit < least)
-            )
+        if warning := self.ranks.together(check, "looking at the disk", StorageError)[0]:
+            self.note(warning)
 
     def wait_for_copy(self) -> None:
         """Call before weights or moments change: makes later work on a GPU wait, on the device, for the copy."""
@@ -353,7 +281,7 @@ class Checkpoints:
         if save.waiting is not None:
             self._note_memory(f"{save.waiting}: the host's", save.total)
         if save.error is None:
-            self._saved_state = _without_clock(save.text)
+            self._saved_state = without_clock(save.text)
             if save.written:
                 stalled = self._timings.get("checkpoint/stall_seconds", 0.0) + save.stall
                 self._timings = {"checkpoint/stall_seconds": stalled, "checkpoint/seconds": save.seconds}
@@ -419,150 +347,11 @@ class Checkpoints:
 
     def make_room(self, size: int, best_step: int | None, branch_step: int | None = None) -> None:
         """Remove the oldest checkpoints if `size` bytes would not fit on their disk; never the best, the newest, and
-        that of `branch_step`.
-        """
+        the checkpoint of `branch_step`."""
         self._end_save(report=False)
-        paths = stored.paths(self.folder)
-        kept = kept_of(paths, best_step if self.config.keep_best else None, branch_step)
-        with contextlib.suppress(OSError):  # whatever needs the room says what is wrong
-            make_room(self.folder, paths, kept, size + SPARE)
-
-
-class _Save(threading.Thread):
-    """One save. It is a daemon thread, so a process can exit at once: the unfinished folder has a name with a dot."""
-
-    def __init__(
-        self,
-        owner: Checkpoints,
-        state: TrainState,
-        text: str,
-        part: Part,
-        tensors: Mapping[tuple[str, str], torch.Tensor],
-    ) -> None:
-        """`part`, `tensors`: what this rank writes."""
-        super().__init__(name="checkpoint", daemon=True)
-        self.folder, self.config, self.recipe, self.ranks = owner.folder, owner.config, owner.recipe, owner.ranks
-        self.copied = owner._host_copy.wait_on_host
-        self.step, self.own_step = state.step, owner._step
-        best_step = state.best_step if self.config.keep_best else None
-        self.kept = partial(kept_of, best_step=best_step, branch_step=state.branch_step)
-        self.text, self.part, self.tensors = text, part, tensors
-        self.size = self.total = sum(tensor.nbytes for tensor in tensors.values())
-        """Bytes of the tensors of this rank, and of all."""
-        self.unchanged = False
-        """This state was already on the disk."""
-        self.waits = False
-        """Training waits for this save."""
-        self.written = False
-        """It is now on the disk."""
-        self.waiting: str | None = None
-        """A rank whose training waits for it."""
-        self.error: BaseException | None = None
-        self.notes: list[str] = []
-        self.stall = self.seconds = 0.0
-
-    def start_or_run(self) -> None:
-        """Save in the background, or in this thread if the system allows no more threads."""
-        try:
-            self.start()
-        except RuntimeError:
-            self.run()
-
-    def run(self) -> None:
-        began = time.perf_counter()
-        try:
-            self._write()
-        except BaseException as error:  # noqa: BLE001  handled in the loop's thread
-            self.error = error
-        self.tensors = {}
-        self.seconds = time.perf_counter() - began
-
-    def _write(self) -> None:
-        staging: Path | None = None
-        try:
-            mine = (self.size, self.unchanged, self.waits, self.ranks.name)
-            saves = self.ranks.gather(mine, "beginning a checkpoint")
-            if saves[0][1]:
-                return
-            self.total = sum(size for size, *_ in saves)
-            self.waiting = next((name for _, _, waits, name in saves[1:] if waits), None)
-            staging = self._together(self._begin, "making room for a checkpoint")[0]
-            assert staging is not None
-            entries = self._together(partial(self._write_part, staging), "writing the parts of a checkpoint")
-            self._together(partial(self._complete, staging, entries), "completing a checkpoint")
-        except BaseException as error:
-            if self.ranks.main and staging is not None:
-                shutil.rmtree(staging, ignore_errors=True)
-            if isinstance(error, OSError):  # all ranks have it
-                self.ranks.gather(None, "removing an unfinished checkpoint")
-            raise
-        self.written = True
-        if self.ranks.main:
-            self._remove_old()
-
-    def _together(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        """What work() returns on each rank. Raises OSError on all if the disk or the memory of one refuses."""
-
-        def named() -> Result:
-            try:
-                return work()
-            except (OSError, RuntimeError, MemoryError) as error:
-                if self.ranks.size == 1 or not (isinstance(error, OSError) or out_of_memory_reason(error)):
-                    raise
-                raise OSError(f"{self.ranks.name}: {error or type(error).__name__}") from error
-
-        return self.ranks.together(named, doing)
-
-    def _begin(self) -> Path | None:
-        """Rank 0 makes room and creates the staging folder. Returns the folder on rank 0, None elsewhere."""
-        if not self.ranks.main:
-            self.own_step = self.step
-            return None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stored.remove_leftovers(self.folder)
-        older = [path for path in stored.paths(self.folder) if step_of(path) < self.step]
-        make_room(self.folder, older, self.kept(older), self.total + len(self.text) + SPARE)
-        self._set_newer_aside()
-        return stored.stage(self.folder, self.step)
-
-    def _write_part(self, staging: Path) -> dict[str, dict[str, Any]]:
-        self.copied()
-        if not self.tensors and not self.ranks.main and self.part.count == 1:
-            return {}
-        if not self.ranks.main and not _appears(staging):
-            raise OSError(_not_shared(self.folder, self.ranks.name))
-        weights, moments = (
-            {name: tensor for (file, name), tensor in self.tensors.items() if file == kind}
-            for kind in (WEIGHTS, MOMENTS)
-        )
-        return stored.write(staging, self.part, weights, moments)
-
-    def _complete(self, staging: Path, entries: Sequence[dict[str, dict[str, Any]]]) -> None:
-        if self.ranks.main:
-            stored.complete(staging, self.recipe, self.text, entries)
-
-    def _remove_old(self) -> None:
-        paths = stored.paths(self.folder)
-        own = [path for path in paths if step_of(path) <= self.step]
-        lost = paths[len(own) :]  # of later steps: all others were set aside
-        try:
-            for path in [*removable(own, self.config.keep, self.kept(own)), *lost]:
-                stored.remove(path)
-        except OSError as error:  # the new checkpoint is complete, so the save succeeded
-            self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
-
-    def _set_newer_aside(self) -> None:
-        """Set aside checkpoints of this step or later that the run did not resume from. Skips lost ones."""
-        for path in stored.paths(self.folder):
-            own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
-            if own or ((damage := damage_of(path)) and damage.lost):
-                continue
-            self.notes.append(
-                f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
-                f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "
-                f"it its name back when this run has ended, in place of all from step {self.step} on."
-            )
-        self.own_step = self.step
+        with contextlib.suppress(OSError):  # the caller's write reports a full disk
+            paths = stored.paths(self.folder)
+            self._retention(best_step, branch_step).make_room(self.folder, paths, size)
 
 
 def read(
@@ -598,7 +387,7 @@ def _load(
     """read() of a checkpoint whose files are intact."""
     if recipe is not None and read_json(path / MANIFEST)["recipe"] != recipe:
         raise ValueError("it is of a run of another recipe")
-    state = _parse_state(read_json(path / STATE))
+    state = TrainState.of(read_json(path / STATE))
     if state.step != step_of(path):
         raise ValueError(f"it is of step {state.step}, under another's name")
     with stored.open_tensors(path, WEIGHTS) as weights, stored.open_tensors(path, MOMENTS) as moments:
@@ -612,93 +401,3 @@ def _load(
             part = chunk_of(weight) if weight is not None and moment.shape == weight.shape else None
             found[full] = moments.read(full, part)
     return Checkpoint(path, state, parts, found)
-
-
-def best_of(paths: Sequence[Path], best_step: int | None) -> Path | None:
-    """The best checkpoint of `paths`, lowest step first; None without `best_step`, the step of the best evaluation.
-
-    The save of that step may have failed, so the newest one that was the best when it was saved also counts.
-    """
-    if best_step is None:
-        return None
-    return next((path for path in reversed(paths) if step_of(path) == best_step or stored.was_best(path)), None)
-
-
-def kept_of(paths: Sequence[Path], best_step: int | None, branch_step: int | None) -> set[Path]:
-    """The `paths` that stay however old they are: best_of(), and the one of `branch_step`."""
-    best = best_of(paths, best_step)
-    return {path for path in paths if path == best or step_of(path) == branch_step}
-
-
-def removable(paths: Sequence[Path], keep: int, kept: Collection[Path]) -> list[Path]:
-    """The `paths` that are neither among the last `keep` nor in `kept`, in the same order."""
-    return [path for path in paths[:-keep] if path not in kept]
-
-
-def make_room(folder: Path, paths: list[Path], kept: Collection[Path], need: int) -> None:
-    """Remove as many of the checkpoints `paths`, lowest step first, as `need` free bytes take; but neither those in
-    `kept` nor the newest complete one. Raises OSError, and removes none, if that frees too little.
-    """
-    missing = need - shutil.disk_usage(folder).free
-    if missing <= 0:
-        return
-    while paths and damage_of(paths[-1]) is not None:
-        paths = paths[:-1]
-    chosen: list[Path] = []
-    for path in removable(paths, 1, kept):
-        if missing > 0:
-            chosen.append(path)
-            missing -= sum(file.lstat().st_size for file in path.glob("*"))
-    for path in chosen if missing <= 0 else ():
-        stored.remove(path)
-    if (free := shutil.disk_usage(folder).free) < need:
-        raise OSError(f"it takes {_readable(need)}, and {_readable(free)} are free there")
-
-
-def _appears(path: Path, text: str | None = None) -> bool:
-    """Whether `path` is there, with this text. A network disk may show it some seconds after another host made it."""
-    until = time.monotonic() + SHOWN_WITHIN
-    while True:
-        with contextlib.suppress(OSError):
-            if path.exists() and (text is None or path.read_text() == text):
-                return True
-            next(path.parent.iterdir(), None)  # makes NFS look again
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-
-
-def _not_shared(folder: Path, rank: str) -> str:
-    return (
-        f"{rank} does not see {folder} as rank 0 does, and each rank writes its part of a checkpoint there. Put "
-        "run.dir on a disk that all hosts share."
-    )
-
-
-def _without_clock(state: str) -> dict[str, Any]:
-    """A TrainState in JSON as plain data, without the seconds of the run."""
-    return {name: value for name, value in json.loads(state).items() if name != "clock"}
-
-
-def _readable(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def _parse_state(values: dict[str, Any]) -> TrainState:
-    """The TrainState with these values. Raises ValueError if one is unknown or of a wrong type."""
-    defaults = asdict(TrainState())
-    for name, value in values.items():
-        if name not in defaults:
-            raise ValueError(f"{STATE} has `{name}`, which this version of fxtune does not know")
-        kind = type(defaults[name])
-        if defaults[name] is not None and type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(f"{STATE}: `{name}` is not of its type")
-    for name in ("best_loss", "best_step", "best_match", "branch_step"):
-        if not isinstance(values.get(name), (int, float, type(None))):
-            raise ValueError(f"{STATE}: `{name}` is no number")
-    for name, kinds in (("schedule", (int,)), ("clock", (int, float)), ("ending", (int, float, str))):
-        if any(type(value) not in kinds for value in values.get(name, {}).values()):
-            raise ValueError(f"{STATE}: `{name}` is not as fxtune writes it")
-    if any(type(rows) is not int or rows < 1 for rows in values.get("rows", {}).values()):
-        raise ValueError(f"{STATE}: `rows` are no numbers of rows")
-    return TrainState(**values)

@@ -1,15 +1,15 @@
-"""The tensors of a checkpoint as its files hold them: whole, or in a part for each rank that wrote one.
+"""The tensors of a checkpoint in its files: whole, or in a part for each rank that writes.
 
     step-00000120/  weights-1-of-2.safetensors  optimizer-1-of-2.safetensors    of rank 0, with all that is not sharded
                     weights-2-of-2.safetensors  optimizer-2-of-2.safetensors    of rank 1
                     state.json  manifest.json
 
-The manifest has the shape of each whole tensor and the offset of each part. Any number of ranks, and one process, read
-the rectangles that they need out of the files, which are memory maps. No process reads more than it keeps.
+The manifest has the shape of each whole tensor and the offset of each part. Ranks of any number, and one process, read
+only the rectangles that they need: the files are memory maps.
 
 torch's own engine for this, `torch.distributed.checkpoint`, keeps fewer promises: its writers hash nothing, its
 safetensors writer leaves no record of which files belong together, and its own format is a pickle. So fxtune writes
-and verifies the files itself (folder.py, manager.py) and shares the format: each part carries torch's record of
+and verifies the files itself (folder.py, save.py) and shares the format: each part carries torch's record of
 offsets (`DCP_SHARDING_INFO`), so that torch.distributed.checkpoint.load() with a HuggingFaceStorageReader reads it.
 """
 
@@ -45,10 +45,10 @@ class StoredTensor:
 
 
 class StoredTensors(Mapping[str, StoredTensor], AbstractContextManager["StoredTensors"]):
-    """The tensors in `files` by name. A context manager, which closes the files.
+    """The tensors in `files` by name. As a context manager it closes the files.
 
-    `files`: the chunks of each file's tensors, or None where each is whole. Raises ValueError if a file is not a
-    safetensors file, or if a tensor is not complete or not what its chunks say.
+    `files`: the chunks of each file's tensors, or None for a file of whole tensors. Raises ValueError if a file is not
+    a safetensors file, or if a tensor is incomplete or differs from its chunks.
     """
 
     def __init__(self, files: Mapping[Path, Chunks | None]) -> None:
@@ -75,7 +75,7 @@ class StoredTensors(Mapping[str, StoredTensor], AbstractContextManager["StoredTe
         self._open.close()
 
     def read(self, name: str, wanted: Chunk | None = None) -> torch.Tensor:
-        """The rectangle `wanted` of a tensor, on the CPU; None: all of it. Raises ValueError."""
+        """The rectangle `wanted` of a tensor, on the CPU; None: the whole tensor. Raises ValueError."""
         stored = self[name]
         wanted = wanted or Chunk.whole(stored.shape)
         out: torch.Tensor | None = None
@@ -123,7 +123,7 @@ def chunks_of(chunks: Mapping[str, Chunk]) -> Chunks:
 
 
 def torch_record(chunks: Mapping[str, Chunk]) -> dict[str, str]:
-    """What torch's HuggingFaceStorageReader looks for in the header of a file with these parts."""
+    """The entries that torch's HuggingFaceStorageReader reads in the header of a file with these parts."""
     offsets = {name: {"saved_offsets": list(chunk.offset)} for name, chunk in chunks.items()}
     return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
 

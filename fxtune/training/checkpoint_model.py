@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.checkpoint.manager import TrainState, read
+from fxtune.checkpoint.manager import read
 from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, SETTING, read_config
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.distributed.world import World

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from fxtune.checkpoint.manager import TrainState
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, StopMetric
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError

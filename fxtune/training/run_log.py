@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import RunFolder
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.needs import named_unread
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import divided_like, is_divided, local
 from fxtune.distributed.heartbeat import SAVING

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import (
     ABOUT,
     CHECKPOINTS,
@@ -26,6 +25,7 @@ from fxtune.checkpoint.run_folder import (
     differences,
     read_template_time,
 )
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, Export, OutOfMemory, Resume, completed
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan

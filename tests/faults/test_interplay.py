@@ -21,7 +21,8 @@ from support.harness import command, small_disk
 from support.runs import history
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.cli.main import main
 from fxtune.config.root import Config, Resume, Spikes
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
@@ -302,7 +303,8 @@ def test_kill_during_replacement_keeps_the_only_checkpoint(tmp_path):
 import os, sys
 from pathlib import Path
 import torch
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 def save(tokens):
     made = Checkpoints(Path("checkpoints"), CheckpointConfig(keep=1), note=print)
     made.save(TrainState(step=4, tokens=tokens), {"w": torch.zeros(4)}, {})

@@ -22,7 +22,8 @@ from support.harness import command, small_disk, wait_for
 from support.killing import tail
 
 from fxtune.checkpoint.folder import damage_of, paths, step_of
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import FileDigest, write_text
 
@@ -74,7 +75,7 @@ def test_full_disk_keeps_earlier_checkpoints_and_the_next_save_is_tried(tmp_path
 
 def test_disk_that_fills_during_a_save_keeps_no_partial_checkpoint(tmp_path, monkeypatch):
     """The check for free space passed, and then the space was used up."""
-    monkeypatch.setattr("fxtune.checkpoint.manager.SPARE", -(2**40))
+    monkeypatch.setattr("fxtune.checkpoint.retention.SPARE", -(2**40))
     with small_disk(tmp_path / "disk", "16m") as disk:
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=lambda text: None)
         save(checkpoints, 1, mib=6)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 
 
 @pytest.mark.parametrize("background", [True, False])

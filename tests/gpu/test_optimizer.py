@@ -12,7 +12,8 @@ import torch
 from support.reference import relative
 from torch import nn
 
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.distributed.world import World
 from fxtune.facts.options import Library
 from fxtune.facts.run import Facts

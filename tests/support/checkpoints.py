@@ -2,7 +2,7 @@
 
 import torch
 
-from fxtune.checkpoint.manager import TrainState
+from fxtune.checkpoint.train_state import TrainState
 
 
 def save(checkpoints, step, **state):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.facts.options import Library
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer

@@ -25,8 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint import host_copy, manager
-from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint import host_copy
+from fxtune.checkpoint import save as saving
+from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import Chunk, chunk_of, divided_like, is_divided, local, whole
 from fxtune.distributed.world import World
@@ -247,7 +249,7 @@ def pass_over_damage(folder: Path, world: World) -> tuple[int, list[str], int]:
 
 def look_for_folder(folder: Path, world: World) -> str:
     """The error of ranks that do not share a disk."""
-    manager.SHOWN_WITHIN = 0.5
+    saving.SHOWN_WITHIN = 0.5
     own = folder / f"host{world.rank}"
     own.mkdir()
     try:

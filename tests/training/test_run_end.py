@@ -14,7 +14,7 @@ from support.cases import slow_but
 from support.endings import timeless
 from support.runs import history
 
-from fxtune.checkpoint.manager import TrainState
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, Export, StopMetric
 from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.distributed.world import World

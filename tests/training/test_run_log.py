@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fxtune.checkpoint.manager import TrainState
+from fxtune.checkpoint.train_state import TrainState
 from fxtune.errors import StorageError
 from fxtune.techniques.compile.report import CompileReport
 from fxtune.training.run_log import RunLog

@@ -1,0 +1,75 @@
+"""The state of a run as numbers and text: state.json of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+
+@dataclass
+class TrainState:
+    """Everything that a resumed run needs besides weights and moments."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Real tokens seen, without padding."""
+    supervised_tokens: int = 0
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """The state of training/step_monitor.py: counts of skipped steps, and the loss window of spike detection."""
+    evaluation_due: bool = False
+    """Whether a signal interrupted the evaluation due at this step."""
+    best_loss: Optional[float] = None
+    """Lowest evaluation loss so far."""
+    best_step: Optional[int] = None
+    """The step of the best evaluation: the lowest loss, or the best value of train.stop.metric."""
+    best_match: Optional[float] = None
+    """The share of exact answers at best_step, if train.stop.metric judges by it."""
+    branch_step: Optional[int] = None
+    """The step at which a decay of the learning rate begins or has begun. Its checkpoint is kept: from it the run can
+    be extended."""
+    schedule: dict[str, int] = field(default_factory=dict)
+    """The lengths of optim/schedule.py's Schedule: where the run ends, and later decisions about its end."""
+    ending: dict[str, Any] = field(default_factory=dict)
+    """The state of training/run_end.py: how long no evaluation has been better, and why the run ends early."""
+    clock: dict[str, float] = field(default_factory=dict)
+    """The state of training/run_clock.py: seconds of the run so far."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """The last value of each metric."""
+    wandb_id: Optional[str] = None
+    data_fingerprint: str = ""
+    """Fingerprint of the data plan. A resumed run must have the same fingerprint."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """The parts of the optimizer's state that are not tensors."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Rows per batch of `training`, `evaluation` and `questions`, if running out of memory reduced them
+    (system/oom.py)."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """float16's loss scale and its count of good steps; empty for other dtypes."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> TrainState:
+        """The state with these values. Raises ValueError if a value is unknown or has a wrong type."""
+        defaults = asdict(cls())
+        for name, value in values.items():
+            if name not in defaults:
+                raise ValueError(f"state.json has `{name}`, which this version of fxtune does not know")
+            kind = type(defaults[name])
+            if defaults[name] is not None and type(value) is not kind and not (kind is float and type(value) is int):
+                raise ValueError(f"state.json: `{name}` is not of its type")
+        for name in ("best_loss", "best_step", "best_match", "branch_step"):
+            if not isinstance(values.get(name), (int, float, type(None))):
+                raise ValueError(f"state.json: `{name}` is no number")
+        for name, kinds in (("schedule", (int,)), ("clock", (int, float)), ("ending", (int, float, str))):
+            if any(type(value) not in kinds for value in values.get(name, {}).values()):
+                raise ValueError(f"state.json: `{name}` is not as fxtune writes it")
+        if any(type(rows) is not int or rows < 1 for rows in values.get("rows", {}).values()):
+            raise ValueError("state.json: `rows` are no numbers of rows")
+        return cls(**values)
+
+
+def without_clock(state: str) -> dict[str, Any]:
+    """A TrainState in JSON as plain data, without the seconds of the run."""
+    return {name: value for name, value in json.loads(state).items() if name != "clock"}

@@ -72,13 +72,9 @@ def test_a_loss_that_is_not_finite_is_an_error(small, cwd, capsys):
         ),
         ({"rank_pattern": {"q_proj": 8}}, ConfigError, r"rank_pattern: {} in the recipe, {'q_proj': 8}"),
         ({"lora_bias": True, "bias": "all"}, ConfigError, "bias: all\n  lora_bias: True"),
-        ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "cannot be computed again from the base"),
         ({"some_new_key": True}, ConfigError, r"does not know and would drop: some_new_key"),
         ({"peft_type": "IA3"}, ConfigError, "it is a IA3 adapter, and fxtune trains"),
         ({"peft_type": None}, StorageError, "does not say what kind of adapter"),
-        ({"target_modules": 3}, ConfigError, "target_modules=3 is not a list of names"),
-        ({"modules_to_save": 3}, ConfigError, "modules_to_save=3 is not a list of names"),
-        ({"lora_alpha": float("inf")}, ConfigError, "lora_alpha=inf is no number"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -104,7 +100,7 @@ def test_options_that_change_nothing_are_accepted(small, cwd):
     assert evaluate.run(config)["eval/loss"] > 0
 
 
-@pytest.mark.parametrize(("base", "noted"), [("some/other-model", True), ("/moved/since/tiny", False), (None, False)])
+@pytest.mark.parametrize(("base", "noted"), [("some/other-model", True), ("/moved/since/tiny", False)])
 def test_an_adapter_of_another_base_of_the_same_shapes_is_noted(base, noted, small, cwd, capsys):
     config = with_adapter(small, cwd, base_model_name_or_path=base)
     evaluate.run(config)
@@ -116,6 +112,7 @@ def test_without_held_out_data_there_is_nothing_to_evaluate(small, cwd):
         evaluate.run(small)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_is_evaluated_as_stored(small, cwd):
     small.data.eval_fraction = 0.2
     full = evaluate.run(small)["eval/loss"]

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from support.architectures import ADAPTERS, logits, lora, on_disk, prepared_model, random_model, trained
+from support.cases import slow_but
 
 from fxtune.cli.merge import merge, run
 from fxtune.config.root import Config
@@ -74,7 +75,12 @@ def by_peft(base, folder, **options):
     return model
 
 
-@pytest.mark.parametrize("kind", PEFT_ONLY)
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(
+        PEFT_ONLY, "regular expression", "rsLoRA with DoRA", "biases", "parameters", "tied embedding", "tied full head"
+    ),
+)
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_that_peft_saved_is_merged_as_peft_runs_it(kind, tmp_path):
     base, options = PEFT_ONLY[kind]
@@ -172,7 +178,7 @@ def test_what_peft_cannot_merge_is_an_error(base, tmp_path):
         merge(tmp_path / "adapter", tmp_path / "merged")
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", slow_but(ADAPTERS, "lora", "dora", "pissa", "head", "embedding"))
 def test_a_merged_model_has_the_adapter_s_logits(kind, base, tmp_path):
     mine, adapter = adapted(base, tmp_path / "adapter", **ADAPTERS[kind])
     merged = plain(merge(adapter, tmp_path / "merged"))

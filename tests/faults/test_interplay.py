@@ -117,6 +117,7 @@ def test_signal_waits_for_the_current_save(run_, monkeypatch):
     assert state()["step"] == 3
 
 
+@pytest.mark.slow
 def test_save_that_fails_during_a_signal_is_retried_once(run_, monkeypatch, said):
     run_.checkpoint.every = 3
     real, tries = stored.write, []
@@ -176,6 +177,7 @@ def test_signal_during_a_halving_is_handled_after_it_and_the_halving_is_kept(run
     )
 
 
+@pytest.mark.slow
 def test_out_of_memory_during_a_signal_is_not_a_halving(run_, monkeypatch):
     """A library may turn a signal into another error. The run still handles the signal."""
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2, once=send))
@@ -184,6 +186,7 @@ def test_out_of_memory_during_a_signal_is_not_a_halving(run_, monkeypatch):
     assert state()["rows"] == {}
 
 
+@pytest.mark.slow
 def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
     seen = short_of_memory(monkeypatch, 99)  # no halving yet
@@ -207,6 +210,7 @@ def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
     assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_failed_evaluation_is_saved_and_repeated_by_the_next_run(run_, monkeypatch):
     """A signal arrives while the state is saved. The run finishes the save first."""
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
@@ -233,6 +237,7 @@ def test_out_of_memory_and_full_disk_are_both_reported(run_, monkeypatch):
         trainer.run(run_)
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_auto_decisions_and_the_halving(run_, monkeypatch, said):
     """checkpointing=auto was `none` for the recipe's rows at the start. A new decision would be different."""
     run_.techniques.checkpointing = Checkpointing(enabled=True, policy=Policy.auto)
@@ -252,6 +257,7 @@ def test_resumed_run_keeps_auto_decisions_and_the_halving(run_, monkeypatch, sai
     assert sum("ran out of memory" in note for note in said) == 1
 
 
+@pytest.mark.slow
 def test_saved_bad_batches_of_a_resumed_run_use_its_micro_batches(run_, monkeypatch):
     """With the micro-batches after the halving, not with those of the recipe."""
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
@@ -271,6 +277,7 @@ def test_saved_bad_batches_of_a_resumed_run_use_its_micro_batches(run_, monkeypa
     assert len(list(place.glob("batch-*"))) == 4
 
 
+@pytest.mark.slow
 def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatch):
     """The same holds for a window from a checkpoint."""
     run_.train.spikes, run_.train.spike_window, run_.train.max_skipped_steps = Spikes.skip, 4, 5
@@ -386,6 +393,7 @@ def test_killed_export_is_repeated(run_, monkeypatch):
     assert not Path("run/adapter/junk").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_it_wrote_its_page_gets_the_page(run_, said):
     run_.run.report = True
     result = trainer.run(run_)
@@ -411,6 +419,7 @@ def test_finished_run_stays_unchanged(run_, monkeypatch, said):
         trainer.run(run_)
 
 
+@pytest.mark.slow
 def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, said):
     """The last action is an upload of up to half a minute. The run has already finished."""
     waited: list[float | None] = []

@@ -69,6 +69,7 @@ QUICKSTART = [
 ]
 
 
+@pytest.mark.vital
 def test_quickstart_that_is_killed_as_a_user_starts_it_ends_with_the_same_adapter(tmp_path):
     """Whole processes, and as many threads as torch chooses. The other tests of this file fork their runs."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -190,6 +190,7 @@ def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
     os.close(reader)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 def test_signal_is_handled_after_triton_has_compiled(tmp_path):
     """LLVM replaces Python's signal handlers, and its handler for SIGUSR1 does nothing."""

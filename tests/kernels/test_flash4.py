@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import slow_but
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -112,7 +113,7 @@ def test_soft_cap_limits_scores():
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (2, 0.0), (3, 1.5)])
+@pytest.mark.parametrize(("window", "softcap"), slow_but([(0, 0.0), (2, 0.0), (3, 1.5)], (3, 1.5)))
 def test_gradients_against_finite_differences(window, softcap):
     *qkv, cu_seqlens = inputs((3, 5, 1, 0), width=4, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda q, k, v: flash4(q, k, v, cu_seqlens, 9, 0.35, window, softcap)[0], qkv)

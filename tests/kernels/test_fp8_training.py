@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cases import slow_but
 from support.runs import interpreted
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -89,7 +90,7 @@ def test_autocast_gives_its_dtype_and_float32_weights_their_own_gradients(in_fp8
     assert torch.equal(dweight, plain[2])
 
 
-@both
+@pytest.mark.parametrize("in_fp8", slow_but([True, False], True))
 def test_one_graph_also_with_recomputation(in_fp8):
     x, weight, dy = drawn(96)
 

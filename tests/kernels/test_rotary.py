@@ -135,13 +135,11 @@ def apart(x):
 def test_operators_pass_opcheck():
     q, k = (x.double().requires_grad_() for x in states())
     cos, sin = (x.double() for x in angles())
-    for back in (False, True):
-        torch.library.opcheck(torch.ops.fxtune.rotary, (q, k, cos, sin, back))
-        apart = q.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-        torch.library.opcheck(torch.ops.fxtune.rotary, (apart, k, cos[:1], sin[:1], back))
+    torch.library.opcheck(torch.ops.fxtune.rotary, (q, k, cos, sin, False))
+    apart = q.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    torch.library.opcheck(torch.ops.fxtune.rotary, (apart, k, cos[:1], sin[:1], True))
     x = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM, dtype=torch.float64, requires_grad=True)
-    for room in (0, 3):
-        torch.library.opcheck(torch.ops.fxtune.rotary_qkv, (x, cos, sin, HEADS, KV, room))
+    torch.library.opcheck(torch.ops.fxtune.rotary_qkv, (x, cos, sin, HEADS, KV, 3))
     torch.autograd.gradcheck(lambda x: torch.ops.fxtune.rotary_qkv(x, cos[:, :2], sin[:, :2], HEADS, KV, 3), x[:, :2])
 
 
@@ -178,7 +176,7 @@ def test_a_model_with_packed_rows_and_a_scaled_rope(family):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "adapted"])
+@pytest.mark.parametrize("fused", slow_but([False, True], True))
 def test_compiled_layers_share_one_graph_without_a_break(fused):
     if fused:
         model, plain = (adapted(lora(), "llama", rope=rope, num_hidden_layers=4) for rope in (True, False))
@@ -343,4 +341,4 @@ def test_generation_with_a_cache():
 
 @pytest.mark.vital
 def test_triton_kernel_equals_the_plain_reference():
-    assert interpreted(SUPPORT / "interpreted_rotary.py") == ["72", "compared"]
+    assert interpreted(SUPPORT / "interpreted_rotary.py") == ["9", "compared"]

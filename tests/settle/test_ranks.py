@@ -91,6 +91,7 @@ def test_rows_are_not_cut_for_an_objective_of_whole_documents():
     assert degrees.context == 1
 
 
+@pytest.mark.slow
 def test_other_process_that_looks_for_facts_finds_the_objective_of_a_plugin(cwd, monkeypatch):
     monkeypatch.setattr(ranks, "ranks_here", lambda gpus, cpu: [2, 1])
     for name in ("ranked.py", "listwise.py"):

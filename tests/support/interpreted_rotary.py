@@ -39,8 +39,9 @@ def compare(dtype: torch.dtype, name: str, back: bool, third: bool, pairs: int) 
 
 torch.manual_seed(0)
 compared = 0
-for case in itertools.product(DTYPES, SHAPES, (False, True), (False, True), (8, 2048)):
-    compare(*case)
+options = itertools.cycle(itertools.product((False, True), (False, True), (8, 2048)))
+for (dtype, shape), (back, third, pairs) in zip(itertools.product(DTYPES, SHAPES), options, strict=False):
+    compare(dtype, shape, back, third, pairs)
     compared += 1
 rotary_triton.rotate(
     *[[torch.empty(0, 4, 2, 8)] * 2] * 2, *[torch.empty(1, 4, 8)] * 2, False

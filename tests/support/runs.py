@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,16 @@ def history(folder: Path) -> list[dict]:
 
 def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in history(folder) if "train/loss" in line]
+
+
+def train_once(shared: Path, train: Callable[[], Any], folder: Path = Path("run")) -> None:
+    """Fill `folder` with a finished run. The first call for `shared`, a path that tests share, trains it by `train`;
+    later calls copy it."""
+    if shared.exists():
+        shutil.copytree(shared, folder)
+    else:
+        train()
+        shutil.copytree(folder, shared)
 
 
 def interpreted(script: Path) -> list[str]:

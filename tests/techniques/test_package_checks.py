@@ -277,6 +277,7 @@ def test_doctor_replaces_what_is_recorded(recorded):
     assert checked() == set()
 
 
+@pytest.mark.slow
 def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(monkeypatch, tmp_path):
     """In real processes."""
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # as unusable() leaves it

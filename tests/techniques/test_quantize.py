@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
+from support.cases import slow_but
 from support.quantized import KINDS, kinds
 from support.runs import losses
 
@@ -98,13 +99,16 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        ("nf4", {}),
+    slow_but(
+        [
+            ("nf4", {"dora": True}),
+            ("int8", {"dora": True}),
+            ("nf4_torchao", {"modules_to_save": ["lm_head"]}),
+            ("int8_torchao", {}),
+        ],
         ("nf4", {"dora": True}),
-        ("int8", {"dora": True}),
-        ("nf4_torchao", {"modules_to_save": ["lm_head"]}),
         ("int8_torchao", {}),
-    ],
+    ),
 )
 def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, tmp_path):
     from peft import PeftModel
@@ -309,8 +313,10 @@ def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, 
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("pretrained", [True, False])
-@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao"])
+@pytest.mark.parametrize(
+    ("kind", "pretrained"),
+    slow_but([("nf4", True), ("int8", False), ("nf4_torchao", True)], ("nf4", True), ("int8", False)),
+)
 def test_a_model_that_fits_nowhere_is_quantized_as_it_is_read(kind, pretrained, tmp_path, monkeypatch):
     """The same bits as a model that is read whole, and never more than one matrix in 16 bits beside what is no linear."""
     sizes = {**WIDE, "attention_bias": True}

@@ -6,7 +6,6 @@ check() refuses a CPU, so these tests call Pipeline.build(), and products run by
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -157,7 +156,8 @@ def test_disabled_adapters_leave_the_quantized_base(fused):
 
 
 @pytest.mark.parametrize(
-    ("fused", "options"), [("on", {}), ("off", {"modules_to_save": ["lm_head"]}), ("off", {"dropout": 0.1})]
+    ("fused", "options"),
+    slow_but([("on", {}), ("off", {"modules_to_save": ["lm_head"]}), ("off", {"dropout": 0.1})], ("on", {})),
 )
 def test_the_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_path):
     from peft import PeftModel
@@ -393,8 +393,9 @@ def test_auto_is_resolved_by_the_compute_dtype():
 
 @pytest.mark.parametrize(
     ("fused", "transpose"),
-    slow_but(itertools.product(("on", "off"), (Switch.on, Switch.off)), ("on", Switch.on)),
+    [("on", Switch.on), ("off", Switch.off)],
 )
+@pytest.mark.slow
 def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, tmp_path, monkeypatch):
     """The same codes, adapters and logits as from a whole model in 16 bits."""
     base = on_disk(tmp_path / "base", model=random_model("llama", **WIDE))
@@ -431,7 +432,7 @@ def fp8_linears(model: Any) -> list[Any]:
     return [module for module in model.modules() if is_quantized(module)]
 
 
-@both
+@pytest.mark.parametrize("fused", slow_but(["on", "off"], "on"))
 def test_a_weight_without_its_transpose_takes_half_and_trains_the_same_model(fused):
     model = random_model("llama", **WIDE)
     gradients, outputs, stored = [], [], []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, trained
+from support.cases import slow_but
 from support.mixtures import mixture, uneven
 from support.mxfp4 import in_mxfp4
 
@@ -59,8 +60,7 @@ def resolved(model: ModelConfig, pipeline: Pipeline, **facts: Any) -> tuple[Quan
     return decided, decided.resolve(dataclasses.replace(facts, techniques=pipeline)) or ""
 
 
-@pytest.mark.parametrize("transpose", [Switch.on, Switch.off])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize(("kind", "transpose"), [("qwen3_moe", Switch.on), ("granitemoe", Switch.off)])
 def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(kind, transpose):
     model, pipeline = mixture(kind), fp8(transpose=transpose)
     prepared, plain = prepared_model(pipeline, model), built(lora(), model, packing=False)
@@ -292,8 +292,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nf4")])
 def test_a_mixture_over_packed_experts_equals_the_one_over_what_they_dequantize_to(family, kind):
     sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
     model = mixture(family, **SIZES, **sizes)
@@ -314,7 +313,7 @@ def test_a_mixture_over_packed_experts_equals_the_one_over_what_they_dequantize_
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("kind", slow_but(["mxfp4", "nf4"], "mxfp4"))
 def test_experts_that_a_checkpoint_ships_in_mxfp4_are_read_as_they_are(kind, tmp_path, monkeypatch):
     model = shipped(tmp_path)
     pipeline, notes = decided(packing(kind), model)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.architectures import FAMILIES, built, lora, prepared_model, random_model, trained, word_tokenizer
+from support.cases import slow_but
 from support.sharded import run_ranks
 
 from fxtune.data.config import DataConfig, QuestionsConfig
@@ -38,7 +39,7 @@ def alone(model, prompt: list[int], count: int, ends: tuple[int, ...] = (1,)) ->
     return TOKENIZER.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "gemma3", "phi"))
 def test_batched_answers_equal_single_answers(family):
     prepared = prepared_model(Pipeline(), random_model(family))
     model = prepared.module.eval()

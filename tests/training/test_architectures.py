@@ -103,10 +103,13 @@ def test_packing_that_is_demanded_is_refused_with_its_key(config):
         trainer.run(config("opt", "data.packing=true"))
 
 
-def test_packing_of_a_hybrid_is_done_on_demand_and_proven(config):
+def test_a_hybrid_is_packed_on_demand_and_observed_where_it_has_attention(config):
     trainer.run(config("qwen3_next", "data.packing=true", "train.max_steps=1"))
-    seen = [one["observed"] for one in json.loads(Path("run/evidence.json").read_text())]
-    assert any(one.startswith("changing 3 of 3 documents") and one.endswith("at most 0") for one in seen)
+    evidence = json.loads(Path("run/evidence.json").read_text())
+    observed = [entry["observed"] for entry in evidence]
+    assert any(text.startswith("changing 3 of 3 documents") and text.endswith("at most 0") for text in observed)
+    attention = [entry["observed"] for entry in evidence if entry["technique"] == "attention"]
+    assert "1 calls of scaled_dot_product_attention of torch in 1 layers" in attention
 
 
 def test_a_model_without_attention_trains_with_the_technique_off(config, said):
@@ -114,12 +117,6 @@ def test_a_model_without_attention_trains_with_the_technique_off(config, said):
     assert notes(said, "attention") == ["attention: off, because mamba2 has no attention"]
     with pytest.raises(ConfigError, match=r"attention\.backend: mamba2 has no attention that eager could run"):
         trainer.run(config("mamba2", "techniques.attention.backend=eager", "run.dir=other"))
-
-
-def test_a_hybrid_is_observed_where_it_has_attention(config):
-    trainer.run(config("qwen3_next", "train.max_steps=1"))
-    seen = [one for one in json.loads(Path("run/evidence.json").read_text()) if one["technique"] == "attention"]
-    assert [one["observed"] for one in seen] == ["1 calls of scaled_dot_product_attention of torch in 1 layers"]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
@@ -162,6 +159,7 @@ def test_a_model_with_vision_trains_its_text_part(config):
     verify.run(made, loss=True)
 
 
+@pytest.mark.slow
 def test_fast_settings_are_off_where_they_cannot_act(config, capsys, monkeypatch):
     """The compiler finds a graph break in this layer; Liger has no kernels for this model; the run resumes."""
     import torch

@@ -37,6 +37,7 @@ def test_interrupted_run_ends_with_the_same_bits(growing, monkeypatch, said):
     assert all((one[name] == other[name]).all() for name in one)
 
 
+@pytest.mark.slow
 def test_run_with_a_ramp_is_not_extended(growing):
     growing.schedule.name = ScheduleName.constant
     trainer.run(growing)

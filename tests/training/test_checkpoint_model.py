@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.runs import history
+from support.cases import slow_but
+from support.runs import history, train_once
 
 from fxtune.cli import evaluate
 from fxtune.cli.main import main
@@ -35,6 +36,20 @@ def run_(narrow, monkeypatch) -> Config:
         evaluation, "evaluate", lambda *given: {**real(*given), "loss": next(losses), "perplexity": 9.0}
     )
     return narrow
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("shared") / "run"
+
+
+@pytest.fixture
+def finished(narrow, cwd, shared) -> Path:
+    """A finished run of six steps, saved and evaluated after steps 3 and 6."""
+    narrow.data.eval_fraction = 0.2
+    narrow.train.eval_every, narrow.checkpoint.every, narrow.run.dir = 3, 3, "run"
+    train_once(shared, lambda: trainer.run(narrow))
+    return Path("run")
 
 
 def saved(step: int) -> dict[str, torch.Tensor]:
@@ -62,7 +77,7 @@ def test_best_weights_are_exported_and_named(run_, cwd, said, lora):
     assert f"| weights | {note} |" in Path("run/adapter/README.md" if lora else "run/model/README.md").read_text()
 
 
-@pytest.mark.parametrize("key", ["export", "keep_best"])
+@pytest.mark.parametrize("key", slow_but(["export", "keep_best"], "export"))
 def test_last_weights_are_exported_where_the_config_says_so(run_, cwd, said, key):
     if key == "export":
         run_.run.export = Export.last
@@ -140,11 +155,8 @@ def test_any_checkpoint_is_merged_and_evaluated(run_, cwd, capsys, fused):
     assert "Evaluation of run/checkpoints/step-00000004" in " ".join(capsys.readouterr().out.split())
 
 
-def test_evaluation_of_a_checkpoint_gives_the_figures_of_its_run(narrow, cwd):
-    narrow.data.eval_fraction = 0.2
-    narrow.train.eval_every, narrow.checkpoint.every, narrow.run.dir = 3, 3, "run"
-    trainer.run(narrow)
-    ran = {line["train/step"]: line["eval/loss"] for line in history(Path("run")) if "eval/loss" in line}
+def test_evaluation_of_a_checkpoint_gives_the_figures_of_its_run(finished):
+    ran = {line["train/step"]: line["eval/loss"] for line in history(finished) if "eval/loss" in line}
     for step, loss in ran.items():
         assert evaluate.of_output(f"run/checkpoints/step-{step}")["eval/loss"] == pytest.approx(loss, rel=1e-6)
     assert ran[3] != ran[6]
@@ -161,9 +173,7 @@ def test_checkpoint_of_full_fine_tuning_is_written_as_a_model(narrow, cwd):
     assert same(load_file(merge("run/checkpoints/step-3", "three") / "model.safetensors"), saved(3))
 
 
-def test_checkpoints_that_are_not_there_or_damaged_are_refused_with_the_steps_there_are(narrow, cwd):
-    narrow.checkpoint.every, narrow.run.dir = 3, "run"
-    trainer.run(narrow)
+def test_checkpoints_that_are_not_there_or_damaged_are_refused_with_the_steps_there_are(finished):
     with pytest.raises(ConfigError, match=r"step-5: there is no such checkpoint. The steps in run/checkpoints: 3, 6"):
         merge("run/checkpoints/step-5", "out")
     with pytest.raises(ConfigError, match=r"lies in no run.*fxtune eval \+recipe=NAME model\.adapter="):
@@ -176,16 +186,15 @@ def test_checkpoints_that_are_not_there_or_damaged_are_refused_with_the_steps_th
         merge("moved/step-6", "out")
 
 
-@pytest.mark.parametrize("section", ["model", "attention"])
-def test_run_folder_of_a_stranger_runs_no_code(narrow, cwd, section):
-    narrow.run.dir = "run"
-    trainer.run(narrow)
-    config = yaml.safe_load(Path("run/config.yaml").read_text())
-    (config["model"] if section == "model" else config["techniques"]["attention"])["trust_remote_code"] = True
-    Path("run/config.yaml").write_text(yaml.safe_dump(config))
-    for command in (merge, evaluate.of_output):
-        with pytest.raises(ConfigError, match=r"run/config\.yaml: trust_remote_code runs code of a stranger"):
-            command("run/checkpoints/step-6")
+def test_run_folder_of_a_stranger_runs_no_code(finished):
+    written = (finished / "config.yaml").read_text()
+    for group in ("model", "attention"):
+        config = yaml.safe_load(written)
+        (config["model"] if group == "model" else config["techniques"]["attention"])["trust_remote_code"] = True
+        (finished / "config.yaml").write_text(yaml.safe_dump(config))
+        for command in (merge, evaluate.of_output):
+            with pytest.raises(ConfigError, match=r"run/config\.yaml: trust_remote_code runs code of a stranger"):
+                command("run/checkpoints/step-6")
 
 
 def test_run_of_an_earlier_version_resumes_without_the_new_key(narrow, cwd, leave_unfinished):

@@ -161,6 +161,7 @@ def test_memory_that_runs_out_in_the_middle_saves_nothing_and_the_run_resumes(fu
     assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())
 
 
+@pytest.mark.slow
 def test_signal_in_the_middle_waits_for_the_end_of_the_step(full, monkeypatch):
     full.train.max_steps, full.run.dir = 4, "undisturbed"
     trainer.run(full)
@@ -224,6 +225,7 @@ def test_weight_whose_gradient_comes_in_parts_is_an_error():
         backward(model, 0)
 
 
+@pytest.mark.slow
 def test_run_that_halved_its_micro_batches_keeps_all_gradients(full, monkeypatch):
     real, calls = TrainStep.backward, []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
+from support.cases import slow_but
 from support.harness import write_texts
 from support.runs import losses
 from support.tuning import TINY
@@ -38,7 +39,7 @@ def growing(narrow, texts, cwd) -> Config:
     return narrow
 
 
-@pytest.mark.parametrize(("packing", "place"), [(True, "border"), (False, "inside")])
+@pytest.mark.parametrize(("packing", "place"), slow_but([(True, "border"), (False, "inside")], (True, "border")))
 def test_interrupted_run_ends_with_the_same_bits(growing, packing, place, monkeypatch, said):
     growing.data.packing = growing.techniques.attention.enabled = packing
     figures = trainer.run(growing)
@@ -53,6 +54,7 @@ def test_interrupted_run_ends_with_the_same_bits(growing, packing, place, monkey
     assert all((one[name] == other[name]).all() for name in one)
 
 
+@pytest.mark.slow
 def test_run_with_a_length_schedule_is_not_extended(growing):
     growing.schedule.name = ScheduleName.constant
     trainer.run(growing)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.mixtures import mixture
+from support.runs import train_once
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
@@ -18,11 +19,16 @@ from fxtune.training.builder import RunBuilder
 from fxtune.training.resume_check import ResumeCheck
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("shared") / "run"
+
+
 @pytest.fixture
-def unfinished_run(small, cwd, leave_unfinished) -> Config:
-    """An unfinished run in `run`, with both its steps saved."""
-    small.run.dir, small.train.max_steps = "run", 2
-    leave_unfinished(small)
+def unfinished_run(small, cwd, leave_unfinished, shared) -> Config:
+    """An unfinished run in `run`, with both its steps saved, and decisions on packing and the learning rate."""
+    small.run.dir, small.train.max_steps, small.data.packing, small.optimizer.lr = "run", 2, "auto", "auto"
+    train_once(shared, lambda: leave_unfinished(small))
     return small
 
 
@@ -35,7 +41,8 @@ def changed(section: str, key: str, value: object) -> None:
 
 
 def test_unchanged_run_resumes_without_notes(unfinished_run, said):
-    assert set(json.loads(Path("run/setting.json").read_text())) == {"techniques", "model", "machine", "data", "built"}
+    sections = {"techniques", "model", "machine", "data", "built", "rows", "rate"}
+    assert set(json.loads(Path("run/setting.json").read_text())) == sections
     trainer.run(unfinished_run)
     assert not [text for text in said if "started this changed" in text]
     assert [text for text in said if "Resuming run after step 2" in text]
@@ -153,16 +160,16 @@ def test_recorded_values_run_no_code(tmp_path, was, message):
     assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today) is None
 
 
-def test_resumed_run_keeps_its_decision_on_packing(small, cwd, monkeypatch, leave_unfinished, said):
-    small.run.dir, small.train.max_steps, small.data.packing = "run", 2, "auto"
-    leave_unfinished(small)
-    assert json.loads(Path("run/setting.json").read_text())["rows"] == {"packing": True, "buckets": []}
+def test_resumed_run_keeps_its_packing_and_its_learning_rate(unfinished_run, monkeypatch, said):
+    setting = json.loads(Path("run/setting.json").read_text())
+    assert (setting["rows"], setting["rate"]) == ({"packing": True, "buckets": []}, {"lr": 0.00249})
     monkeypatch.setattr(
         "fxtune.techniques.attention.isolation.why_not_isolated", lambda *_: "a newer transformers leaks"
     )
-    trainer.run(small)
-    assert [text for text in said if "Resuming run after step 2" in text]
-    assert not [text for text in said if text.startswith("packing: ")]
+    changed("rate", "lr", 0.002)  # as another rule might have it
+    assert trainer.run(unfinished_run)["train/peak_lr"] == 0.002
+    assert [text for text in said if "0.002, as auto chose it when the run was started" in text]
+    assert not [text for text in said if text.startswith("packing: ") or "auto chose 0.00249" in text]
 
 
 def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkeypatch, leave_unfinished):
@@ -184,17 +191,6 @@ def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkey
     before = events[: events.index("build")]
     assert before[-1] == 2
     assert events[-1] == "build"
-
-
-def test_learning_rate_that_auto_chose_stays_when_the_rule_changes(small, cwd, leave_unfinished, said):
-    small.run.dir, small.train.max_steps, small.optimizer.lr = "run", 2, "auto"
-    leave_unfinished(small)
-    (line,) = [text for text in said if "optimizer.lr: auto chose 0.00249 = " in text]
-    assert json.loads(Path("run/setting.json").read_text())["rate"] == {"lr": 0.00249}
-    changed("rate", "lr", 0.002)  # as another rule might have it
-    assert trainer.run(small)["train/peak_lr"] == 0.002
-    assert [text for text in said if "0.002, as auto chose it when the run was started" in text]
-    assert [text for text in said if "auto chose 0.00249" in text] == [line]
 
 
 @pytest.mark.parametrize("rate", ["fast", -1.0, float("nan")])

@@ -90,7 +90,8 @@ def test_early_stop_without_a_decay_exports_the_best_weights(stopping, scripted,
     assert train.run(stopping) == result, "the same command finds the run finished"
 
 
-@pytest.mark.parametrize("place", slow_but(["evaluated", "take", "go_back"], "take"))
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["evaluated", "take", "go_back"])
 def test_run_killed_at_its_early_stop_ends_with_the_same_bits(stopping, scripted, cwd, monkeypatch, place):
     stopping.checkpoint.every = 5
     stopping.run.dir = "undisturbed"
@@ -221,6 +222,7 @@ def test_deadline_leaves_time_for_the_decay(timed, cwd, time, said):
         train.run(timed)
 
 
+@pytest.mark.slow
 def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkeypatch, time):
     """Evaluations may take half of the time, and take 45 s each; a step takes 10 s until the run is killed, then 40 s."""
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, 0.5, 1
@@ -249,11 +251,13 @@ def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkey
     assert 0 < lines[-1]["eval/share_of_time"] < 0.5
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(14, 1), (25, 2), (35, 3)])
-@pytest.mark.parametrize("name", slow_but([ScheduleName.wsd, ScheduleName.cosine], ScheduleName.wsd))
+@pytest.mark.parametrize(
+    ("name", "seconds", "steps"),
+    slow_but([("wsd", 14, 1), ("wsd", 25, 2), ("cosine", 35, 3)], ("wsd", 25, 2)),
+)
 def test_deadline_of_a_few_steps_is_kept_to_a_step(timed, cwd, time, name, seconds, steps):
     """Long before the first log line. The held-out data is evaluated at the end all the same."""
-    timed.schedule.name, timed.train.max_minutes, timed.data.eval_fraction = name, seconds / 60, 0.2
+    timed.schedule.name, timed.train.max_minutes, timed.data.eval_fraction = ScheduleName(name), seconds / 60, 0.2
     result = train.run(timed)
     assert (result["train/step"], time.now) == (steps, 10.0 * steps)
     assert result["eval/loss"] > 0

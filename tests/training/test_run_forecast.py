@@ -1,5 +1,6 @@
 """A run before it is started: what is counted in its data, and what follows from it."""
 
+import functools
 import json
 
 import pytest
@@ -30,6 +31,7 @@ WORDS = [
 LENGTHS = Lengths(epoch=8_000_000, padded=8_000_000, supervised_share=1.0, attended=4096)
 
 
+@functools.cache
 def forecast(*words, gpu="H200", gpus=1, lengths=LENGTHS):
     return forecast_run(compose.load([*WORDS, *words]), machine(gpu, 128), gpus, lengths)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.cases import slow_but
 
 from fxtune.cli.main import main
 from fxtune.config.root import TrainConfig
@@ -38,7 +39,9 @@ def test_enough_steps_and_a_chosen_number_are_not_spoken_of():
     assert not list(few_steps(TrainConfig(global_batch_size=16), None, 32))
 
 
-@pytest.mark.parametrize("command", [["preview"], ["plan", "--gpu", "cpu"], ["train"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", slow_but([["preview"], ["plan", "--gpu", "cpu"], ["train"]], ["preview"]), ids=" ".join
+)
 def test_each_command_says_it(command, cwd, capsys):
     """300 short chats with the batch and the rows of the recipes for large models."""
     with (cwd / "chats.jsonl").open("w") as file:

@@ -181,7 +181,8 @@ def test_killed_sweep_goes_on_to_the_same_end(recipe, monkeypatch, method):
     assert outcome(race(recipe, **options)) == outcome(whole)
 
 
-@pytest.mark.parametrize("place", [pytest.param("set_trial_intermediate_value", marks=pytest.mark.slow), "tell"])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["set_trial_intermediate_value", "tell"])
 def test_killed_between_two_records_of_a_result(recipe, monkeypatch, place):
     options = {"trials": 2, "parts": 2, "space": SPACE[:1]}
     whole = race(recipe, **options)
@@ -328,6 +329,7 @@ def test_each_rung_has_an_evaluation_of_its_own(recipe, steps, every, kept, at):
     assert trial.step_of(0) == 0
 
 
+@pytest.mark.slow
 def test_race_with_fewer_evaluations_than_rungs_cuts_once_by_each(recipe):
     told = []
     made = sweep_of([*recipe, "train.eval_every=3"], trials=4)

@@ -10,6 +10,7 @@ to as many layers as memory allows. A mix of the two levels next to the memory l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
@@ -176,19 +177,22 @@ def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) 
     """Seconds by which `plan` makes a micro-batch longer than if layers keep everything on the device. `layer`: the
     time of a layer, if it is not that of rows of one document."""
     shape, card, layer, tokens = Shape.of(facts.text), rates(facts), layer or layer_time(facts), facts.tokens
-    backward, total = layer.backward(_trained(facts)), 0.0
-    for level, sends in zip(plan.levels(shape.layers), plan.sending(shape.layers), strict=True):
+    backward, bytes_of = layer.backward(_trained(facts)), LayerBytes(facts, plan)
+
+    @functools.cache
+    def seconds(level: str, sends: bool) -> float:
         again = layer.recompute("wide" if level == "budget" else level)
         if plan.tiles > 1:
             again = max(again, layer.recompute("narrow"))
             again += SLOWER * ROWS * plan.tiles / tokens * (layer.wide + layer.down)
-        total += again
-        if sends:
-            size = LayerBytes(facts, plan).sent(level) * tokens
-            travel = size / card.link
-            # Copies also take the device's memory bandwidth, so they are never free.
-            total += max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory
-    return total
+        if not sends:
+            return again
+        size = bytes_of.sent(level) * tokens
+        travel = size / card.link
+        # Copies also take the device's memory bandwidth, so they are never free.
+        return again + max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory
+
+    return sum(map(seconds, plan.levels(shape.layers), plan.sending(shape.layers)), 0.0)
 
 
 def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]], host: float) -> Choice | None:

@@ -39,7 +39,7 @@ runs = st.fixed_dictionaries(
         micro=st.sampled_from([1, 2, 4]),
     )
 )
-law = settings(max_examples=40)
+law = settings(max_examples=25)
 
 
 def grown(tables, **options) -> Plan:

@@ -20,7 +20,7 @@ from fxtune.data.config import DataConfig, MixConfig, SourceConfig
 from fxtune.errors import DataError
 
 LENGTH = 64
-law = settings(max_examples=60)
+law = settings(max_examples=30)
 
 
 def documents(*lengths: int) -> Table:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.cases import slow_but
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS
@@ -282,7 +283,7 @@ TURN = st.fixed_dictionaries(
 ROW = JSON | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}, optional={"tools": JSON, "system": JSON})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama31", "mistral"])
+@pytest.mark.parametrize("family", slow_but(["qwen3", "llama31", "mistral"], "qwen3"))
 def test_no_row_crashes_the_encoder(family: str) -> None:
     encoders = [Encoder(families.tokenizer(family), format) for format in FORMATS.values()]
 

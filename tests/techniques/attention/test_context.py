@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, CPU, facts_of, tiny_model
+from support.cases import slow_but
 from support.forecasts import LLAMA, card
 from support.rank_threads import on_ranks
 from support.tables import natural, training
@@ -63,8 +64,7 @@ def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, co
         assert torch.allclose(torch.cat(parts, 2), gradient, atol=1e-5)
 
 
-@pytest.mark.parametrize("key_heads", [2, 1])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("key_heads", "packing"), [(2, True), (1, False)])
 def test_losses_and_gradients_of_the_pieces_add_up_to_those_of_the_rows(key_heads, packing):
     plan = training([natural(40, 30, 3)], micro=2, step=2, sequence_length=70, packing=packing)
     model = _llama(key_heads)
@@ -113,7 +113,9 @@ def test_offload_sends_the_queries_of_all_ranks_tokens():
     assert more >= work(pieces=1)[0][0] + 32 * (32 + 16 + 16) * 4
 
 
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "kind", slow_but(sorted(ARCHITECTURES), "llama", "gemma2", "gpt2", "deepseek_v3", "qwen3_moe", "gpt_oss", "opt")
+)
 def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
     """Windows, soft caps, latent attention, experts and position embeddings of every family."""
     model_config = tiny_model(kind)

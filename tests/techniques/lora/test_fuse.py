@@ -88,6 +88,7 @@ def test_autocast_is_as_accurate_as_peft(base):
     assert off(fused) <= 1.5 * off(plain)
 
 
+@pytest.mark.slow
 def test_first_update_over_a_bfloat16_base_acts_as_in_float32(tmp_path):
     """Adam's first step of 1e-4 changes every product by less than half of its last bit: peft adds that to what is rounded
     already, and loses a part of it in each linear. Here it is in one sum with the base.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
+from support.cases import slow_but
 from support.harness import command
 from support.killing import Aim, Reference, disturb
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,6 +33,7 @@ ASSETS = Path(models.__file__).parents[1] / "assets"
 START, END = 1, 2
 ROWS = ["<|im_start|>", "<|im_end|>"]
 BOTH = pytest.mark.parametrize("tied", [True, False])
+MOSTLY_TIED = pytest.mark.parametrize("tied", slow_but([True, False], True))
 
 
 def untrained_base(folder: Path, tied: bool) -> Path:
@@ -62,7 +64,7 @@ def untrained(small, cwd, request):
     return small
 
 
-@BOTH
+@MOSTLY_TIED
 def test_only_the_rows_that_auto_finds_change_and_the_merged_model_ends_its_answers(untrained, cwd, said, tied):
     rows = [
         [{"role": "user", "content": word}, {"role": "assistant", "content": "yes"}]
@@ -70,7 +72,7 @@ def test_only_the_rows_that_auto_finds_change_and_the_merged_model_ends_its_answ
     ]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     untrained.data.sources[0].path = "chats.jsonl"
-    untrained.optimizer.lr, untrained.train.max_steps = 1e-2, 40
+    untrained.optimizer.lr, untrained.train.max_steps = 1e-2, 20
     without = replace(
         untrained, run=replace(untrained.run, dir="without"), techniques=copy.deepcopy(untrained.techniques)
     )
@@ -102,7 +104,7 @@ def test_only_the_rows_that_auto_finds_change_and_the_merged_model_ends_its_answ
         assert (END in written) == ends
 
 
-@BOTH
+@MOSTLY_TIED
 def test_a_step_has_the_loss_and_the_gradients_of_plain_peft(untrained, cwd, capsys, tied):
     untrained.techniques.liger.enabled = True
     untrained.techniques.liger.fused_linear_cross_entropy = Switch.on
@@ -114,8 +116,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_plain_peft(untrained, cwd, cap
     assert "0 not as asked" in parameters["observed"]
 
 
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", DType.bfloat16), ("gemma", DType.float32)])
 def test_rows_are_float32_and_plain_peft_loads_them(family, dtype, tmp_path):
     """Gemma scales its embedding, and its head is the same tensor."""
     model = random_model(family, vocab_size=1024)
@@ -162,7 +163,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_bits(forks, tmp_path, tie
     assert outcome.differences == []
 
 
-@BOTH
+@pytest.mark.parametrize("tied", slow_but([True, False], False))
 def test_a_resumed_run_a_checkpoint_and_a_continued_adapter_keep_the_tokens_of_auto(untrained, cwd, tied):
     untrained.train.max_steps, untrained.train.pause_after, untrained.checkpoint.every = 4, 2, 2
     trainer.run(untrained)
@@ -237,7 +238,7 @@ def test_what_cannot_act_is_refused_before_weights_load(options, reason):
     assert reason in "\n".join(pipeline.lora.check(facts_of(random_model("llama"))))
 
 
-@BOTH
+@MOSTLY_TIED
 def test_a_zero_row_starts_as_the_mean_so_that_its_gradient_is_like_the_others(tied, tmp_path):
     folder = untrained_base(tmp_path / "base", tied)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -135,7 +135,7 @@ def observe_data(data: PreparedData) -> Iterator[Evidence]:
     supervised = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     # The first token of a document is never a target. If all others are, everything is supervised.
     most = tokens - sum(len(row) for index in micro_batches for row in plan.contents(*index))
-    may_be_all = not any(table.format.is_chat for table in data.tables)
+    may_be_all = not any(table.format.is_chat or table.format.answers for table in data.tables)
     planned = sum(plan.supervised(step) for step in range(steps))
     asked = "some tokens supervised" if may_be_all else "some tokens supervised, and not all of them"
     labels = [batch.document_labels for batch in batches if batch.document_labels is not None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxtune.data.formats.registry import learned_by
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import Degrees
 
@@ -42,7 +43,14 @@ class Needs:
             sizes = np.diff(table.groups)
             wrong = sizes[(sizes < fewest) | (sizes > (most or len(table)))]
             have = _documents(int(wrong.min()), int(wrong.max())) if len(wrong) else ""
-            if len(wrong) and most == 1:
+            single = len(table.format.answers) == 1
+            if table.format.answers and (len(wrong) or (single and not self.labels)):
+                alike = "would learn each answer alike" if most == 1 and not self.labels else f"needs {self._rows()}"
+                yield (
+                    f"{table.name}: its rows are preferences ({table.format.name}), and objective={name} {alike}. Set "
+                    f"objective={learned_by(table.format)}."
+                )
+            elif len(wrong) and most == 1:
                 yield (
                     f"{table.name}: {_some(len(wrong), len(sizes))} {have}, and "
                     f"objective={name} learns from one document a row. Choose an objective for groups "
@@ -51,10 +59,10 @@ class Needs:
             elif len(wrong):
                 yield (
                     f"{table.name}: {_some(len(wrong), len(sizes))} {have}, and "
-                    f"objective={name} learns from groups of {_documents(fewest, most)}. Give rows with so many "
-                    "`documents` (docs/data.md), or choose another objective."
+                    f"objective={name} learns from groups of {_documents(fewest, most)}. Give {self._rows()} "
+                    "(docs/data.md), or choose another objective."
                 )
-            elif not self.labels and table.labels is not None and not np.isnan(table.labels).all():
+            elif not self.labels and not table.format.answers and has_labels(table):
                 yield (
                     f"{table.name}: its rows have `labels`, which objective={name} does not read. Leave them out, or "
                     "choose an objective that learns from labels."
@@ -62,8 +70,33 @@ class Needs:
             elif self.labels and (without := _without_label(table)):
                 yield (
                     f"{table.name}: {_some(without, len(sizes))} no label, and objective={name} learns from labels. "
-                    "Give them in `labels` (docs/data.md)."
+                    f"Give {self._rows()} (docs/data.md)."
                 )
+
+    def _rows(self) -> str:
+        """The rows that fit."""
+        if self.documents == (2, 2):
+            return "rows with `prompt`, `chosen` and `rejected`"
+        if self.documents == (1, 1):
+            return "rows with an answer and its `label`, true or false"
+        return f"rows with so many `documents`{', and their `labels`' * bool(self.labels)}"
+
+
+def one_kind(name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
+    """Yield a message if all answers of the tables have the same judgment, so that nothing can be compared."""
+    tables = [table for table in tables if has_labels(table)]
+    found = {label for table in tables for label in np.unique(np.asarray(table.labels)) if not np.isnan(label)}
+    if len(found) == 1:
+        kind, other = ("good", "bad") if found == {1.0} else ("bad", "good")
+        names = ", ".join(table.name for table in tables)
+        yield (
+            f"{names}: all answers are {kind} by their `label`, and objective={name} learns from good and bad ones. "
+            f"Add rows with {other} answers."
+        )
+
+
+def has_labels(table: TokenTable) -> bool:
+    return table.labels is not None and not np.isnan(table.labels).all()
 
 
 def _without_label(table: TokenTable) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.tables import grouped, table
 
 from fxtune.cli.main import main
+from fxtune.data.formats.registry import FORMATS
 from fxtune.distributed.parallel import Degrees
-from fxtune.objectives.needs import Needs
+from fxtune.objectives.needs import Needs, one_kind
 
 DOCUMENT = ([1, 2, 3], [False, True, True])
 TEXT = table([DOCUMENT] * 4, "texts.jsonl")
@@ -18,6 +20,9 @@ PAIRS = grouped([[DOCUMENT] * 2] * 3, name="pairs.jsonl")
 MIXED = grouped([[DOCUMENT] * 2, [DOCUMENT] * 3, [DOCUMENT] * 4], name="mixed.jsonl")
 RANKED = grouped([[DOCUMENT] * 3] * 2, [1, None, 0, None, None, None], name="ranked.jsonl")
 JUDGED = grouped([[DOCUMENT]] * 2, [1, 0], name="judged.jsonl")
+
+PREFERENCES = replace(grouped([[DOCUMENT] * 2] * 2, [2, 0] * 2, name="pairs.jsonl"), format=FORMATS["preference"])
+ANSWERS = replace(JUDGED, format=FORMATS["kto"])
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,16 @@ JUDGED = grouped([[DOCUMENT]] * 2, [1, 0], name="judged.jsonl")
         ),
         (Needs((3, 3), labels=True), RANKED, "1 of its 2 rows have no label, and objective=mine learns from labels"),
         (Needs(labels=True), TEXT, "texts.jsonl: its rows have no label"),
+        (Needs((2, 2)), TEXT, "learns from groups of 2 documents. Give rows with `prompt`, `chosen` and `rejected`"),
+        (Needs(labels=True), TEXT, "Give rows with an answer and its `label`, true or false"),
+        (Needs(), PREFERENCES, "(preference), and objective=mine would learn each answer alike. Set objective=dpo."),
+        (Needs(), ANSWERS, "(kto), and objective=mine would learn each answer alike. Set objective=kto."),
+        (
+            Needs((2, 2)),
+            ANSWERS,
+            "objective=mine needs rows with `prompt`, `chosen` and `rejected`. Set objective=kto",
+        ),
+        (Needs(labels=True), PREFERENCES, "needs rows with an answer and its `label`, true or false. Set objective=d"),
     ],
 )
 def test_table_that_does_not_fit_is_named_with_what_to_change(needs, given, message):
@@ -43,10 +58,27 @@ def test_table_that_does_not_fit_is_named_with_what_to_change(needs, given, mess
 
 @pytest.mark.parametrize(
     ("needs", "given"),
-    [(Needs(), TEXT), (Needs((2, 2)), PAIRS), (Needs((2, None)), MIXED), (Needs(labels=True), JUDGED)],
+    [
+        (Needs(), TEXT),
+        (Needs((2, 2)), PAIRS),
+        (Needs((2, None)), MIXED),
+        (Needs(labels=True), JUDGED),
+        (Needs((2, 2)), PREFERENCES),
+        (Needs(labels=True), ANSWERS),
+    ],
 )
 def test_table_that_fits_is_not_named(needs, given):
     assert list(needs.misfits("mine", [given])) == []
+
+
+def test_judgments_of_one_kind_are_named():
+    good = replace(grouped([[DOCUMENT]] * 2, [1, 1], name="good.jsonl"), format=FORMATS["kto"])
+    bad = replace(grouped([[DOCUMENT]], [0], name="bad.jsonl"), format=FORMATS["kto"])
+    assert list(one_kind("kto", [good, bad])) == list(one_kind("kto", [JUDGED, TEXT])) == []
+    (message,) = one_kind("kto", [good, TEXT])
+    assert "good.jsonl: all answers are good by their `label`, and objective=kto" in message
+    (message,) = one_kind("kto", [bad, bad])
+    assert "bad.jsonl, bad.jsonl: all answers are bad" in message
 
 
 def test_rows_are_divided_over_ranks_only_for_sums_over_tokens():
@@ -74,6 +106,21 @@ def test_groups_are_refused_under_an_objective_for_text_before_a_weight_is_read(
     said = " ".join(capsys.readouterr().err.split())
     assert "rows.jsonl: its rows have 2 documents, and objective=causal_lm learns from one document a row" in said
     assert "`fxtune help objective`" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "way"),
+    [
+        ({"prompt": "two and two? ", "chosen": "four", "rejected": "five"}, "(preference), and objective=causal_lm"),
+        ({"prompt": "two and two? ", "completion": "four", "label": True}, "(kto), and objective=causal_lm"),
+    ],
+)
+def test_preferences_are_refused_under_an_objective_for_text_with_the_way(groups, capsys, row, way):
+    Path("rows.jsonl").write_text("\n".join(json.dumps(row) for _ in range(4)))
+    assert main(["train", *groups]) == 2
+    assert f"rows.jsonl: its rows are preferences {way} would learn each answer alike. Set objective=" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_preview_shows_groups_and_says_that_a_run_is_refused(groups, capsys):

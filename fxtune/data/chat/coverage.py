@@ -61,6 +61,7 @@ class Coverage:
         self.enabled = enabled
         self.unused = frozenset(unused)
         self._columns = KNOWN | format.covered | self.unused
+        self._names_answers = bool(format.answers)
         self._turn_keys = KNOWN | TURN_KEYS | self.unused
         self._unknown: dict[tuple[Any, ...], list[str]] = {}
         self._shapes: dict[Any, frozenset[tuple[int, str]]] = {}
@@ -69,9 +70,9 @@ class Coverage:
         """Raise RowError if a column is neither known nor in the text."""
         for column in self._unknown_keys(row, self._columns) if self.enabled else ():
             if _is_lost(row[column], text):
+                preferences = None if self._names_answers else preference_columns(row, self.unused)
                 raise RowError(
-                    preference_columns(row, self.unused)
-                    or self._message(f"column {shortened(column)!r} is not read", shortened(column))
+                    preferences or self._message(f"column {shortened(column)!r} is not read", shortened(column))
                 )
 
     def check_conversation(
@@ -88,9 +89,9 @@ class Coverage:
         for key in [key for key in LIST_KEYS if row.get(key)][1:]:  # only the first one is read
             if key not in self.unused and _is_lost(row[key], text):
                 raise RowError(self._message(f"column {key!r} is not read, as the row has another", key))
-        for key in (*LIST_KEYS, "prompt", "completion"):
+        for key in (*LIST_KEYS, "prompt", "completion", "chosen", "rejected", "rejected_messages"):
             turns = row.get(key)
-            for index, turn in enumerate(turns if isinstance(turns, (list, tuple)) else ()):
+            for index, turn in enumerate(turns if isinstance(turns, (list, tuple)) else (turns,)):
                 for name in self._unknown_keys(turn, self._turn_keys) if isinstance(turn, Mapping) else ():
                     if _is_lost(turn[name], text):
                         raise RowError(self._message(f"{key}[{index}].{shortened(name)} is not read", shortened(name)))
@@ -102,9 +103,17 @@ class Coverage:
             if len(self._unknown) > 10_000:
                 self._unknown.clear()
             self._unknown[keys] = [
-                key for key in value if key not in known and not (isinstance(key, str) and key.endswith(KNOWN_ENDINGS))
+                key for key in value if key not in known and not (isinstance(key, str) and self._describes(key))
             ]
         return self._unknown[keys]
+
+    def _describes(self, key: str) -> bool:
+        """Whether a name says that its value describes a row, or in a row of preferences one of its answers."""
+        if key.endswith(KNOWN_ENDINGS):
+            return True
+        words = key.lower().replace("-", "_").split("_") if self._names_answers else []
+        rest = "_".join(word for word in words if word not in ("chosen", "rejected"))
+        return rest != key and rest in KNOWN
 
     def _message(self, fault: str, name: str) -> str:
         return (

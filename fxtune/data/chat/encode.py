@@ -25,6 +25,7 @@ from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import REASONING_REMARK, Coverage, reasoning_of
+from fxtune.data.chat.pairs import faults
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
 from fxtune.data.chat.template import ChatTemplate, Span
@@ -38,7 +39,16 @@ from fxtune.data.chat.template_source import (
 from fxtune.data.config import OnRewritten, time_of_templates
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
-from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, RowFormat, RowGroup, TokenIds
+from fxtune.data.formats.row_format import (
+    Content,
+    Conversation,
+    LearnConfig,
+    PlainText,
+    Preference,
+    RowFormat,
+    RowGroup,
+    TokenIds,
+)
 from fxtune.data.formats.values import SURROGATE, RowError, short, type_name
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
@@ -108,6 +118,8 @@ class _Text:
 @dataclass
 class _GroupTexts:
     documents: list[_Text | Document]
+    names: list[str]
+    """Where the row has each document, for messages."""
     labels: list[float]
 
 
@@ -205,8 +217,14 @@ class Encoder:
         for result in results:
             if isinstance(result, _GroupTexts):
                 documents = [document(part) for part in result.documents]
-                reasons = [f"documents[{at}]: {found}" for at, found in enumerate(documents) if isinstance(found, str)]
+                reasons = [
+                    f"{at}: {found}"
+                    for at, found in zip(result.names, documents, strict=True)
+                    if isinstance(found, str)
+                ]
                 whole = [found for found in documents if not isinstance(found, str)]
+                if not reasons and self.format.answers:
+                    reasons = faults(whole, self.format.answers)
                 samples.append(reasons[0] if reasons else EncodedGroup(whole, result.labels))
             else:
                 samples.append(result if isinstance(result, str) else document(result))
@@ -214,16 +232,25 @@ class Encoder:
 
     def _read(self, row: Mapping[str, Any]) -> _Text | Document | _GroupTexts:
         content = self.format.read(row, self.learn, self.unused)
+        documents = []
+        if isinstance(content, Preference):
+            names = list(self.format.answers)
+            for name, own_row, answer in zip(names, content.rows, content.answers, strict=True):
+                try:
+                    documents.append(_undivided(self._document(own_row, answer, self.format), self.on_rewritten))
+                except RowError as reason:
+                    raise RowError(f"{name}: {reason}") from None
+            return _GroupTexts(documents, names, content.labels)
         if not isinstance(content, RowGroup):
             return self._document(row, content, self.format)
         self._coverage[self.format.name].check_columns(row, "")
-        documents = []
-        for index, part in enumerate(content.rows):
+        names = [f"documents[{index}]" for index in range(len(content.rows))]
+        for name, part in zip(names, content.rows, strict=True):
             try:
                 documents.append(self._group_document(part))
             except RowError as reason:
-                raise RowError(f"documents[{index}]{reason}") from None
-        return _GroupTexts(documents, content.labels)
+                raise RowError(f"{name}{reason}") from None
+        return _GroupTexts(documents, names, content.labels)
 
     def _group_document(self, row: Mapping[str, Any]) -> _Text | Document:
         """One document of a group. Raises RowError, worded to follow the document's place."""
@@ -233,14 +260,9 @@ class Encoder:
             raise RowError(f" has no format that fxtune knows; its columns: {', '.join(map(short, row))}")
         try:
             document = self._document(row, format.read(row, self.learn, self.unused), format)
+            return _undivided(document, self.on_rewritten)
         except RowError as reason:
             raise RowError(f": {reason}") from None
-        if document.is_rewritten and self.on_rewritten is OnRewritten.split:
-            raise RowError(
-                ": the chat template writes an answer otherwise once another turn follows, and a document of a group "
-                "is not divided. Learn the last answer alone (data.on_rewritten=context)"
-            )
-        return document
 
     def _document(self, row: Mapping[str, Any], content: Content, format: RowFormat) -> _Text | Document:
         """The document of a row of `format` with this content, which is no group."""
@@ -411,6 +433,16 @@ class Encoder:
                 document = replace(document, ids=ids, supervised=supervised)
             documents.append(document)
         return documents
+
+
+def _undivided(document: _Text | Document, on_rewritten: OnRewritten) -> _Text | Document:
+    """A document of a group. Raises RowError if it must be divided, because each question needs a document."""
+    if document.is_rewritten and on_rewritten is OnRewritten.split:
+        raise RowError(
+            "the chat template writes an answer otherwise once another turn follows, and a document of a group is not "
+            "divided. Learn the last answer alone (data.on_rewritten=context)"
+        )
+    return document
 
 
 def _document(text: _Text, ids: list[int], offsets: Sequence[Span], finder: BorderFinder) -> Document:

@@ -21,6 +21,13 @@ class AlpacaFormat(ChatFormat):
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
         chat = Conversation()
+        self.add_question(chat, row)
+        chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, "output")
+        return chat
+
+    @staticmethod
+    def add_question(chat: Conversation, row: Mapping[str, Any]) -> None:
+        """Add the system prompt, the history and the question. Raises RowError."""
         if row.get("system") is not None and require_text(row["system"], "system"):
             chat.add({"role": "system", "content": row["system"]}, "system")
         for index, (question, answer) in enumerate(_history(row.get("history"))):
@@ -32,8 +39,6 @@ class AlpacaFormat(ChatFormat):
         if not question.strip():
             raise RowError("instruction is empty")
         chat.add({"role": "user", "content": question}, "instruction")
-        chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, "output")
-        return chat
 
 
 def _history(history: Any) -> list[tuple[str, str]]:

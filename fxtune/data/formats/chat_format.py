@@ -68,13 +68,18 @@ class ChatFormat(RowFormat):
         used = row if row.keys().isdisjoint(unused) else {key: row[key] for key in row if key not in unused}
         chat = self.turns(used)
         chat.row = row
-        chat.tools = _tools(used.get("tools")) or _functions(used.get("functions"))
-        chat.variables = _variables(used.get(VARIABLES))
-        if not any(message["role"] == "assistant" for message in chat.messages):
-            raise RowError("no assistant turn")
-        chat.supervised = _supervised(chat, learn)
-        _require_answers(chat)
+        complete(chat, used, learn)
         return chat
+
+
+def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
+    """Give a chat the tools and the variables of its row, and decide which turns are learned. Raises RowError."""
+    chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
+    chat.variables = _variables(row.get(VARIABLES))
+    if not any(message["role"] == "assistant" for message in chat.messages):
+        raise RowError("no assistant turn")
+    chat.supervised = _supervised(chat, learn)
+    _require_answers(chat)
 
 
 def _require_answers(chat: Conversation) -> None:
@@ -122,10 +127,11 @@ def add_turns(chat: Conversation, turns: Any, key: str) -> None:
     if not turns:
         raise RowError(f"{key} is empty")
     for index, turn in enumerate(turns):
-        _add_turn(chat, turn, f"{key}[{index}]")
+        add_turn(chat, turn, f"{key}[{index}]")
 
 
-def _add_turn(chat: Conversation, turn: Any, where: str) -> None:
+def add_turn(chat: Conversation, turn: Any, where: str) -> None:
+    """Add the message that the row has at `where`. Raises RowError."""
     if not isinstance(turn, Mapping):
         raise RowError(f"{where} is {type_name(turn)}, not an object")
     role, content_key = _role(turn, where)

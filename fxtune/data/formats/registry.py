@@ -12,7 +12,13 @@ from typing import Any
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import is_chat
 from fxtune.data.formats.group import GroupFormat
+from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.preference import PreferenceFormat
+from fxtune.data.formats.preference_chats import PreferenceChatsFormat
+from fxtune.data.formats.preference_instruction import PreferenceInstructionFormat
+from fxtune.data.formats.preference_messages import PreferenceMessagesFormat
+from fxtune.data.formats.preference_turns import PreferenceTurnsFormat
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
@@ -27,6 +33,12 @@ AUTO = "auto"
 FORMATS: dict[str, RowFormat] = {
     format.name: format
     for format in (
+        PreferenceChatsFormat(),  # preferences first: other formats would read one of their answers
+        PreferenceTurnsFormat(),
+        PreferenceMessagesFormat(),
+        PreferenceInstructionFormat(),
+        PreferenceFormat(),
+        KTOFormat(),
         MessagesFormat(),
         ShareGPTFormat(),
         PromptCompletionFormat(),
@@ -64,7 +76,7 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
 
 
 def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
-    """Why a row of preferences (DPO, KTO) is refused; None for any other row."""
+    """Why a row of preferences (DPO, KTO) is refused by a format for other rows; None for any other row."""
     found = [
         column
         for column, value in row.items()
@@ -77,10 +89,19 @@ def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> 
     ]
     if not found:
         return None
+    format = row_format(row)
+    way = "rename its columns to `prompt`, `chosen` and `rejected` (the source's `columns`), and set objective=dpo"
+    if format is not None and format.answers:
+        way = f"set objective={learned_by(format)}, and the source's `format: {format.name}`"
     return (
-        f"a row of preferences ({', '.join(found)}): it says which answers are better, and fxtune learns every answer "
-        "that it is given. Make rows of the good answers alone, in one of the formats that fxtune reads"
+        f"a row of preferences ({', '.join(found)}): it says which answers are better, and each answer would be "
+        f"learned alike. To learn from preferences, {way}; or make rows of the good answers alone"
     )
+
+
+def learned_by(format: RowFormat) -> str:
+    """The objective to name for a format of preferences."""
+    return "dpo" if len(format.answers) == 2 else "kto"
 
 
 def row_format(row: Mapping[str, Any]) -> RowFormat | None:

@@ -1,13 +1,14 @@
 """What a row format is: the columns that a row needs, and what a row of it holds.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of four contents, and the encoder
-(data/chat/encode.py) makes tokens of that: a chat, a plain text, token ids, or a group of other rows.
+A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents, and the encoder
+(data/chat/encode.py) makes tokens of that: a chat, a plain text, token ids, answers to one prompt, or a group of other
+rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -86,7 +87,19 @@ class RowGroup:
     """A label for each row's document; NaN: none."""
 
 
-Content = Conversation | PlainText | TokenIds | RowGroup
+@dataclass
+class Preference:
+    """Answers to one prompt, each with the prompt, which alone is not learned: a chosen and a rejected answer, or one
+    answer with a judgment. Their documents stay together, in this order."""
+
+    answers: Sequence[Conversation | PlainText]
+    rows: Sequence[Mapping[str, Any]]
+    """For each answer, the row without the columns of the other answer."""
+    labels: list[float]
+    """A label for each answer; NaN: none."""
+
+
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup
 
 
 class RowFormat(ABC):
@@ -105,6 +118,9 @@ class RowFormat(ABC):
     """Whether rows are chats, in which only answers are learned. Long chats are split between turns."""
     is_group: ClassVar[bool] = False
     """Whether a row holds several documents, which stay together: they are never cut."""
+    answers: ClassVar[tuple[str, ...]] = ()
+    """Names of the answers of a row of preferences, for messages; empty for other rows. The documents of such a row
+    begin with the same prompt and end with an answer."""
     needs_template: ClassVar[bool] = False
     """Whether each row needs a chat template."""
     is_question: ClassVar[bool] = True

@@ -128,10 +128,13 @@ class Source:
 
     def format(self) -> RowFormat:
         """The configured format, or the format of the first rows. Raises DataError if they have none."""
-        head, given = self.head(), FORMATS.get(self.config.format)
+        unused, given = set(self.config.unused), FORMATS.get(self.config.format)
+        head = [{key: value for key, value in row.items() if key not in unused} for row in self.head()]
         for row in head:
             own = given or row_format(row)
-            if reason := preference_columns(row, {*self.config.unused, *(own.covered if own else ())}):
+            if own and own.answers:
+                continue
+            if reason := preference_columns(row, own.covered if own else ()):
                 raise DataError(f"{self.name}: {reason}.")
         if given is not None:
             return given

@@ -125,25 +125,45 @@ REJECTED = [USER, {"role": "assistant", "content": "five."}]
 
 
 @pytest.mark.parametrize(
-    ("row", "columns"),
+    ("row", "format", "columns", "way"),
     [
-        ({"prompt": "two?", "chosen": "four", "rejected": "five"}, "chosen, rejected"),
-        ({"chosen": CHOSEN, "rejected": REJECTED}, "chosen, rejected"),
-        ({"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED}, "chosen, rejected"),
-        ({"question": "two?", "response_chosen": "four", "response_rejected": "five"}, "response_chosen, response_rejected"),
-        ({"prompt": "two?", "completion": "five", "label": False}, "label"),
-        ({"messages": REJECTED, "kto_tag": False}, "kto_tag"),
-        ({"prompt": [USER], "completion": [ANSWER], "label": True}, "label"),
+        ({"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED}, "messages", "chosen, rejected", "dpo, and the source's `format: preference_chats`"),
+        ({"question": "two?", "response_chosen": "four", "response_rejected": "five"}, "auto", "response_chosen, response_rejected", "`columns`), and set objective=dpo"),
+        ({"chosen": "four", "rejected": "five"}, "auto", "chosen, rejected", "`prompt`, `chosen` and `rejected`"),
+        ({"prompt": "two?", "completion": "five", "label": False}, "prompt_completion", "label", "kto, and the source's `format: kto`"),
+        ({"messages": REJECTED, "kto_tag": False}, "messages", "kto_tag", "objective=kto"),
     ],
 )  # fmt: skip
-def test_preferences_are_refused_as_such(row: Any, columns: str, tmp_path: Path) -> None:
+def test_preferences_are_refused_as_rows_of_another_format(
+    row: Any, format: str, columns: str, way: str, tmp_path: Path
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [row] * 3)
     for on_bad_row in OnBadRow:
         data = DataConfig(cache_dir=str(tmp_path), workers=1, on_bad_row=on_bad_row)
+        source = SourceConfig(path=str(path), format=format)
         with pytest.raises(DataError, match=rf"a row of preferences \({columns}\)") as raised:
-            tokenize(SourceConfig(path=str(path)), data, families.tokenizer("chatml"), progress=False)
+            tokenize(source, data, families.tokenizer("chatml"), progress=False)
+        assert way in str(raised.value)
         assert "Perhaps" not in str(raised.value)
         assert "unused" not in str(raised.value)
+
+
+def test_answers_of_preferences_that_are_unused_leave_supervised_rows(tmp_path: Path) -> None:
+    row = {"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED, "score_chosen": 8.0}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    data = DataConfig(cache_dir=str(tmp_path), workers=1)
+    source = SourceConfig(path=str(path), unused=["chosen", "rejected", "score_chosen"])
+    table = tokenize(source, data, families.tokenizer("chatml"), progress=False)
+    assert (table.format.name, len(table)) == ("messages", 1)
+
+
+def test_columns_that_describe_an_answer_need_no_entry(tmp_path: Path) -> None:
+    described = {"chosen-rating": 5, "rejected_model": "m", "chosen_avg_rating": 4}
+    row = {"prompt": "two? ", "chosen": "four", "rejected": "five"}
+    for name, value in described.items():
+        reason = "column 'chosen_avg_rating' is not read" if name == "chosen_avg_rating" else None
+        (found,) = Encoder(families.tokenizer("chatml"), FORMATS["preference"]).encode([{**row, name: value}])
+        assert reason in found if isinstance(found, str) and reason else not isinstance(found, str)
 
 
 def test_preferences_after_the_first_rows_are_bad_rows() -> None:

@@ -1,0 +1,35 @@
+"""Documents of preferences: a prompt that all answers of a row share, and an answer, which alone is learned.
+
+Formats compare prompts by whole messages. A chat template may still write the same messages in two ways, as it looks
+at what follows, and a tokenizer may join the end of a prompt with the beginning of one answer. Then the two answers
+would be compared after different prompts, so the tokens are compared, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def prompt_tokens(document: Any) -> int:
+    """How many tokens precede the answer of a document (`ids` and `supervised`): all if nothing of it is learned."""
+    supervised: list[bool] = document.supervised
+    return supervised.index(True) if True in supervised else len(supervised)
+
+
+def faults(documents: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Why the documents of a row cannot be learned from; empty if they can. `names`: of their answers."""
+    if empty := [name for name, document in zip(names, documents, strict=True) if not any(document.supervised[1:])]:
+        return [f"{empty[0]}: no token of the answer is learned"]
+    if len(documents) == 1:
+        return []
+    chosen, rejected = documents
+    if chosen.ids == rejected.ids:
+        return ["chosen and rejected have the same tokens, so there is nothing to prefer"]
+    before, other = prompt_tokens(chosen), prompt_tokens(rejected)
+    if chosen.ids[:before] != rejected.ids[:other]:
+        return [
+            f"the prompt has other tokens before chosen ({before:,}) than before rejected ({other:,}): the chat "
+            "template writes it otherwise before one answer, or a token lies across its end"
+        ]
+    return []

@@ -1,0 +1,174 @@
+"""Rows of preferences: two chats or two texts that begin alike, one with a chosen and one with a rejected answer.
+
+The formats differ in names and places only, so each gives two whole chats. Their common beginning is the prompt. It is
+found by whole messages: a beginning of equal characters would take first words that both answers share, and the
+`<think>` of both. What follows is an answer, and only answers are learned. So two chats of a pair may differ first in
+an assistant turn alone, and on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from fxtune.data.formats.chat_format import (
+    CHAT_COLUMNS,
+    LIST_KEYS,
+    SHAREGPT_ROLES,
+    VARIABLES,
+    add_turn,
+    add_turns,
+    complete,
+    is_chat,
+    require_answer,
+    with_parsed_lists,
+)
+from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, Preference, RowFormat
+from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
+
+CHOSEN, REJECTED = "chosen", "rejected"
+SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+COVERED = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
+    CHOSEN,
+    REJECTED,
+    "margin",
+    *(name for pair in SCORES for name in pair),
+}
+"""Columns that each of these formats reads, or that repeat others."""
+FOR_CHATS = ("tools", "functions", VARIABLES)
+"""Columns that a text without a chat template cannot have."""
+IDENTICAL = "chosen and rejected are identical, so there is nothing to prefer"
+
+
+class PairFormat(RowFormat):
+    """A format whose rows hold a chosen and a rejected answer to one prompt."""
+
+    is_group = True
+    is_question = False
+    answers = (CHOSEN, REJECTED)
+    nothing_learned = "each answer is switched off by its `train` or `weight`, or by data.learn"
+    answer_columns: ClassVar[tuple[frozenset[str], frozenset[str]]] = (frozenset((CHOSEN,)), frozenset((REJECTED,)))
+    """Columns that hold the chosen answer alone, and columns that hold the rejected answer alone."""
+
+    @abstractmethod
+    def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
+        """The chat or the text with the chosen answer, and the one with the rejected answer. Raises RowError."""
+
+    def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
+        row = with_parsed_lists(with_parsed_answers(row))
+        used = {key: value for key, value in row.items() if key not in unused and value is not None}
+        chosen, rejected = self.sides(used)
+        # The text of an answer need not have what only the other answer has.
+        rows = [
+            {key: value for key, value in row.items() if key not in columns}
+            for columns in reversed(self.answer_columns)
+        ]
+        if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
+            _separate(chosen, rejected)
+            for name, chat, own_row in zip(self.answers, (chosen, rejected), rows, strict=True):
+                chat.row = own_row
+                complete_answer(name, chat, used, learn)
+        elif chosen == rejected:
+            raise RowError(IDENTICAL)
+        return Preference([chosen, rejected], rows, _labels(used))
+
+
+def complete_answer(name: str, chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
+    """As `complete`, for a chat whose answer must be learned."""
+    complete(chat, row, learn)
+    if not any(chat.supervised):
+        raise RowError(f"no turn of {name} is learned: its `train` or `weight`, or data.learn, switches all of it off")
+
+
+def _separate(chosen: Conversation, rejected: Conversation) -> None:
+    """Switch the common beginning of two chats off. Raises RowError if the rest is not two answers."""
+    pairs = zip(chosen.messages, rejected.messages, strict=False)
+    common = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if common is None:
+        common = min(len(chosen.messages), len(rejected.messages))
+        if len(chosen.messages) == len(rejected.messages):
+            raise RowError(IDENTICAL)
+        short_side = CHOSEN if len(chosen.messages) == common else REJECTED
+        raise RowError(f"no answer is left of {short_side}: all of its turns are the beginning of the other chat")
+    chats = chosen, rejected
+    if any(chat.messages[common]["role"] != "assistant" for chat in chats):
+        raise RowError(
+            f"the prompts differ: {chosen.places[common]} is not {rejected.places[common]}. Two answers need the same "
+            "turns before them"
+        )
+    if not common:
+        raise RowError("there is no prompt before chosen and rejected")
+    for chat in chats:
+        chat.switched[:common] = [False] * common
+
+
+def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
+    """Two texts without a chat template. Raises RowError."""
+    if wrong := next((name for name in FOR_CHATS if row.get(name)), None):
+        raise RowError(f"{wrong} is for chats, and this prompt is a text")
+    if not require_text(prompt, "prompt"):
+        raise RowError("prompt is empty")
+    for name in (CHOSEN, REJECTED):
+        require_answer(require_text(row.get(name), name), name)
+    chosen, rejected = (PlainText(prompt + row[name], len(prompt)) for name in (CHOSEN, REJECTED))
+    return chosen, rejected
+
+
+def add_answer(chat: Conversation, answer: Any, column: str) -> None:
+    """Add an answer: a text, a turn or a list of turns. Raises RowError."""
+    if isinstance(answer, str):
+        chat.add({"role": "assistant", "content": require_text(answer, column)}, column)
+    elif isinstance(answer, Mapping):
+        add_turn(chat, answer, column)
+    elif isinstance(answer, (list, tuple)):
+        add_turns(chat, answer, column)
+    else:
+        raise RowError(f"{column} is {type_name(answer)}, not a text, a turn or a list of turns")
+
+
+def is_answer(value: Any) -> bool:
+    """Whether a column holds an answer: a text, a turn or turns."""
+    return isinstance(value, (str, Mapping)) or is_chat(value)
+
+
+def is_whole_chat(value: Any) -> bool:
+    """Whether `value` is a chat that begins with a prompt, and not with an answer."""
+    if isinstance(value, str):
+        value = json.loads(value) if _has_roles(value) else None
+    if not is_chat(value):
+        return False
+    role = value[0].get("role", value[0].get("from"))
+    return isinstance(role, str) and SHAREGPT_ROLES.get(role, role) != "assistant"
+
+
+def with_parsed_answers(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row` with its answers and its prompt parsed where they are chats as JSON strings, as CSV has them."""
+    found = {key: _parsed(row[key], key) for key in ("prompt", CHOSEN, REJECTED, "rejected_messages") if key in row}
+    return {**row, **found}
+
+
+def _parsed(value: Any, where: str) -> Any:
+    return parse_json(value, where) if isinstance(value, str) and _has_roles(value) else value
+
+
+def _has_roles(text: str) -> bool:
+    return is_chat(text, "role") or is_chat(text, "from", "value")
+
+
+def _labels(row: Mapping[str, Any]) -> list[float]:
+    """(margin, 0), the scores of both, or NaN for both. Raises RowError."""
+    if "margin" in row:
+        return [_number(row["margin"], "margin"), 0.0]
+    for names in SCORES:
+        if all(name in row for name in names):
+            return [_number(row[name], name) for name in names]
+    return [math.nan, math.nan]
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RowError(f"{where} is {short(value) if isinstance(value, float) else type_name(value)}, not a number")
+    return float(value)

@@ -1,0 +1,41 @@
+"""A prompt with two answers: `prompt`, `chosen`, `rejected`, as texts or as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxtune.data.formats.chat_format import add_turns, is_chat
+from fxtune.data.formats.pair_format import CHOSEN, COVERED, REJECTED, PairFormat, add_answer, is_answer, texts
+from fxtune.data.formats.row_format import Conversation, PlainText
+from fxtune.data.formats.values import RowError, require_text, type_name
+
+
+class PreferenceFormat(PairFormat):
+    """Three texts are without a chat template, as in `prompt_completion`. If one is a list, the row is a chat."""
+
+    name = "preference"
+    columns = ("prompt", CHOSEN, REJECTED)
+    covered = COVERED | {"prompt"}
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        prompt = row.get("prompt")
+        is_prompt = isinstance(prompt, str) or is_chat(prompt, "role") or is_chat(prompt, "from")
+        return is_prompt and is_answer(row.get(CHOSEN)) and is_answer(row.get(REJECTED))
+
+    def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
+        prompt = row.get("prompt")
+        if all(isinstance(row.get(column), str) for column in self.columns):
+            return texts(row["prompt"], row)
+        chats = Conversation(), Conversation()
+        for chat, column in zip(chats, self.answers, strict=True):
+            if isinstance(prompt, str):
+                if not require_text(prompt, "prompt").strip():
+                    raise RowError("prompt is empty")
+                chat.add({"role": "user", "content": prompt}, "prompt")
+            elif isinstance(prompt, (list, tuple)):
+                add_turns(chat, prompt, "prompt")
+            else:
+                raise RowError(f"prompt is {type_name(prompt)}, not a text or a list of messages")
+            add_answer(chat, row.get(column), column)
+        return chats

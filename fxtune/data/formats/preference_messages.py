@@ -1,0 +1,51 @@
+"""A chat with a second answer: `messages`, `rejected_response` or `rejected_messages`, as ms-swift has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxtune.data.formats.chat_format import LIST_KEYS, add_turns, is_chat
+from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.pair_format import COVERED, PairFormat, add_answer, is_whole_chat
+from fxtune.data.formats.row_format import Conversation
+from fxtune.data.formats.values import RowError, require_text
+
+RESPONSE, MESSAGES = "rejected_response", "rejected_messages"
+
+
+class PreferenceMessagesFormat(PairFormat):
+    """`messages` has the chosen answer. The rejected one stands in place of all turns after the last question."""
+
+    name = "preference_messages"
+    columns = ("messages", RESPONSE)
+    covered = COVERED | {*LIST_KEYS, RESPONSE, MESSAGES, "prompt"}
+    needs_template = True
+    answer_columns = (frozenset(LIST_KEYS), frozenset((RESPONSE, MESSAGES)))
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        is_rejected = isinstance(row.get(RESPONSE), str) or is_chat(row.get(MESSAGES))
+        return is_chat(row.get("messages"), "role") and is_rejected
+
+    def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+        chosen, rejected = MessagesFormat().turns(row), MessagesFormat().turns(row)
+        if RESPONSE in row and MESSAGES in row:
+            raise RowError(f"{RESPONSE} and {MESSAGES} are two rejected answers; keep one of them")
+        if is_whole_chat(row.get(MESSAGES)):
+            rejected = MessagesFormat().turns({**row, "messages": row[MESSAGES]})
+            rejected.places = [place.replace("messages", MESSAGES, 1) for place in rejected.places]
+            return chosen, rejected
+        start = after_last_question(rejected)
+        for turns in (rejected.messages, rejected.places, rejected.switched):
+            del turns[start:]
+        if RESPONSE in row:
+            add_answer(rejected, require_text(row[RESPONSE], RESPONSE), RESPONSE)
+        else:
+            add_turns(rejected, row.get(MESSAGES), MESSAGES)
+        return chosen, rejected
+
+
+def after_last_question(chat: Conversation) -> int:
+    """The number of messages up to the last question; 0 without one."""
+    roles = [message["role"] for message in chat.messages]
+    return len(roles) - roles[::-1].index("user") if "user" in roles else 0

@@ -19,7 +19,7 @@ from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize import OLDEST, WITHOUT_FP8
+from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8
 
 
 def refusals(facts: Facts) -> Iterator[str]:

@@ -47,7 +47,8 @@ from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora import targets, trained_tokens
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.selection import keeps_shipped, takes_rows
+from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router
 from fxtune.upstream.torch import Unobservable
@@ -315,7 +316,7 @@ class Pipeline(Techniques):
         device nor in host memory before it is quantized, or if the checkpoint's experts stay in MXFP4."""
         if models.ships_mxfp4(model, hf_config) and self.keeps_mxfp4(hf_config.to_dict()):
             return True
-        if not self.quantize.enabled or not self.quantize.takes_rows(self.lora, skeleton(hf_config.to_dict())):
+        if not self.quantize.enabled or not takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world.capability)
         needed, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
@@ -324,7 +325,7 @@ class Pipeline(Techniques):
 
     def keeps_mxfp4(self, hf_config: dict[str, Any]) -> bool:
         """Whether a resolved pipeline keeps the MXFP4 codes of a checkpoint's experts."""
-        return self.lora.enabled and self.quantize.keeps_shipped(self.lora, skeleton(hf_config))
+        return self.lora.enabled and keeps_shipped(self.quantize, self.lora, skeleton(hf_config))
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
         """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""

@@ -19,6 +19,7 @@ from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.memory import WORKSPACES, Need
 from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.quantize.selection import takes_experts
 
 MAX_CHANGES = 3
 MIN_SHARE = 0.01
@@ -107,7 +108,7 @@ def _candidates(
     elif not quantize.enabled or quantize.type is not WeightFormat.nf4:
         setting = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
         nf4 = replace(quantize, enabled=True, type=WeightFormat.nf4, head=False, embeddings=False, experts=Switch.auto)
-        nf4.experts = Switch.on if nf4.takes_experts(replace(facts, techniques=techniques)) else Switch.off
+        nf4.experts = Switch.on if takes_experts(nf4, replace(facts, techniques=techniques)) else Switch.off
         yield setting, facts, replace(techniques, quantize=nf4)
     if not liger.enabled:
         yield "techniques.liger.enabled=true", facts, replace(techniques, liger=replace(liger, enabled=True))

@@ -18,7 +18,7 @@ from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.swiglu import gated, gated_backward
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.quantized_modules import dequantized, head_of, is_quantized
 
 

@@ -15,7 +15,7 @@ from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.models.load import DType, load_config
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.technique import Quantize
 
 GPU = torch.device("cuda", 0)
 SHAPES = {"qwen3": (4096, 8, 128, 2048, 768, 16), "uneven": (1003, 3, 5, 512, 320, 24), "few": (5, 1, 8, 256, 128, 8)}

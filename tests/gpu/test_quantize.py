@@ -15,7 +15,7 @@ from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.quantized_modules import bytes_per_weight, dequantized, is_quantized, quantized
 
 KINDS = {

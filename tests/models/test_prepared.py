@@ -9,7 +9,7 @@ from fxtune.facts.options import Library, Switch, WeightFormat
 from fxtune.models.load import ModelConfig
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.technique import Quantize
 
 OF_LIBRARIES = {"name_or_path", "is_loaded_in_4bit", "is_loaded_in_8bit", "peft_config", "active_adapter"}
 """Attributes of a model that transformers and peft read."""

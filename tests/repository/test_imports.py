@@ -42,7 +42,7 @@ Every package may import `fxtune` itself, which holds the version.
 FOLDERS = {
     "data": "formats read chat tokenized batches",
     "models": "kinds",
-    "techniques": "attention lora liger estimate checkpointing compile",
+    "techniques": "attention lora quantize liger estimate checkpointing compile",
 }
 """Package -> its folders, lowest first: a folder imports only folders before it."""
 FOR_ANNOTATIONS = {

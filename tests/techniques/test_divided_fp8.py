@@ -52,7 +52,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     from fxtune.config.compose import load
     from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
     from fxtune.objectives.causal_lm import CausalLM
-    from fxtune.techniques.quantize import Quantize
+    from fxtune.techniques.quantize.technique import Quantize
     from fxtune.training.builder import RunBuilder
 
     recipe = [

@@ -9,7 +9,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Switch
 from fxtune.techniques import divided_weights
-from fxtune.techniques.quantize import WITHOUT_FP8
+from fxtune.techniques.quantize.check import WITHOUT_FP8
 
 LORA = {"lora": {}}
 

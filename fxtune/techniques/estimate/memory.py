@@ -56,7 +56,7 @@ from fxtune.models.structure import normalizes_queries
 from fxtune.techniques.attention.backends.registry import backend_of
 from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
 from fxtune.techniques.lora.targets import gate_up_parts
-from fxtune.techniques.quantized_experts import leaves_linears
+from fxtune.techniques.quantize.quantized_experts import leaves_linears
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -15,7 +15,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.technique import Quantize
 
 
 def require_one_owner(model) -> None:

@@ -24,7 +24,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize
+from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.quantized_modules import (
     bytes_per_weight,
     dequantized,

@@ -22,14 +22,14 @@ from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
-from fxtune.techniques import quantized_experts
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.lora.experts import grouped, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize
-from fxtune.techniques.quantized_experts import dequantize, experts_of, stored_as, stored_bytes
+from fxtune.techniques.quantize import quantized_experts
+from fxtune.techniques.quantize.quantized_experts import dequantize, experts_of, stored_bytes
+from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.quantized_modules import is_quantized
 
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
@@ -67,7 +67,7 @@ def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(k
     mine = prepared.module
     experts = list(experts_of(mine))
     assert len(experts) == len(grouped(mine)) == 2
-    assert {stored_as(one) for one in experts} == {"fp8"}
+    assert {one.stored_as for one in experts} == {"fp8"}
     for one, other in zip(experts, experts_of(plain), strict=True):
         for codes, exact in zip(one.stored_weights(), (other.gate_up_proj, other.down_proj), strict=True):
             weights = Weights(*codes)
@@ -300,7 +300,7 @@ def test_a_mixture_over_packed_experts_equals_the_one_over_what_they_dequantize_
     mine = prepared.module
     proven(pipeline, prepared)
     if kind == "nf4":  # whose linears are quantized, too
-        assert {stored_as(one) for one in experts_of(mine)} == {"nf4/bitsandbytes"}
+        assert {one.stored_as for one in experts_of(mine)} == {"nf4/bitsandbytes"}
         return
     for name, one in mine.named_parameters():
         if "lora_B" in name:

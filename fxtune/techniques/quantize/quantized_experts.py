@@ -75,12 +75,12 @@ def refusal(experts: Any, kind: str, library: str) -> str | None:
     if kind == FP8 and (experts.has_bias or experts.is_transposed):
         return f"{name} has biases or another layout"
     shapes = [_matrix_shape(experts, getattr(experts, name)) for name in TENSORS]
-    if kind == FP8 and (odd := sorted({size for one in shapes for size in one[1:] if size % MULTIPLE})):
+    if kind == FP8 and (odd := sorted({size for shape in shapes for size in shape[1:] if size % MULTIPLE})):
         return f"products in fp8 take sizes of a multiple of {MULTIPLE}, and experts have one of {odd[0]}"
-    if kind == MXFP4 and (odd := sorted({one[2] for one in shapes if one[2] % MX_BLOCK})):
+    if kind == MXFP4 and (odd := sorted({shape[2] for shape in shapes if shape[2] % MX_BLOCK})):
         return f"mxfp4 has blocks of {MX_BLOCK} numbers, and rows of experts have {odd[0]}"
     counts = [experts * out * inner for experts, out, inner in shapes]
-    if kind == "nf4" and library == "torchao" and any(one % (NF4_BLOCK * SCALE_BLOCK) for one in counts):
+    if kind == "nf4" and library == "torchao" and any(count % (NF4_BLOCK * SCALE_BLOCK) for count in counts):
         return f"torchao's nf4 takes a multiple of {NF4_BLOCK * SCALE_BLOCK:,} weights, and a layer has {counts[0]:,}"
     if library == "bitsandbytes" and kind == "nf4" and max(counts) >= 2**31:
         return f"bitsandbytes takes tensors below 2^31 weights, and a layer has {max(counts):,}"
@@ -116,7 +116,7 @@ def quantize_experts(
         weight = getattr(experts, name).detach()
         weight = (weight.mT if experts.is_transposed else weight).to(device).contiguous()
         if kind == FP8:
-            tensors = [one for one in fp8_experts.quantize_experts(weight, transpose) if one is not None]
+            tensors = [tensor for tensor in fp8_experts.quantize_experts(weight, transpose) if tensor is not None]
             first = fp8_experts.dequantize_experts(tensors[0][:1], tensors[1][:1], torch.float32)[0]
         else:
             made.stored_as, tensors = packed_matrices(weight, kind, library, double, compute, device)
@@ -132,8 +132,8 @@ def packed_matrices(
 ) -> tuple[str, list[Tensor]]:
     """`weight` [experts, out, in] as the tensors that quantized.unpack() reads, and what it calls them."""
     if kind == MXFP4:
-        every = [pack_mxfp4(one) for one in weight]
-        return kind, [torch.stack(one) for one in zip(*every, strict=True)]
+        by_expert = [pack_mxfp4(matrix) for matrix in weight]
+        return kind, [torch.stack(tensors) for tensors in zip(*by_expert, strict=True)]
     rows = weight.flatten(0, 1)
     linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(rows, requires_grad=False)
@@ -169,14 +169,9 @@ def _hold(experts: QuantizedExperts, name: str, tensors: Sequence[Tensor]) -> No
     """Put `tensors`, the codes first, in place of the weight `name`."""
     names = [name, f"{name}_scales", *(f"{name}_part{index}" for index in range(2, len(tensors)))]
     setattr(experts, name, nn.Parameter(tensors[0], requires_grad=False))
-    for one, tensor in zip(names[1:], tensors[1:], strict=True):
-        register_frozen(experts, one, tensor)
+    for part, tensor in zip(names[1:], tensors[1:], strict=True):
+        register_frozen(experts, part, tensor)
     experts.stored_names[name] = names
-
-
-def stored_as(module: nn.Module) -> str:
-    """How quantize_experts() or hold_mxfp4() made a module store its weights; empty for any other."""
-    return module.stored_as if isinstance(module, QuantizedExperts) else ""
 
 
 def stored_bytes(experts: Any) -> int:

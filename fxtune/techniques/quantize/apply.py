@@ -1,0 +1,147 @@
+"""Replaces the linears, experts and ends of a built model by modules with packed weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
+from fxtune.facts.options import Library, QuantizeOptions, Switch, WeightFormat
+from fxtune.models.prepared import PreparedModel, Quantization
+from fxtune.models.replacement import places, put
+from fxtune.system.units import GIB
+from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, hold_mxfp4, quantize_experts
+from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
+from fxtune.techniques.quantize.selection import experts_type, linears_of, stored_name
+from fxtune.techniques.quantized_modules import (
+    dequantized,
+    embedding_of,
+    head_of,
+    is_quantized,
+    quantized,
+    stored_bytes,
+)
+
+Take = Callable[[str, torch.Tensor], None]
+"""Takes a weight by its name; must not keep it."""
+
+
+def quantize_model(
+    options: QuantizeOptions, prepared: PreparedModel, world: World, each_weight: Callable[[Take], None] | None = None
+) -> None:
+    """Quantize `prepared` on world.device and note in it what was quantized. Linears are replaced one by one, so the
+    device holds at most one extra linear (in fp8 three of its size).
+
+    `each_weight`: hands over the weight of each linear of a model without memory; its experts, if it has any, are read
+    as they are.
+    """
+    model, compute = prepared.module, getattr(torch, options.compute_dtype.value)
+    takes_experts, ships = options.experts is Switch.on, prepared.ships_mxfp4
+    targets = list(linears_of(options, model, takes_experts))
+    if not targets and not takes_experts:  # check() cannot know models with code of their own
+        raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
+    experts, count = list(experts_of(model)) if takes_experts else [], len(targets)
+    replaced = [linear.weight for *_, linear in targets]
+    replaced += [getattr(layer, name) for layer in experts for name in TENSORS]
+    before = sum(weight.nbytes for weight in replaced)
+    share = sum(weight.numel() for weight in replaced) / sum(weight.numel() for weight in model.parameters())
+    del replaced  # each weight is freed as soon as it is quantized
+    kind = experts_type(options, ships)
+    storage = options.library.value, options.double, compute, world.device, options.transpose is not Switch.off
+
+    # Experts in MXFP4 first: then the names of all weights are compared with the files.
+    where = places(model) if experts else {}
+    packed = [hold_mxfp4(layer, compute) for layer in experts] if each_weight else []
+    for layer, replacement in zip(experts, packed, strict=False):
+        put(where, layer, replacement)
+    error, worst = _replace_linears(options.type, storage, targets, each_weight), 0.0
+    for layer in [] if each_weight else experts:
+        replacement, off = quantize_experts(layer, kind.value, *storage)
+        put(where, layer, replacement)
+        packed.append(replacement)
+        worst = max(worst, off)
+    after = sum(map(stored_bytes, filter(is_quantized, model.modules()))) + sum(map(bytes_of_experts, packed))
+    ends = _quantize_ends(options, model, compute, world)
+
+    _move(model, world.device)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # else the next allocations would split the 16-bit weights' blocks
+        torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
+    if options.library is Library.bitsandbytes:  # peft reads these before it wraps
+        model.is_loaded_in_4bit = options.type is WeightFormat.nf4
+        model.is_loaded_in_8bit = options.type is WeightFormat.int8
+    shipped = ""
+    if experts and ships and kind is WeightFormat.mxfp4:
+        shipped = "read as they are" if each_weight else "unpacked and packed again"
+    prepared.quantization = Quantization(
+        linears=count,
+        before=before,
+        after=after,
+        error=error,
+        share=share,
+        ends=ends,
+        experts=len(experts),
+        experts_as=stored_name(options, kind),
+        experts_error=worst,
+        shipped=shipped,
+    )
+
+
+def _replace_linears(
+    kind: WeightFormat,
+    storage: tuple[str, bool, torch.dtype, torch.device, bool],
+    targets: list[tuple[str, nn.Module, str, nn.Linear]],
+    each_weight: Callable[[Take], None] | None,
+) -> float:
+    """Replace each linear of `targets`, which is emptied. Returns |dequantized - weight| / |weight| of the first
+    linear; NaN if no linear has memory. `storage`: the options of quantized() after its kind."""
+    error, device = math.nan, storage[3]
+    waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
+    targets.clear()
+
+    def replace(path: str, weight: torch.Tensor) -> None:
+        nonlocal error
+        parent, name, linear = waiting.pop(path)
+        linear.weight = nn.Parameter(weight.detach(), requires_grad=False) if each_weight else linear.weight
+        made = quantized(linear, kind.value, *storage)
+        if math.isnan(error) and not linear.weight.is_meta:
+            whole = linear.weight.detach().to(device).float()
+            error = ((dequantized(made).float() - whole).norm() / whole.norm()).item()
+        setattr(parent, name, made)
+
+    if each_weight is not None:
+        each_weight(replace)
+    for path in list(waiting):
+        replace(path, waiting[path][2].weight)
+    return error
+
+
+def _quantize_ends(options: QuantizeOptions, model: Any, compute: torch.dtype, world: World) -> list[str]:
+    """Replace the head and the embeddings if their options are on. Returns a line about each."""
+    head, embedding, notes = model.get_output_embeddings(), model.get_input_embeddings(), []
+    shared = None
+    if options.embeddings:
+        made = embedding_of(embedding, compute, world.device)
+        model.set_input_embeddings(made)
+        shared = made if head is not None and head.weight is embedding.weight else None
+        notes.append(f"embeddings {stored_bytes(made) / GIB:.3g} GiB")
+    if options.head:
+        last = head_of(head, compute, world.device, shared)
+        model.set_output_embeddings(last)
+        notes.append("head with the embeddings' codes" if shared else f"head {stored_bytes(last) / GIB:.3g} GiB")
+    return notes
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to `device`. Parameters stay the same objects, so tied ones stay tied."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.device != device and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)

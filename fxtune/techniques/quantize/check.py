@@ -1,0 +1,238 @@
+"""The reasons why techniques.quantize cannot act as asked, from the machine and from the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fxtune.facts.options import ComputeDtype, Library, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.run import Facts
+from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
+from fxtune.models.structure import is_named, skeleton
+from fxtune.system.units import GIB
+from fxtune.techniques.lora.targets import matches
+from fxtune.techniques.quantize.selection import (
+    expert_weights,
+    experts_refusal,
+    library_of,
+    linears_of,
+    takes_experts,
+    takes_rows,
+)
+from fxtune.techniques.quantized_modules import bytes_per_weight
+from fxtune.upstream.torch import without_scaled_mm
+
+OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
+"""The oldest compute capability that the kernels support."""
+INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8", MXFP4: "Use nf4"}
+WITHOUT_FP8 = "techniques.quantize.enabled=false, or parallel.shard=1 with techniques.quantize.type=nf4 or int8"
+"""What trains where weights are to be divided over ranks and fp8, the only type that can be divided, does not run."""
+MULTIPLE = 16
+"""Both sizes of a matrix in an fp8 product are multiples of this."""
+
+
+def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
+    """Yield each reason, with its option, why a base cannot be quantized as asked under `facts`."""
+    lora, kind, fp8 = facts.techniques.lora, options.type.value, options.type is WeightFormat.fp8
+    if not lora.enabled:
+        yield (
+            f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
+            "techniques.lora.enabled=true, or this to false."
+        )
+    yield from (
+        _fp8(options, facts) if fp8 else () if options.type is WeightFormat.mxfp4 else _library(options, facts)
+    )
+    if options.type is WeightFormat.mxfp4 and options.library is not Library.auto:
+        yield f"library: no package stores mxfp4, and this asks for {options.library.value}. Set it to auto."
+    if options.type is WeightFormat.mxfp4 and options.skip:
+        yield "skip: mxfp4 leaves all linears as they are. Set it to []."
+    if options.type is not WeightFormat.nf4 and not options.double:
+        yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
+    if options.linears is Switch.off and options.type not in (WeightFormat.fp8, WeightFormat.mxfp4):
+        yield f"linears: {kind} always quantizes linears. Set it to auto, or type to fp8."
+    if options.linears is Switch.on and options.type is WeightFormat.mxfp4:
+        yield "linears: mxfp4 is for experts alone. Set it to auto."
+    if options.transpose is Switch.on and not fp8:
+        yield f"transpose: only fp8 keeps one, and type is {kind}. Set it to auto, or type to fp8."
+    if facts.device == "cuda":
+        yield from _card(options, facts)
+    if options.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
+        yield (
+            "compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
+            "model.dtype=float16. Set one of them, or compute_dtype to auto."
+        )
+    if lora.enabled and lora.init in ("pissa", "olora"):
+        yield (
+            f"enabled: techniques.lora.init={lora.init.value} moves a part of the weights into the adapter, and "
+            "the rest would have to be quantized again. Use init=default."
+        )
+    model = skeleton(facts.model)
+    if (options.head or options.embeddings) and not fp8:
+        which = "head" if options.head else "embeddings"
+        yield f"{which}: {kind} quantizes only the other linears. Set it to false, or type to fp8."
+    elif model is not None:
+        yield from _ends(options, model, facts)
+    if model is not None:
+        yield from _linears(options, model, facts)
+    if options.experts is Switch.on and (why := experts_refusal(options, facts)):
+        yield f"experts: {why}. Set it to auto."
+
+
+def _library(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
+    library, lora = library_of(options, facts), facts.techniques.lora
+    if library is None:
+        both = [f"{package} {facts.lacks(package)}" for package in ("bitsandbytes", "torchao")]
+        why = " and ".join(both) if facts.broken else "neither bitsandbytes nor torchao is installed"
+        yield f"library: {why}. Install one: pip install 'fxtune[quant]'."
+    elif library.value not in facts.packages:
+        why = facts.lacks(library.value)
+        yield f"library: {library.value} {why}. Install it: pip install 'fxtune[quant]'. Or use auto."
+    if options.type is WeightFormat.nf4 and library is Library.torchao and not options.double:
+        yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
+    if lora.enabled and lora.dora and library is Library.torchao:
+        yield (
+            "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from "
+            "torchao's. Use bitsandbytes."
+        )
+
+
+def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
+    if facts.device != "cuda":
+        yield (
+            f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. "
+            f"{_instead(options.type, facts)}."
+        )
+    yield from (f"type: {missing}. Use nf4." for missing in without_scaled_mm("_scaled_mm", "_scaled_grouped_mm"))
+    if options.library is not Library.auto:
+        yield f"library: torch computes fp8 products, without {options.library.value}. Set it to auto."
+    is_auto = options.compute_dtype is ComputeDtype.auto
+    compute = facts.compute_dtype if is_auto else options.compute_dtype.value
+    if compute != "bfloat16":
+        others = "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16"
+        change = others if is_auto else "it to auto or bfloat16"
+        yield f"compute_dtype: fp8's products are bfloat16, and this asks for {compute}. Set {change}."
+    if facts.techniques.lora.enabled and facts.techniques.lora.dora:
+        yield (
+            "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use "
+            "nf4 or int8."
+        )
+
+
+def _ends(options: QuantizeOptions, model: Any, facts: Facts) -> Iterator[str]:
+    """Reasons why this model's head and embeddings cannot be in fp8."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if options.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
+        yield (
+            f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model "
+            f"has a {type(head).__name__} of {tuple(head.weight.shape)}. Set it to false."
+        )
+    if options.embeddings and type(embedding) is not nn.Embedding:
+        yield f"embeddings: this model has a {type(embedding).__name__}, not a plain embedding. Set it to false."
+    if options.embeddings and facts.tied_embeddings and not options.head:
+        yield "embeddings: this model's head and embeddings are one tensor. Set head=true, too, or this to false."
+    lora = facts.techniques.lora
+    trained = {*lora.modules_to_save, *lora.target_modules} if lora.enabled else set()
+    for option, module in (("head", head), ("embeddings", embedding)):
+        path = next((path for path, part in model.named_modules() if part is module), "")
+        if not getattr(options, option):
+            continue
+        if any(matches(path, str(target)) for target in trained):
+            yield (
+                f"{option}: techniques.lora trains {path}, and fp8 weights are frozen. Set it to false, or "
+                "remove it from target_modules and modules_to_save."
+            )
+        elif lora.enabled and lora.train_tokens:
+            yield (
+                f"{option}: techniques.lora.train_tokens trains rows of {path}, and fp8 weights are frozen. "
+                "Set it to false, or train_tokens to null."
+            )
+
+
+def _card(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
+    oldest = OLDEST[options.type.value]
+    if (facts.capability or oldest) < oldest:
+        number = ".".join(map(str, facts.capability or ()))
+        yield (
+            f"type: {options.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} "
+            f"has {number}. {_instead(options.type, facts)}."
+        )
+    if (facts.capability or (8, 0)) < (8, 0) and options.compute_dtype is ComputeDtype.bfloat16:
+        yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
+
+
+def _linears(options: QuantizeOptions, model: nn.Module, facts: Facts) -> Iterator[str]:
+    """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
+    found = [(name, linear) for name, _, _, linear in linears_of(options, model, takes_experts(options, facts))]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if options.type is WeightFormat.mxfp4 and not takes_experts(options, facts):
+        why = experts_refusal(options, facts) or "experts=off keeps them in 16 bits"
+        yield f"type: mxfp4 is for the experts of a mixture, and {why}. Use nf4."
+        return
+    if not found and not expert_weights(options, model, facts):
+        yield (
+            f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip "
+            "names. Set it to false."
+        )
+        return
+    every = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name in options.skip:
+        if not any(is_named(there, name) for there in every):
+            there = ", ".join(sorted({path.rpartition(".")[2] for path in every}))
+            yield f"skip: this model has no linear {name}. Its linears are {there}."
+    lora = facts.techniques.lora
+    saved = lora.modules_to_save if lora.enabled else []
+    if trained := [name for name in saved if any(is_named(there, name) for there, _ in found)]:
+        yield (
+            f"skip: techniques.lora.modules_to_save trains {', '.join(trained)}, and quantized weights cannot be "
+            "trained. Add it to skip."
+        )
+    uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
+    if uneven and options.type is WeightFormat.nf4 and library_of(options, facts) is Library.torchao:
+        yield (
+            f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
+            f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip."
+        )
+    odd = [name for name, linear in found if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE]
+    if odd and options.type is WeightFormat.fp8:
+        yield (
+            f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, "
+            f"such as {odd[0]}. Use nf4 or int8, or name them in skip."
+        )
+    if facts.device == "cuda" and facts.free_memory:
+        inside = sum(linear.weight.numel() for _, linear in found) + expert_weights(options, model, facts)
+        yield from _memory(options, facts, total, inside)
+
+
+def _memory(options: QuantizeOptions, facts: Facts, total: int, inside: int) -> Iterator[str]:
+    """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
+    quantization."""
+    size = 4 if facts.dtype == "float32" else 2
+    least = bytes_per_weight(options.type.value, options.double, options.transpose is Switch.on)
+    before = total * size / GIB
+    after = before - inside * (size - least) / GIB
+    free, host = facts.free_memory / GIB, facts.host_memory / GIB
+    if (parts := facts.degrees.shard) > 1:  # each rank reads and quantizes a matrix at a time
+        after, before = after / parts, 0.0
+    if after > free:
+        which = "the quantized model" if parts == 1 else "a rank's part of the quantized model"
+        yield (
+            f"enabled: {which} takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
+            "smaller model" + ("." if options.type in (WeightFormat.nf4, WeightFormat.mxfp4) else ", or type=nf4.")
+        )
+    elif before > max(free, host) and not takes_rows(
+        facts.techniques.lora, skeleton(facts.model), facts.ships_mxfp4 and takes_experts(options, facts)
+    ):
+        yield (
+            f"enabled: before quantization the model takes {before:.1f} GiB in {facts.dtype}, and neither the "
+            f"card ({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
+            + (", or model.dtype=bfloat16." if size == 4 else ".")
+        )
+
+
+def _instead(kind: WeightFormat, facts: Facts) -> str:
+    """What to set where `kind` cannot run on this device."""
+    if kind is not WeightFormat.nf4 and facts.degrees.shard > 1:
+        return f"Set {WITHOUT_FP8}"
+    return INSTEAD[kind.value]

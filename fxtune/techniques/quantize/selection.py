@@ -1,0 +1,101 @@
+"""Which parts of a model techniques.quantize takes, and how it stores them: linears, experts, and the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fxtune.facts.options import Library, LoraOptions, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.run import Facts
+from fxtune.kernels.matmul import CAPABILITY
+from fxtune.models.structure import is_named, skeleton
+from fxtune.techniques.lora.experts import follows_interface
+from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
+from fxtune.techniques.quantize.quantized_experts import refusal as refusal_of_experts
+
+
+def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+    """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`;
+    none where they stay in 16 bits beside the `experts`."""
+    head, found = model.get_output_embeddings(), []
+    for path, parent in model.named_modules():
+        for name, module in parent.named_children():
+            full = f"{path}.{name}" if path else name
+            skipped = module is head or any(is_named(full, skip) for skip in options.skip)
+            if isinstance(module, nn.Linear) and not skipped:
+                found.append((full, parent, name, module))
+    if not leaves_linears(options, experts, max((linear.weight.numel() for *_, linear in found), default=0)):
+        yield from found
+
+
+def library_of(options: QuantizeOptions, facts: Facts) -> Library | None:
+    """The package that stores nf4 and int8 weights under `facts`; None if none is installed."""
+    if options.library is not Library.auto:
+        return options.library
+    order = (Library.bitsandbytes, Library.torchao)
+    return next((library for library in order if library.value in facts.packages), None)
+
+
+def takes_experts(options: QuantizeOptions, facts: Facts) -> bool:
+    """Whether the experts are quantized under `facts`, also before `auto` is decided."""
+    return options.experts is not Switch.off and experts_refusal(options, facts) is None
+
+
+def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
+    """Why the experts cannot be quantized under `facts`."""
+    model = skeleton(facts.model)
+    if model is None or not any(experts_of(model)):
+        return "this model has no experts that transformers keeps as one tensor for each product"
+    if options.type is WeightFormat.fp8 and facts.capability and facts.capability != CAPABILITY:
+        number = ".".join(map(str, facts.capability))
+        return f"grouped products in fp8 are for compute capability 9.0 (H100, H200), and this card has {number}"
+    if facts.degrees.shard > 1:
+        return f"parallel.shard={facts.degrees.shard} divides quantized linears, and no experts"
+    if facts.techniques.lora.grouped_experts is Switch.off:
+        return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
+    paths = [path for path, module in model.named_modules() if follows_interface(module)]
+    for saved in facts.techniques.lora.modules_to_save:
+        if any(f".{saved}." in f".{path}." for path in paths):
+            return f"techniques.lora.modules_to_save={saved} trains whole experts, and quantized ones are frozen"
+    if skipped := [
+        skip for skip in options.skip for name in TENSORS for path in paths if is_named(f"{path}.{name}", skip)
+    ]:
+        return f"techniques.quantize.skip={skipped[0]} names a part of the experts, and experts are quantized whole"
+    library = library_of(options, facts)
+    kind = experts_type(options, facts.ships_mxfp4).value, library.value if library else ""
+    return next(filter(None, (refusal_of_experts(experts, *kind) for experts in experts_of(model))), None)
+
+
+def experts_type(options: QuantizeOptions, shipped: bool) -> WeightFormat:
+    """How experts are stored. `shipped`: whether the checkpoint has them in MXFP4."""
+    return WeightFormat.mxfp4 if shipped and options.type is not WeightFormat.fp8 else options.type
+
+
+def expert_weights(options: QuantizeOptions, model: nn.Module | None, facts: Facts) -> int:
+    """The number of weights of experts that are quantized."""
+    if model is None or not takes_experts(options, facts):
+        return 0
+    return sum(getattr(experts, name).numel() for experts in experts_of(model) for name in TENSORS)
+
+
+def takes_rows(lora: LoraOptions, model: nn.Module | None, shipped: bool = False) -> bool:
+    """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that they need not fit
+    anywhere in 16 bits. `shipped`: whether its experts stay in MXFP4, in which the checkpoint has them."""
+    if lora.dora or lora.factored or lora.modules_to_save or model is None:
+        return False
+    # transformers converts the files of mixtures as it reads them.
+    return shipped or not any(map(follows_interface, model.modules()))
+
+
+def keeps_shipped(options: QuantizeOptions, lora: LoraOptions, model: nn.Module | None) -> bool:
+    """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
+    kept = options.enabled and options.experts is Switch.on and experts_type(options, True) is WeightFormat.mxfp4
+    return kept and takes_rows(lora, model, True)
+
+
+def stored_name(options: QuantizeOptions, kind: WeightFormat) -> str:
+    """How modules with packed weights of this type name it (`stored_as`)."""
+    packs = kind in (WeightFormat.nf4, WeightFormat.int8)
+    return f"{kind.value}/{options.library.value}" if packs else kind.value

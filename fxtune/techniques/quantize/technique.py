@@ -1,0 +1,126 @@
+"""A frozen base in 4 or 8 bits under trained adapters: nf4, MXFP4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8
+for speed.
+
+In nf4 with double quantization frozen weights take 4.127 bits each: 3.4 GiB in place of 13 for the linears of an 8B
+model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a step a few percent slower with long
+rows. Embeddings, norms and the output head keep model.dtype.
+
+In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
+bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
+Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
+needed (`transpose`).
+
+The experts of a mixture, which are no linears, are quantized with them where one operator computes them
+(quantized_experts.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
+read as they are, also if the linears are in nf4 or int8, because to quantize them again would only add an error.
+
+A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
+in host memory either: then its linears are quantized one by one as they are read, in fp8 row by row
+(models/shards.py). Only the adapter is saved; it loads onto the plain base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fxtune.distributed.world import World
+from fxtune.facts.options import ComputeDtype, Library, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.run import Facts
+from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import skeleton
+from fxtune.system.units import GIB
+from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.quantize import check, verify
+from fxtune.techniques.quantize.apply import Take, quantize_model
+from fxtune.techniques.quantize.quantized_experts import experts_of
+from fxtune.techniques.quantize.selection import (
+    expert_weights,
+    experts_refusal,
+    experts_type,
+    library_of,
+    linears_of,
+    takes_experts,
+)
+
+EachWeight = Callable[[Mapping[str, tuple[int, ...]], Take], None]
+"""Hands each weight, of those by name and shape, to a function."""
+TRANSPOSES = 1 / 8
+"""The largest share of the free memory that `transpose=auto` gives to transposes."""
+
+
+@dataclass
+class Quantize(QuantizeOptions, Technique):
+    def check(self, facts: Facts) -> Iterator[str]:
+        return check.refusals(self, facts)
+
+    def resolve(self, facts: Facts) -> str | None:
+        chosen = []
+        if self.type is WeightFormat.fp8:
+            chosen.append("torch multiplies the fp8 weights")
+        elif self.library is Library.auto and (packages := list(self.packages(facts))):
+            self.library = Library(packages[0])
+            chosen.append(f"{packages[0]} stores the {self.type.value} weights")
+        chosen += self._resolve_experts(facts)
+        if self.type is WeightFormat.fp8 and self.transpose is Switch.auto:
+            chosen.append(self._resolve_transpose(facts))
+        if self.type is not WeightFormat.fp8:
+            self.transpose = Switch.off
+            self.linears = Switch.off if self.type is WeightFormat.mxfp4 else Switch.on
+        if self.compute_dtype is ComputeDtype.auto:
+            self.compute_dtype = ComputeDtype(facts.compute_dtype)
+            chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
+        return "; ".join(chosen) or None
+
+    def _resolve_transpose(self, facts: Facts) -> str:
+        model = skeleton(facts.model)
+        linears = linears_of(self, model, takes_experts(self, facts)) if model is not None else ()
+        weights = sum(linear.weight.numel() for *_, linear in linears)
+        weights = (weights + expert_weights(self, model, facts)) // facts.degrees.shard
+        short = bool(facts.free_memory) and weights > TRANSPOSES * facts.free_memory
+        self.transpose = Switch.off if short else Switch.on
+        if short:
+            return f"the backward pass transposes them, because kept transposes would take {weights / GIB:.1f} GiB"
+        return "their transposes are kept"
+
+    def _resolve_experts(self, facts: Facts) -> Iterator[str]:
+        """Decide `experts`; a line if this model has any."""
+        model, why = skeleton(facts.model), experts_refusal(self, facts)
+        has_any = model is not None and any(experts_of(model))
+        if self.experts is Switch.auto:
+            self.experts = Switch.off if why else Switch.on
+            if has_any and why:
+                yield f"experts stay in {facts.dtype} ({why})"
+        if has_any and self.experts is Switch.on and not why:
+            if experts_type(self, facts.ships_mxfp4) is not self.type:
+                yield "experts stay in MXFP4, as the checkpoint stores them"
+            elif self.type is WeightFormat.mxfp4:
+                yield "experts in mxfp4" + (", as the checkpoint stores them" if facts.ships_mxfp4 else "")
+            else:
+                yield f"experts in {self.type.value}, too"
+        if self.linears is Switch.auto and self.type is WeightFormat.fp8:
+            off = model is not None and not any(linears_of(self, model, self.experts is Switch.on))
+            self.linears = Switch.off if off else Switch.on
+            if off:
+                yield f"other linears stay in {facts.dtype} (all are small)"
+
+    def packages(self, facts: Facts) -> Iterator[str]:
+        if self.type not in (WeightFormat.fp8, WeightFormat.mxfp4) and (library := library_of(self, facts)):
+            yield library.value
+
+    def apply(self, model: PreparedModel, world: World) -> None:
+        quantize_model(self, model, world)
+
+    def apply_as_read(self, model: PreparedModel, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
+        """apply() to a model without memory, whose linears cannot be quantized row by row, and whose experts, if it
+        has any, the checkpoint stores in MXFP4. Returns the names and shapes of the weights that it has read by
+        `each_weight`."""
+        targets = linears_of(self, model.module, False)
+        wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in targets}
+        quantize_model(self, model, world, partial(each_weight, wanted))
+        return wanted
+
+    def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+        return verify.observe(self, model, probe)

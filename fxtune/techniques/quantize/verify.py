@@ -1,0 +1,130 @@
+"""What shows, on the built model, that its base is quantized as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxtune.facts.options import QuantizeOptions, WeightFormat
+from fxtune.kernels.quantized import MXFP4
+from fxtune.models.prepared import PreparedModel
+from fxtune.models.replacement import PackedLinear
+from fxtune.models.structure import observed
+from fxtune.system.profiler import observe_operators, short_name
+from fxtune.system.units import GIB
+from fxtune.techniques.base import Evidence
+from fxtune.techniques.quantize.quantized_experts import TENSORS, QuantizedExperts
+from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
+from fxtune.techniques.quantize.selection import stored_name
+from fxtune.techniques.quantized_modules import DividedCodes, Fp8Embedding, Fp8Head, dequantized, stored_bytes
+
+WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
+"""Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8, 0.115
+in MXFP4."""
+SAME = 1e-3
+"""Limit of that error for experts in MXFP4 that are unpacked and packed again, which is 0 except for the smallest
+numbers of float16."""
+
+
+def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
+    """Yield what is seen of the packed weights, and of one forward pass of `probe`."""
+    model, done = prepared.module, prepared.quantization
+    assert done is not None, "apply() has filled it in"
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    kinds = {module.stored_as for module in linears}
+    evidence = partial(Evidence, "quantize")
+    wanted = stored_name(options, options.type)
+    experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    kinds_of_experts = {layer.stored_as for layer in experts}
+    stored = sum(map(stored_bytes, linears)) + sum(map(bytes_of_experts, experts))
+    seen_as = ", ".join(sorted(kinds)) or wanted, ", ".join(sorted(kinds_of_experts))
+    yield evidence(
+        _inside(f"{done.linears} linears", done.experts, wanted, done.experts_as),
+        f"{_inside(str(len(linears)), len(experts), *seen_as)}, {done.share:.1%} of the model: "
+        f"{done.before / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
+        (len(linears), len(experts), stored) == (done.linears, done.experts, done.after)
+        and kinds == ({wanted} if linears else set())
+        and kinds_of_experts == ({done.experts_as} if experts else set())
+        and (options.type is WeightFormat.fp8 or stored < done.before),
+    )
+    worst = WORST_ERROR[options.type.value]
+    error, which = done.error, "in the first linear"
+    if divided := [
+        module.rounding for module in model.modules() if isinstance(module, DividedCodes) and module.rounding
+    ]:
+        error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
+    if experts and not done.shipped:
+        error = max(done.experts_error, error if linears else 0.0)
+        which = "at most in the first linear and an expert of each layer"
+    if linears or not done.shipped:
+        yield evidence(
+            f"weights close to the base's (relative error below {worst})",
+            f"{error:.4f} {which}",
+            0 < error < worst,
+        )
+    if done.shipped:
+        codes = sum(bool(weights[0].any()) for layer in experts for weights in layer.stored_weights())
+        yield evidence(
+            "the experts that the checkpoint has in MXFP4, unchanged",
+            f"{codes} tensors {done.shipped}, relative error {done.experts_error:.1g}",
+            codes == len(TENSORS) * len(experts) and done.experts_error < SAME,
+        )
+    frozen: list[Any] = [*linears, *experts]
+    trained = sum(weight.requires_grad for module in frozen for weight in module.parameters())
+    made = [dequantized(linears[0]).dtype] if linears else []
+    made += [layer.compute_dtype for layer in experts if options.type is not WeightFormat.fp8]
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in made}
+    yield evidence(
+        f"frozen, dequantized to {options.compute_dtype.value}",
+        f"{trained} of them trained, dequantized to {', '.join(dtypes) or 'nothing'}",
+        not trained and dtypes <= {options.compute_dtype.value},
+    )
+    if options.head or options.embeddings:
+        ends = [model.get_output_embeddings()] * options.head + [model.get_input_embeddings()] * options.embeddings
+        yield evidence(
+            " and ".join(["head"] * options.head + ["embeddings"] * options.embeddings) + " in fp8",
+            ", ".join(done.ends),
+            all(isinstance(end, Fp8Head | Fp8Embedding) for end in ends),
+        )
+    if options.type is WeightFormat.fp8 or experts:
+        yield from _products(options, prepared, probe, bool(linears))
+
+
+def _products(
+    options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, Any], has_linears: bool
+) -> Iterator[Evidence]:
+    """Yield the operators over packed weights that a forward pass calls."""
+    model, done = prepared.module, prepared.quantization
+    in_fp8 = options.type is WeightFormat.fp8
+    assert done is not None, "apply() has filled it in"
+    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
+        seen = observe_operators(lambda: model(**probe), operators)
+    if in_fp8 and (has_linears or options.head):
+        kernels = ", ".join(sorted({short_name(name) for name in seen["fp8"].kernels}))
+        calls = seen["fp8"].calls
+        yield Evidence(
+            "quantize",
+            "products in fp8",
+            f"{calls} of torch's scaled products in a forward pass" + (f" ({kernels})" if kernels else ""),
+            calls > 0,
+        )
+    if done.experts:
+        calls = seen["experts"].calls
+        yield Evidence(
+            "quantize",
+            f"the experts of {done.experts} layers as one operator "
+            + ("in fp8" if in_fp8 else f"over {done.experts_as}"),
+            f"it ran {calls} times in a forward pass",
+            calls == done.experts,
+        )
+
+
+def _inside(linears: str, layers: int, kind: str, kind_of_experts: str) -> str:
+    if not layers:
+        return f"{linears} in {kind}"
+    experts = f"the experts of {layers} layers in {kind_of_experts}"
+    return f"{linears} and {experts}" if kind == kind_of_experts else f"{linears} in {kind} and {experts}"

@@ -1,0 +1,31 @@
+"""Which parts of a model are quantized."""
+
+from __future__ import annotations
+
+import torch
+from support.architectures import built, prepared_model, random_model
+from support.quantized import qlora
+
+from fxtune.techniques.quantized_modules import is_quantized
+
+
+def test_skipped_linears_and_the_head_are_not_quantized():
+    mine = built(qlora(skip=("down_proj", "layers.0.self_attn.q_proj")), random_model("llama"))
+    left = [
+        name
+        for name, module in mine.named_modules()
+        if isinstance(module, torch.nn.Linear) and not is_quantized(module) and "lora_" not in name
+    ]
+    assert [name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in left] == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
+        "lm_head",
+    ]
+
+
+def test_experts_of_a_mixture_are_refused_by_name():
+    model = random_model("llama", model_type="mixtral", num_local_experts=4)
+    pipeline = qlora()
+    seen = next(iter(pipeline.quantize.verify(prepared_model(pipeline, model), {})))
+    assert seen.observed.startswith("8 in nf4/bitsandbytes, 13.0% of the model")

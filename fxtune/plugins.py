@@ -142,7 +142,14 @@ class Registry(Mapping[str, Value]):
 
 ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any] | Group]] = Registry("row format")
 """A row of the data -> a row in one of fxtune's formats (data/formats), or a group of documents."""
-OBJECTIVES: Registry[type] = Registry("objective", causal_lm="fxtune.objectives.causal_lm:CausalLM")
+OBJECTIVES: Registry[type] = Registry(
+    "objective",
+    causal_lm="fxtune.objectives.causal_lm:CausalLM",
+    dpo="fxtune.objectives.dpo:DPO",
+    ipo="fxtune.objectives.ipo:IPO",
+    orpo="fxtune.objectives.orpo:ORPO",
+    simpo="fxtune.objectives.simpo:SimPO",
+)
 """Dataclasses that derive from Objective (objectives/base.py)."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 """(the model's answer, the right one) -> a number; their mean over the questions is logged."""

@@ -40,7 +40,7 @@ from fxtune.training.oom_advice import MemoryPhase
 def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """run() with the config of a run, changed by `keys`, and the run's exported weights or a checkpoint's.
 
-    Raises ConfigError for an adapter or a model that lies in no run.
+    Raises ConfigError for an adapter or a model that lies in no run, or that misses a reference to compare with.
     """
     found = find_output(output)
     if found.run is None:
@@ -52,6 +52,12 @@ def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
     if found.kind is Kind.checkpoint:
         return run(config, found.folder)
+    from_base = config.techniques.lora.enabled and not config.model.adapter
+    if config.objective.needs.reference and config.data.holds_out and not from_base:
+        raise ConfigError(
+            f"{found.folder}: objective={config.objective.name} compares the model with what its run started from, "
+            f"which this folder does not hold. Evaluate a checkpoint: fxtune eval {found.run.name}/step-N."
+        )
     return run(replace(config, model=models.starting_from(config.model, found.folder)))
 
 
@@ -78,6 +84,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     questions = []
     if data.questions.path and world.main:
         questions = load_questions(data, tokenizer)
+    if plan is not None:
+        builder.compare_on([plan], continued=checkpoint is not None and bool(config.model.adapter))
     language_model, _ = builder.proven_model()
     if checkpoint is not None:
         load_checkpoint(checkpoint, language_model.model)

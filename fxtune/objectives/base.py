@@ -51,6 +51,14 @@ class Objective:
         """The divisor of an optimizer step's sums, over all micro-batches and ranks; computed from the plan alone."""
         raise NotImplementedError
 
+    def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
+        """float32 [Needs.step_sums], without gradient: sums of a micro-batch that the loss of others depends on.
+
+        A first pass adds them up over all micro-batches and ranks of the step, or of an evaluation. loss() then reads
+        them as `batch.of_step`; None there means that the micro-batch is looked at alone.
+        """
+        raise NotImplementedError
+
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
         return {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -22,7 +22,7 @@ from fxtune.objectives.language_model import LanguageModel
 class CausalLM(Objective):
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = model.summed_loss(batch)
-        auxiliary, metrics = model.router_terms(batch)
+        auxiliary, metrics = model.router_terms(batch, (batch.labels != IGNORE_INDEX).sum())
         return (loss if auxiliary is None else loss + auxiliary), metrics
 
     def normalizer(self, plan: Plan, step: int) -> float:

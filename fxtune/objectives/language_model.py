@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.errors import ConfigError
+from fxtune.data.batches.batch import Batch
 from fxtune.facts.options import Switch
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
@@ -33,6 +32,7 @@ from fxtune.kernels.matmul import CUBLAS
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import relative_distance
+from fxtune.models.reference import ReferenceModel
 from fxtune.models.structure import backbone, observed, running_on_text
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
@@ -58,11 +58,18 @@ class LanguageModel:
 
     `evidence` holds the comparison with the model's own forward. Its `acted` is False if the fused loss was requested
     and is not possible; the constructor does not raise for that. `context_group`: the process group of the ranks that
-    have the other pieces of rows (Batch.pieces).
+    have the other pieces of rows (Batch.pieces). `reference`: for reference_log_probs() of batches without stored
+    numbers.
     """
 
-    def __init__(self, prepared: PreparedModel, liger: Liger | None = None, context_group: str = "") -> None:
-        self.prepared, self.context_group = prepared, context_group
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        liger: Liger | None = None,
+        context_group: str = "",
+        reference: ReferenceModel | None = None,
+    ) -> None:
+        self.prepared, self.context_group, self.reference = prepared, context_group, reference
         self.model: Any = prepared.module
         self.routers = prepared.routers
         enabled = liger is not None and liger.enabled
@@ -90,29 +97,38 @@ class LanguageModel:
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].
 
-        0 for documents without supervised tokens and for the unused slots of `cu_seqlens`. An objective that calls
-        this method sets `Needs.whole_documents`. Raises ConfigError for a piece of rows, which may have only a part of
-        a document.
+        As Batch.document_sums(). An objective that calls this method sets `Needs.whole_documents`.
         """
-        if batch.pieces > 1:
-            raise ConfigError("parallel.context: this objective needs whole documents. Set it to 1.")
-        log_probs = self.log_probs(batch)
-        segment = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
-        return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
+        return batch.document_sums(self.log_probs(batch))
 
-    def router_terms(self, batch: Batch) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """(the auxiliary loss, figures of the routers) of the newest forward pass, whose input was `batch`; each is
-        multiplied by the number of supervised tokens. The loss is None in evaluation and for models without one."""
+    def reference_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of each supervised token under the reference, float32 [supervised], without gradient.
+
+        An objective calls this method before log_probs(): router_terms() reads the newest forward pass.
+        """
+        if batch.reference is not None:
+            return batch.reference
+        assert self.reference is not None, "an objective that calls this method sets Needs.reference"
+        with self.reference.active():
+            return self.log_probs(batch)
+
+    def router_terms(
+        self, batch: Batch, count: torch.Tensor | float
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """(the auxiliary loss, figures of the routers) of the newest forward pass, whose input was `batch`.
+
+        Each is multiplied by `count`, the part of the objective's normalizer that this micro-batch has: its supervised
+        tokens, documents or groups. The loss is None in evaluation and for models without one.
+        """
         self.asked_routers = True
         if self.routers is None:
             return None, {}
-        supervised = (batch.labels != IGNORE_INDEX).sum()
         figures = self.routers.statistics()
         loss = None
         if self.routers.coefficient:
             figures["router_aux_loss"] = auxiliary = self.routers.loss()
-            loss = self.routers.coefficient * supervised * auxiliary if torch.is_grad_enabled() else None
-        return loss, {name: supervised * figure.detach() for name, figure in figures.items()}
+            loss = self.routers.coefficient * count * auxiliary if torch.is_grad_enabled() else None
+        return loss, {name: count * figure.detach() for name, figure in figures.items()}
 
     @property
     def head(self) -> Any:

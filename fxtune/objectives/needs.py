@@ -16,17 +16,22 @@ from fxtune.distributed.parallel import Degrees
 class Needs:
     documents: tuple[int, int | None] = (1, 1)
     """The fewest and the most documents of a group; None: any number."""
-    labels: bool = False
-    """Whether each group has a label on at least one of its documents; False: labels are refused, as nothing would
-    read them."""
+    labels: bool | None = False
+    """True: each group has a label on at least one of its documents. None: labels are read where there are any.
+    False: labels are refused, as nothing would read them."""
     whole_documents: bool = False
     """Whether the objective reads a number for each document, so that no document may be cut over ranks. Groups and
     labels imply this."""
+    reference: bool = False
+    """Whether the objective compares the model with a reference, the model as it was at the start of the run. Such an
+    objective has an option `reference` (objectives/reference.py)."""
+    step_sums: int = 0
+    """How many sums over the whole optimizer step the loss of a micro-batch depends on (Objective.step_sums())."""
 
     @property
     def reads_groups(self) -> bool:
         """Whether the objective compares documents or reads their labels, and does not read each text alone."""
-        return self.documents != (1, 1) or self.labels
+        return self.documents != (1, 1) or self.labels is not False
 
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
         """Yield each reason, with its key, why the objective `name` cannot run on ranks of these degrees."""
@@ -62,7 +67,7 @@ class Needs:
                     f"objective={name} learns from groups of {_documents(fewest, most)}. Give {self._rows()} "
                     "(docs/data.md), or choose another objective."
                 )
-            elif not self.labels and not table.format.answers and has_labels(table):
+            elif self.labels is False and not table.format.answers and has_labels(table):
                 yield (
                     f"{table.name}: its rows have `labels`, which objective={name} does not read. Leave them out, or "
                     "choose an objective that learns from labels."

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,10 @@ from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.reference import Reference, WithReference
 from fxtune.optim import config as update_rule
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
@@ -58,7 +60,10 @@ from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.resume_check import ResumeCheck
 from fxtune.training.step import TrainStep
+from fxtune.training.stored_reference import store_reference
 
+CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
+"""Techniques whose options change log-probabilities by more than the rounding of another order of sums."""
 LOOKS = 8
 """Steps whose documents documents_padding() looks at."""
 
@@ -74,6 +79,8 @@ class RunBuilder:
     def __init__(self, config: Config, ahead: bool = False, threads: int | None = None) -> None:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
         ranks, and no model can be built. `threads`: the number of CPU threads that a resumed run was started with."""
+        self._compared: Sequence[Plan] = ()
+        """The plans whose documents need the stored log-probabilities of a reference."""
         self.special_tokens: list[int] = []
         """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
         _reset_process()
@@ -142,7 +149,22 @@ class RunBuilder:
         if self.facts.packing and recurrent.has_mixers(self.facts.model):
             notes.append(documents_padding(data.training))
         self.settled = self.settled.noting(*notes)
+        self.compare_on(
+            [plan for plan in (data.training, data.evaluation) if plan], continued=bool(config.model.adapter)
+        )
         return tokenizer, data
+
+    def compare_on(self, plans: Sequence[Plan], continued: bool) -> None:
+        """Settle the reference of an objective that has one; `plans` have the documents that it is asked about.
+        `continued`: whether training starts from an adapter."""
+        objective = self.config.objective
+        if not isinstance(objective, WithReference):
+            return
+        epochs = plans[0].epoch(plans[0].steps)
+        which = objective.settle_reference(self.techniques.lora.enabled, continued, epochs)
+        self._compared = plans if which is Reference.stored else ()
+        self._set(objective=replace(objective, reference=which))
+        self.settled = self.settled.noting(f"reference: {which.describe()}")
 
     def _about_added_tokens(self, tokenizer: Any) -> Iterator[str]:
         """Lines on model.add_tokens: their ids and rows, and the tokens that no document has."""
@@ -174,7 +196,12 @@ class RunBuilder:
         """`model` with its loss head, as the techniques configure it."""
         # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
-            return LanguageModel(model, self.techniques.liger, self.world.context_group)
+            reference = None
+            if isinstance(self.config.objective, WithReference):
+                which = self.config.objective.reference
+                if which is not Reference.stored:
+                    reference = ReferenceModel(model, keeps_start=which is Reference.start)
+            return LanguageModel(model, self.techniques.liger, self.world.context_group, reference)
 
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """observed_model(), and a ConfigError if a technique did not act."""
@@ -206,6 +233,8 @@ class RunBuilder:
             found = found or self._without_effect(seen)
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
+                if self._compared:
+                    self._store_reference(language_model)
                 return language_model, [*off, *seen]
             key, why = found
             self.settled = self.settled.without(key, why)
@@ -214,6 +243,21 @@ class RunBuilder:
             model = language_model = None  # type: ignore[assignment]  # frees the memory for the next one
             torch.compiler.reset()
             gc.collect()
+
+    def _store_reference(self, model: LanguageModel) -> None:
+        """Give the tables of the plans the log-probabilities of `model`, which is as the run starts."""
+        options = self.techniques.options()
+        depends_on = {name: options[name] for name in CHANGE_LOG_PROBS if name in options}
+        with self.oom_context("Computing the reference's log-probabilities"):
+            store_reference(
+                model,
+                self._compared,
+                self.config.data,
+                self.config.loader,
+                self.techniques.precision,
+                self.world,
+                {**depends_on, "dtype": str(self.facts.dtype)},
+            )
 
     def _without_effect(self, seen: list[Evidence]) -> tuple[str, str] | None:
         """The first option that did not act and was not demanded, and why."""
@@ -240,7 +284,7 @@ class RunBuilder:
             if model.routers is not None and model.routers.coefficient and not model.asked_routers:
                 raise ConfigError(
                     f"techniques.router.aux_loss_coef={model.routers.coefficient:g}, and the objective `{name}` adds "
-                    "no auxiliary loss. Set it to 0, or add what model.router_terms(batch) returns to the loss."
+                    "no auxiliary loss. Set it to 0, or add what model.router_terms() returns to the loss."
                 )
         loss, metrics = returned
         seen = f"{loss.item():.4g} for a micro-batch; metrics: {', '.join(metrics) or 'none'}"

@@ -157,6 +157,4 @@ def _slots(spec: BatchSpec) -> np.ndarray:
 
 def _targets(batch: Batch) -> torch.Tensor:
     """Supervised tokens in each slot of `batch.cu_seqlens`, float64."""
-    slot = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
-    counted = (batch.labels != IGNORE_INDEX).double()
-    return counted.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, slot, counted)
+    return batch.document_sums((batch.labels != IGNORE_INDEX).double())

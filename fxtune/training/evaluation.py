@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -63,7 +64,20 @@ def evaluate(
     `world`: the ranks that share the plan; None means that this process evaluates the whole plan.
     """
     plan, world = loader.plan, world or World(loader.device)
-    sums = _sums(model, objective, loader, precision, world)
+    of_step: torch.Tensor | None = None
+    if objective.needs.step_sums:
+
+        def step_sums(batch: Batch) -> dict[str, torch.Tensor]:
+            return {"sums": objective.step_sums(model, batch)}
+
+        found = _sums(model, step_sums, loader, precision, world)["sums"]
+        of_step = world.sum(found, "adding up sums of the held-out data").float()
+
+    def figures(batch: Batch) -> dict[str, torch.Tensor]:
+        loss, metrics = objective.loss(model, replace(batch, of_step=of_step))
+        return {"loss": loss, **metrics}
+
+    sums = _sums(model, figures, loader, precision, world)
     totals = world.sum(torch.stack(list(sums.values())), "adding up the held-out loss").tolist()
     normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
     means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
@@ -71,9 +85,13 @@ def evaluate(
 
 
 def _sums(
-    model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
+    model: LanguageModel,
+    figures: Callable[[Batch], dict[str, torch.Tensor]],
+    loader: Loader,
+    precision: Precision,
+    world: World,
 ) -> dict[str, torch.Tensor]:
-    """The loss and the metrics of the objective, summed over the plan of this rank: float64 scalars on the device.
+    """What figures() returns for each batch, summed over the plan of this rank: float64 on the device.
 
     The ranks agree after every batch, so a signal at one rank ends the evaluation of all ranks.
     """
@@ -84,9 +102,9 @@ def _sums(
             return False
         counts, batch = following
         with precision.context(loader.device):
-            loss, metrics = objective.loss(model, batch)
-        for name, value in {"loss": loss, **metrics}.items():
-            total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=loader.device))
+            found = figures(batch)
+        for name, value in found.items():
+            total = sums.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
             if counts:
                 total += value
         return True

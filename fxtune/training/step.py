@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,6 +121,8 @@ class TrainStep:
         hold `spike_limit`. None: gradients are left.
         """
         totals: torch.Tensor | None = None
+        if self.objective.needs.step_sums:
+            batches = self._with_step_sums([*batches], own)
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
@@ -137,6 +140,20 @@ class TrainStep:
         if self.norms:
             metrics[noise_scale.PARTS] = metrics[noise_scale.PARTS] / self.loss_scale.scale.square()
         return metrics
+
+    def _with_step_sums(self, batches: Sequence[Batch], own: int | None) -> list[Batch]:
+        """`batches` with the objective's sums over the step, from a first pass without gradient."""
+        device = batches[0].input_ids.device
+        sums, failed = torch.full((self.objective.needs.step_sums,), math.nan, device=device), None
+        try:
+            with torch.no_grad(), self.precision.context(device):
+                sums = torch.stack([self.objective.step_sums(self.model, batch) for batch in batches[:own]]).sum(0)
+        except Exception as error:  # noqa: BLE001  raised below: the other ranks wait for this rank's sums
+            failed = error
+        self.world.sum(sums, "adding up sums of the step")
+        if failed is not None:
+            raise failed
+        return [replace(batch, of_step=sums) for batch in batches]
 
     def start_sums(self) -> None:
         """Start all sums over ranks that need no agreement on this step and that backward() has not started. A rank

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 
+from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.objectives.causal_lm import CausalLM
 
 
 class FakeModel:
     def summed_loss(self, batch):
-        return torch.tensor(3.0) * batch
+        return torch.tensor(3.0) * len(batch.labels)
 
-    def router_terms(self, batch):
+    def router_terms(self, batch, count):
+        assert count == 1  # the supervised tokens
         return None, {}
 
 
@@ -23,7 +26,7 @@ class FakePlan:
 
 
 def test_loss_is_the_sum_over_supervised_tokens_without_further_metrics():
-    loss, metrics = CausalLM().loss(FakeModel(), 2)
+    loss, metrics = CausalLM().loss(FakeModel(), SimpleNamespace(labels=torch.tensor([5, IGNORE_INDEX])))
     assert (loss.item(), metrics) == (6.0, {})
 
 

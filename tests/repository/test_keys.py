@@ -97,6 +97,7 @@ RISES = "optimizer.lr=1.0 schedule.name=constant"
 """A rate at which the loss rises."""
 SPIKES = f"{RISES} techniques.lora.enabled=false train.spike_window=1 train.spike_threshold=0.1"
 """Trained whole, the model rises by more than the least spike."""
+PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fraction=0"
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -204,6 +205,16 @@ CASES: dict[str, Case] = {
     "train.spike_threshold": Case(trained, "1e6", SPIKES),
     "train.out_of_memory": Case(exhausted, "stop", refused="memory"),
     "objective.name": Case(batches, "other", refused="objective"),
+    "objective.reference": Case(step, "base", f"{PAIRS} techniques.lora.enabled=false", refused="stored"),
+    "objective.beta": Case(step, "0.5", PAIRS),
+    "objective.loss_type": Case(step, "hinge", PAIRS),
+    "objective.label_smoothing": Case(step, "0.2", PAIRS),
+    "objective.sft_weight": Case(step, "1.0", PAIRS),
+    "objective.length_normalized": Case(step, "0.5", PAIRS),
+    "objective.by_token": Case(step, "false", PAIRS.replace("dpo", "ipo")),
+    "objective.gamma": Case(
+        step, "0.5", PAIRS.replace("dpo", "simpo") + " optimizer.name=sgd train.max_grad_norm=100"
+    ),
     "optimizer.name": Case(step, "sgd"),
     "optimizer.lr": Case(step, "1e-2"),
     "optimizer.weight_decay": Case(step, "0.5"),
@@ -409,6 +420,11 @@ def write_files(place: Path) -> None:
     held = write_chats(place / "held.jsonl", 20, seed=2).read_text().splitlines()
     write_chats(place / "new.jsonl", 60, seed=3)
     write_texts(place / "texts.jsonl")
+    pairs = [
+        {"documents": [json.loads(chosen), json.loads(rejected)]}
+        for chosen, rejected in zip(chats[::2], chats[1::2], strict=True)
+    ]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     jsonl("titled.jsonl", [{"text": f"text {row}", "title": f"title {row}"} for row in range(40)])
     jsonl("noted.jsonl", [{**json.loads(chat), "note": "a note"} for chat in held])
     jsonl("doubled.jsonl", [*map(json.loads, chats), *map(json.loads, chats)])

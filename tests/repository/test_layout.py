@@ -6,6 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
+    "objectives/dpo.py": "test_preferences.py, a table of formulas",
+    "objectives/ipo.py": "test_preferences.py, a table of formulas",
+    "objectives/orpo.py": "test_preferences.py, a table of formulas",
+    "objectives/simpo.py": "test_preferences.py, a table of formulas",
+    "objectives/reference.py": "training/test_stored_reference.py, by the public command",
     "data/formats/row_format.py": "a contract; each format is tested",
     "distributed/averaging.py": "test_gradients.py, with the other ways to add up gradients",
     "distributed/powersgd.py": "test_gradients.py, with the other ways to add up gradients",

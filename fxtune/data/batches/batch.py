@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import ConfigError
 
 IGNORE_INDEX = -100
 """The target of positions without one: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""
@@ -50,6 +52,10 @@ class Batch:
     padding and unused slots. None: each document of the data is a group by itself, without a label."""
     document_labels: torch.Tensor | None = None
     """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None as `group_of`."""
+    reference: torch.Tensor | None = None
+    """float32 [supervised]: the log-probability of each target under the reference model, if it is stored."""
+    of_step: torch.Tensor | None = None
+    """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""
@@ -57,6 +63,20 @@ class Batch:
             return torch.ones(self.input_ids.numel(), device=self.input_ids.device)
         column = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return (column < self.filled[:, None]).flatten().float()
+
+    def document_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` [supervised], one for each of `labels`, summed over each document of `cu_seqlens`: [slots].
+
+        0 for a document without supervised tokens and for unused slots. `values` must be 0 where the label is
+        IGNORE_INDEX. Raises ConfigError for a piece of rows, which may have only a part of a document.
+        """
+        if self.pieces > 1:
+            raise ConfigError("parallel.context: this objective needs whole documents. Set it to 1.")
+        return values.new_zeros(len(self.cu_seqlens) - 1).index_add(0, self.document_of_target(), values)
+
+    def document_of_target(self) -> torch.Tensor:
+        """int64 [supervised]: the document of `cu_seqlens` that has each of `labels`."""
+        return torch.searchsorted(self.cu_seqlens[1:].long(), self.supervised_at, right=True)
 
     @property
     def supervised(self) -> int:
@@ -78,6 +98,7 @@ class Batch:
             self,
             supervised_at=torch.cat([self.supervised_at, spare]),
             labels=torch.cat([self.labels, torch.full_like(spare, IGNORE_INDEX)]),
+            reference=None if self.reference is None else F.pad(self.reference, (0, len(spare))),
         )
 
     def _tensors(self) -> dict[str, Any]:
@@ -133,6 +154,8 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     rows = len(spec.offsets) - 1
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)
+    is_stored = all(table.reference is not None for table in tables)
+    reference = np.zeros((rows, spec.width) if is_stored else (0, 0), np.float32)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
     first_token = np.zeros(len(spec.start), np.int64)
@@ -143,6 +166,8 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             first_token[document] = row * spec.width + at
             ids[row, at : at + length] = table.ids[start : start + length]
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
+            if table.reference is not None and is_stored:
+                reference[row, at : at + length] = table.reference[start : start + length]
             begins[row, at] = at
             at += length
         filled[row] = at
@@ -165,6 +190,10 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         np.ascontiguousarray(columns[:, first : first + length]) for columns in (ids, targets, positions)
     )
     supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
+    stored = None
+    if is_stored:
+        in_row, column = np.divmod(supervised_at, length)
+        stored = torch.from_numpy(reference[in_row, first + column + 1])  # of the target, the next token
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
@@ -177,4 +206,5 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         filled=torch.from_numpy((filled - first).clip(0, length)),
         group_of=group_of,
         document_labels=labels,
+        reference=stored,
     )

@@ -49,6 +49,8 @@ class TokenTable:
         digests: uint64 [documents], a hash of the ids of a document's group, the same on every machine.
         labels: float32 [documents], NaN for a document without a label; None if no document has one, and each is a
             group by itself.
+        reference: float32 [tokens], the log-probability of each supervised token under the reference model of a
+            run; None unless read_reference() was called.
         fingerprint: hash of the tokens: ids, which of them are supervised, where documents and groups end, and labels.
         name: the source, as the user wrote it.
         format: the rows' format.
@@ -66,9 +68,11 @@ class TokenTable:
     offsets: np.ndarray
     digests: np.ndarray
     labels: np.ndarray | None = None
+    reference: np.ndarray | None = None
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, reference: str = "") -> None:
+        """`reference`: the file in `folder` that read_reference() reads; empty: none."""
+        self.folder, self.name, self.reference_file = folder, name, ""
         self._open_file = keep_from_removal(folder)
         meta = read_meta(folder)
         assert meta is not None, f"{folder} is no complete token table"
@@ -85,12 +89,24 @@ class TokenTable:
         self.is_grouped = "groups.npy" in meta["sizes"]
         for key in [*ARRAYS, *["labels"] * self.is_grouped]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
+        if reference:
+            self.read_reference(reference)
+
+    def read_reference(self, file: str) -> None:
+        """Open the file of `reference`, which lies in the table's folder.
+
+        Raises OSError, ValueError or EOFError if it is damaged.
+        """
+        stored = np.load(self.folder / file, mmap_mode="r")
+        if stored.dtype != np.float32 or stored.shape != self.ids.shape:
+            raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
+        self.reference, self.reference_file = stored, file
 
     def __len__(self) -> int:
         return len(self.digests)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenTable, (self.folder, self.name)
+        return TokenTable, (self.folder, self.name, self.reference_file)
 
     @cached_property
     def groups(self) -> np.ndarray:

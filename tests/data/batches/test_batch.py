@@ -17,7 +17,9 @@ from fxtune.data.batches.batch import IGNORE_INDEX, MIN_TARGETS, TARGET_COUNTS, 
 @given(rows=st.integers(1, 4), length=st.integers(2, 700), share=st.floats(0, 1))
 def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share):
     draw = np.random.default_rng(rows * 1000 + length)
-    table = SimpleNamespace(ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share)
+    table = SimpleNamespace(
+        ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share, reference=None
+    )
     pieces = BatchSpec(
         np.zeros(rows, np.int64),
         np.arange(rows) * length,

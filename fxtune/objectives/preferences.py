@@ -1,0 +1,136 @@
+"""What the objectives over pairs of answers share: a group is a pair, the chosen answer first, then the rejected one.
+
+An objective gets, for both answers of each pair, the summed log-probability of the answer's tokens, under the trained
+model and under the reference, and returns a loss for each pair. The step divides their sum by the number of its pairs
+(not of tokens: a pair counts once, however long its answers are).
+
+The metrics show what a falling loss hides. `log_probs_chosen` often falls as well, with `log_probs_rejected` falling
+faster; `length_chosen` and `length_rejected` show whether the data prefers long answers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.plan import Plan
+from fxtune.objectives.base import Objective
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.needs import Needs
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A number for both answers of each pair, float32 [slots]. A pair's entry is that of its first document in
+    `Batch.cu_seqlens`; entries without a pair are meaningless, but finite."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+
+    @staticmethod
+    def of(documents: torch.Tensor) -> Answers:
+        """From a number for each document [slots]."""
+        return Answers(documents, F.pad(documents[1:], (0, 1)))
+
+    @property
+    def margin(self) -> torch.Tensor:
+        return self.chosen - self.rejected
+
+    def __truediv__(self, other: Answers) -> Answers:
+        return Answers(self.chosen / other.chosen, self.rejected / other.rejected)
+
+    def __sub__(self, other: Answers) -> Answers:
+        return Answers(self.chosen - other.chosen, self.rejected - other.rejected)
+
+    def __mul__(self, factor: float) -> Answers:
+        return Answers(self.chosen * factor, self.rejected * factor)
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """The log-probabilities of a micro-batch of pairs, in nats."""
+
+    policy: Answers
+    """Summed over each answer's tokens, under the trained model; the only part with a gradient."""
+    reference: Answers | None
+    """The same under the reference; None for an objective without one."""
+    length: Answers
+    """Supervised tokens of each answer, at least 1."""
+
+    @property
+    def log_ratios(self) -> Answers:
+        """log(policy / reference) of each answer."""
+        assert self.reference is not None
+        return self.policy - self.reference
+
+    @property
+    def means(self) -> Answers:
+        """Mean log-probability of a token of each answer, under the trained model."""
+        return self.policy / self.length
+
+
+def is_first_of_pair(batch: Batch) -> torch.Tensor:
+    """bool [slots]: which documents of `batch.cu_seqlens` are the first of their group."""
+    assert batch.group_of is not None
+    return (batch.group_of >= 0) & (batch.group_of != F.pad(batch.group_of[:-1], (1, 0), value=-1))
+
+
+@dataclass
+class PairObjective(Objective):
+    """An objective over pairs. A subclass gives pair_losses() and rewards()."""
+
+    needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None)
+
+    @abstractmethod
+    def pair_losses(self, pairs: ScoredPairs) -> torch.Tensor:
+        """The loss of each pair, float32 [slots]."""
+
+    @abstractmethod
+    def rewards(self, pairs: ScoredPairs) -> Answers:
+        """How much the trained model prefers each answer, in the objective's own measure."""
+
+    def token_weights(self, batch: Batch, lengths: torch.Tensor) -> torch.Tensor | None:
+        """The weight of each target in the sums, float32 [supervised]; None: all count alike. `lengths` [slots]: the
+        supervised tokens of each document."""
+        return None
+
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        reference = model.reference_log_probs(batch) if self.needs.reference else None
+        policy = model.log_probs(batch)
+        lengths = batch.document_sums((batch.labels != IGNORE_INDEX).float())
+        weights = self.token_weights(batch, lengths)
+
+        def answers(log_probs: torch.Tensor) -> Answers:
+            return Answers.of(batch.document_sums(log_probs if weights is None else log_probs * weights))
+
+        length = Answers.of(lengths.clamp(min=1))
+        pairs = ScoredPairs(answers(policy), None if reference is None else answers(reference), length)
+        is_pair = is_first_of_pair(batch)
+
+        def total(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(is_pair, values, 0.0).sum()
+
+        loss = total(self.pair_losses(pairs))
+        rewards = self.rewards(pairs)
+        by_token = Answers.of(batch.document_sums(policy)) / length
+        metrics = {
+            "reward_accuracy": (rewards.margin > 0).float(),
+            "reward_margin": rewards.margin,
+            "reward_chosen": rewards.chosen,
+            "reward_rejected": rewards.rejected,
+            "log_probs_chosen": by_token.chosen,
+            "log_probs_rejected": by_token.rejected,
+            "length_chosen": length.chosen,
+            "length_rejected": length.rejected,
+        }
+        auxiliary, routers = model.router_terms(batch, is_pair.sum())
+        sums = {name: total(values.detach()) for name, values in metrics.items()}
+        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
+
+    def normalizer(self, plan: Plan, step: int) -> float:
+        return float(plan.groups(step))

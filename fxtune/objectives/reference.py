@@ -1,0 +1,55 @@
+"""Which model a preference objective compares the trained model with, and when its log-probabilities are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from fxtune.errors import ConfigError
+from fxtune.objectives.base import Objective
+from fxtune.objectives.needs import Needs
+
+
+class Reference(str, Enum):
+    auto = "auto"
+    base = "base"
+    start = "start"
+    stored = "stored"
+
+    def describe(self) -> str:
+        """What a settled reference is, for the log."""
+        return {
+            Reference.auto: "decided when the data is read",
+            Reference.base: "the model with its adapters off, in each step",
+            Reference.start: "the adapter as it was at the start, in each step",
+            Reference.stored: "the model as it was at the start, its log-probabilities computed once and stored",
+        }[self]
+
+
+@dataclass
+class WithReference(Objective):
+    """An objective that compares the trained model with its reference."""
+
+    needs: ClassVar[Needs] = Needs(reference=True)
+    reference: Reference = Reference.auto
+    """The model that the trained one is compared with. `base`: the model with its adapters off, in each step. `start`:
+    the adapter of model.adapter as it was, in each step. `stored`: the model as it was, its log-probabilities computed
+    once before the first step and kept beside the tokens. `auto`: `stored` for full fine-tuning and for more than one
+    epoch, else `start` for a continued adapter, else `base`."""
+
+    def settle_reference(self, adapters: bool, continued: bool, epochs: float) -> Reference:
+        """The reference of a run. `adapters`: whether adapters are trained; `continued`: whether they start from
+        model.adapter. Raises ConfigError for a reference that the run does not have."""
+        if self.reference is Reference.auto:
+            if not adapters or epochs > 1:
+                return Reference.stored
+            return Reference.start if continued else Reference.base
+        if not adapters and self.reference is not Reference.stored:
+            raise ConfigError(
+                f"objective.reference={self.reference.value}: full fine-tuning has no adapters to switch off, and a "
+                "second copy of all weights would take too much memory. Set objective.reference=stored (or auto)."
+            )
+        if self.reference is Reference.start and not continued:
+            return Reference.base  # new adapters start from the base
+        return self.reference

@@ -64,6 +64,7 @@ def loss_of(objective):
     model = FakeModel()
     loss, metrics = objective.loss(model, batch())
     loss.backward()
+    assert model.policy.grad.isfinite().all()
     return loss.item(), {name: value.item() for name, value in metrics.items()}, model.policy.grad.tolist()
 
 

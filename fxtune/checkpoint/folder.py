@@ -3,9 +3,9 @@
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
 Ranks that hold different parts of the tensors write two files each (parts.py). A checkpoint is written under a name
-that begins with a dot, synced and renamed; the next save removes unfinished ones.
-`aside-step-00000120` is no longer a checkpoint of the run; only the user removes it. No file read here contains code,
-and no name in a file is used as a path.
+that begins with a dot, synced and renamed; the next save removes unfinished checkpoints. `aside-step-00000120` is no
+longer a checkpoint of the run; only the user removes it. No file read here contains code, and no name in a file is
+used as a path.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def was_best(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of the files of a checkpoint a rank writes, and where its tensors lie in the whole ones."""
+    """The files of a checkpoint that a rank writes, and the places of their tensors in the whole tensors."""
 
     number: int = 1
     count: int = 1
@@ -149,9 +149,9 @@ def set_aside(path: Path) -> Path:
 
 
 def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
-    """Why the checkpoint at `path` is not exactly the files of its manifest, each as it was written; None if it is.
+    """How the files of the checkpoint at `path` differ from its manifest; None if they do not.
 
-    `share`: (n, of m): only each m-th file is read, from the n-th on, because other ranks read the others.
+    `share`: (n, m): only each m-th file is read, from the n-th on. Other ranks read the other files.
     """
     if path.is_symlink():
         return Damage("it is a link")
@@ -163,8 +163,8 @@ def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
         if manifest.get("format") not in (FORMAT, PARTS_FORMAT):
             return Damage(f"{MANIFEST} is not of this version of fxtune")
         files = {name: FileDigest(file["sha256"], file["bytes"]) for name, file in manifest["files"].items()}
-        known = {name for kind in (WEIGHTS, MOMENTS) for name in _tensor_files(manifest, kind)}
-        if set(files) != known | {STATE} or not isinstance(manifest["recipe"], str):
+        tensor_files = {name for kind in (WEIGHTS, MOMENTS) for name in _tensor_files(manifest, kind)}
+        if set(files) != tensor_files | {STATE} or not isinstance(manifest["recipe"], str):
             return Damage(f"{MANIFEST} is none of a checkpoint")
         # File systems and desktops leave names with a leading dot (.nfs0001, .DS_Store).
         strange = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {*files, MANIFEST}
@@ -237,12 +237,12 @@ def misfits(
     for name in sorted(weights.keys() ^ model.keys()):
         yield f"{name} is only in {WEIGHTS if name in weights else 'the model'}"
     for name in sorted(weights.keys() & model.keys()):
-        found, wanted = weights[name], model[name]
-        kind = DTYPES.get(wanted.dtype, str(wanted.dtype))
-        if found.shape != wanted.shape:
-            yield f"{name} is {list(found.shape)} in {WEIGHTS}, and {list(wanted.shape)} in the model"
-        elif found.dtype != kind:
-            yield f"{name} is {found.dtype} in {WEIGHTS}, and {kind} in the model"
+        stored, weight = weights[name], model[name]
+        kind = DTYPES.get(weight.dtype, str(weight.dtype))
+        if stored.shape != weight.shape:
+            yield f"{name} is {list(stored.shape)} in {WEIGHTS}, and {list(weight.shape)} in the model"
+        elif stored.dtype != kind:
+            yield f"{name} is {stored.dtype} in {WEIGHTS}, and {kind} in the model"
     for full, moment in sorted(of_all_ranks(moments).items()):
         name, _, key = full.rpartition("/")
         if name not in model:

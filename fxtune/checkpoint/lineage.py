@@ -1,4 +1,4 @@
-"""The models that followed a run: what serves now, and how each refresh was decided.
+"""The lineage of a run: the refreshes of its model, and the model that serves now.
 
     runs/NAME                   the first run; it is never changed
     runs/NAME.refresh/
@@ -6,10 +6,10 @@
         lineage.json            each refresh: parent, digests of the data, decisions and figures
         run-1/                  the run of a refresh: its adapter or model, checkpoints, config, promoted or not
         run-1.yaml              its recipe
-        run-1.rows-0.jsonl      the new rows that it learned from
+        run-1.rows-0.jsonl      the new rows of its training data
 
-So `runs/NAME.refresh/current/adapter`, or `current/model` of runs that train the whole model, is what to serve,
-whatever was promoted last. To go back, replace the link.
+So `runs/NAME.refresh/current/adapter`, or `current/model` for runs that train the whole model, is always the model to
+serve. To go back to an earlier model, replace the link.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lineage:
         return 1 + max((entry["number"] for entry in self.refreshes), default=0)
 
     def release(self) -> None:
-        """Unlock it. A folder in which nothing was decided is removed."""
+        """Unlock the lineage. Without a lineage.json its folder is removed."""
         self.lock.release()
         if not (self.folder / LINEAGE).exists():
             with contextlib.suppress(OSError):  # other files are there
@@ -76,7 +76,7 @@ class Lineage:
 
 
 def open_lineage(run: Path) -> Lineage:
-    """The lineage of `run`: the first run, its folder NAME.refresh, or `current` in it. It is made if there is none.
+    """The lineage of `run`: the first run, its folder NAME.refresh, or `current` in it. Makes the folder if necessary.
 
     Raises ConfigError for a run in a lineage that does not serve, StorageError if the folder is in use or damaged.
     """

@@ -64,8 +64,8 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`. As a context manager it waits at the end for the save in flight.
 
     `recipe`: run_folder.config_digest() of the run; checkpoints with another digest are not loaded. `note` gets
-    one-line messages for the user, always in the thread that calls this object. `ranks`: those of the run, which call
-    each method together; None means this process alone.
+    one-line messages for the user, always in the thread that calls this object. `ranks`: the ranks of the run, which
+    call each method together; None means this process alone.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Checkpoints:
 
     def prepare(self, weights: Mapping[str, torch.Tensor], all_write: bool = False) -> None:
         """Find out which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
-        several write and one of them does not see the folder of rank 0.
+        several ranks write and a rank does not see the folder of rank 0.
 
         `all_write`: moments differ from rank to rank. Each rank names its moments by folder.name_of_rank().
         """
@@ -242,8 +242,8 @@ class Checkpoints:
     def save_timings(self) -> dict[str, float]:
         """Timings of the saves that ended since the last call; reports a failed save.
 
-        `checkpoint/stall_seconds`: how long the loop stopped, for all of them. `checkpoint/seconds`: until the last
-        one was on the disk.
+        `checkpoint/stall_seconds`: how long the loop stopped for these saves. `checkpoint/seconds`: until the last of
+        them was on the disk.
         """
         if self._save and not self._save.is_alive():
             self._end_save()
@@ -257,7 +257,7 @@ class Checkpoints:
             raise self.failure
 
     def settle(self) -> StorageError | None:
-        """Wait for the save in flight. Returns the error of the latest one."""
+        """Wait for the save in flight. Returns the error of the latest save, or None."""
         self._end_save()
         return self.failure
 
@@ -298,7 +298,7 @@ class Checkpoints:
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
         """The newest usable checkpoint; None if there is no checkpoint. `model`: the weights that it must fit, as they
-        are sharded here; None: whatever it holds, whole.
+        are sharded here; None: all its tensors, whole.
 
         Raises StorageError if there are checkpoints and none is usable, or if the ranks see different ones.
         """
@@ -329,16 +329,16 @@ class Checkpoints:
     def _common_paths(self) -> list[Path]:
         """The paths of all checkpoints, newest first. Raises StorageError unless all ranks see the same."""
         doing = "comparing checkpoints"
-        self.ranks.gather(None, doing)  # rank 0 has removed what it removes
-        found = [step_of(path) for path in reversed(stored.paths(self.folder))]
-        seen = self.ranks.gather(found, doing)
+        self.ranks.gather(None, doing)  # rank 0 has removed leftovers
+        own = [step_of(path) for path in reversed(stored.paths(self.folder))]
+        seen = self.ranks.gather(own, doing)
         if any(steps != seen[0] for steps in seen):
             newest = [next(iter(steps), 0) for steps in seen]
             raise StorageError(
                 f"The ranks found different newest checkpoints in {self.folder}: of steps {newest}, in the order of "
                 "the ranks. Every host must see the same folder: put run.dir on a shared disk."
             )
-        return [self.folder / f"step-{step:08d}" for step in found]
+        return [self.folder / f"step-{step:08d}" for step in own]
 
     def read(self, step: int, model: Mapping[str, torch.Tensor], with_moments: bool = False) -> Checkpoint:
         """The checkpoint of `step`. Raises ValueError, on all ranks, if it is not usable."""
@@ -363,8 +363,8 @@ def read(
 ) -> Checkpoint:
     """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable.
 
-    `model`: the weights that it must fit. `recipe`: the digest that it must have; None: any. `ranks`: those that read
-    it together; each hashes some of the files, and all raise the reason that one found.
+    `model`: the weights that it must fit. `recipe`: the digest that it must have; None: any. `ranks`: the ranks that
+    read it together; each rank hashes some of the files, and all ranks raise the reason that one rank found.
     """
     group = ranks or BackgroundGroup()
 

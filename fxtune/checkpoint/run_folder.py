@@ -51,20 +51,20 @@ FREE_ON_RESUME = (
     "data.on_overlap",  # the fingerprint of the plan has the rows that it leaves out
     "data.template_time",  # and the tokens that it changes
 )
-"""Keys that may differ when a run is resumed, because they do not change what is learned."""
+"""Keys that may differ when a run is resumed, because they do not change the trained weights."""
 LENGTH = ("max_steps", "epochs")
-"""Keys of `train` that say how long a run is. A run of the same config but for these may be extended."""
+"""Keys of `train` that say how long a run is. A run may be extended if its config differs in these keys only."""
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints inside the run's folder."""
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
 RESULT = "result.json"
 """The last figures of a run. The file marks the run as finished."""
 METRICS = "metrics.jsonl"
-"""The figures of a run, a JSON object a log line."""
+"""The figures of a run, one JSON object for each log line."""
 SETTING = "setting.json"
-"""What the recipe left open and the run decided, its data and its machine (training/resume_check.py)."""
+"""The run's decisions on what its recipe left open, its data and its machine (training/resume_check.py)."""
 EVIDENCE = "evidence.json"
-"""What each option was asked for and what was observed of it."""
+"""For each option: what the recipe asked for, and what was observed."""
 ABOUT = "about.json"
 """The command of the run, its versions, and its data in figures, for reports."""
 TEMPLATE_TIME = "template_time"
@@ -81,7 +81,7 @@ class RunFolder:
     resumed: bool
     """Whether the folder holds an unfinished run of the same config."""
     lock: FolderLock | None
-    """None: another process, rank 0, has the lock and writes; this one only reads."""
+    """None: another process, rank 0, has the lock and writes; this process only reads."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config that the run was started with, as config.yaml has it."""
     extends: bool = False
@@ -116,8 +116,8 @@ class RunFolder:
         return read_config(self.path, "config-1.yaml") or self.config
 
     def extend(self, config: dict[str, Any]) -> None:
-        """Take `config`, in place of the run's own, for the rest of the run, by rank 0. The earlier config and figures
-        are kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError.
+        """Let rank 0 replace the run's config by `config` for the rest of the run. The earlier config and figures are
+        kept as config-1.yaml and result-1.json, config-2.yaml and so on. Raises StorageError.
         """
         self.extends = False
         if self.lock is None:
@@ -163,9 +163,9 @@ def claim(
 ) -> RunFolder:
     """Find this run's folder, lock it and write the complete `config` into it.
 
-    Without `folder` it is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished run of the
-    same config or takes a new folder; `never` always takes a new one; `must` fails if there is no run to resume. A
-    given `folder` is used under its own name; contents other than this run are an error.
+    Without `folder` the run's folder is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished
+    run of the same config or takes a new folder; `never` always takes a new folder; `must` fails if there is no run to
+    resume. A `folder` with other contents than this run is an error.
     """
     root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
     with _usable(root):
@@ -185,8 +185,8 @@ def claim(
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any], completed: Completed = dict) -> Path:
     """The folder of one job of `fxtune -m`: the newest of ROOT, ROOT-2 and so on with a run of this config, finished
-    or not. If no folder has one, or with resume=never, it is the next free folder. So the same command continues where
-    it stopped, and one with other settings gets new folders. Raises StorageError.
+    or not. If there is no such run, or with resume=never, it is the next free folder. So the same command continues
+    where it stopped, and a command with other settings gets new folders. Raises StorageError.
     """
     with _usable(root):
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
@@ -208,7 +208,8 @@ def _usable(root: Path) -> Iterator[None]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """A digest of the keys that change what is learned. Configs with equal digests can resume each other's runs."""
+    """A digest of the keys that change the trained weights. Configs with equal digests can resume each other's
+    runs."""
     return hashlib.sha256(json.dumps(_learned(config), sort_keys=True).encode()).hexdigest()
 
 
@@ -312,21 +313,22 @@ def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, 
 
 
 def read_template_time(path: Path) -> str | None:
-    """The time that chat templates wrote into the tokens of the run in `path`; None if it has none yet."""
+    """The time that chat templates wrote into the tokens of the run in `path`; None before the run has tokens."""
     try:
-        found = read_json(path / ABOUT).get(TEMPLATE_TIME)
+        time = read_json(path / ABOUT).get(TEMPLATE_TIME)
     except ValueError:
         return None
-    return found if isinstance(found, str) else None
+    return time if isinstance(time, str) else None
 
 
 def read_trained_tokens(path: Path) -> list[str] | None:
-    """The tokens that techniques.lora.train_tokens=auto chose when the run in `path` was started; None if none."""
+    """The tokens that techniques.lora.train_tokens=auto chose when the run in `path` was started; None if it chose no
+    tokens."""
     try:
-        found = read_json(path / SETTING)["techniques"]["lora"]["train_tokens"]
+        tokens = read_json(path / SETTING)["techniques"]["lora"]["train_tokens"]
     except (ValueError, LookupError, TypeError):
         return None
-    return found if isinstance(found, list) and all(isinstance(token, str) for token in found) else None
+    return tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
 
 
 def read_config(path: Path, name: str = "config.yaml") -> dict[str, Any] | None:
@@ -355,7 +357,7 @@ def holds_run(path: Path) -> bool:
 
 
 def metric_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of the metrics of the run in `path`, in order: it may be writing the last one. Raises
+    """The complete lines of the metrics of the run in `path`, in order: the run may be writing the last line. Raises
     StorageError for a file that cannot be read."""
     file = path / METRICS
     if not file.exists():
@@ -378,21 +380,22 @@ def require_own_files(path: Path) -> None:
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
             raise StorageError(
                 f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
-                "it, or set run.dir to another folder."
+                "the link, or set run.dir to another folder."
             )
         if entry.name == CHECKPOINTS and not entry.exists():
             raise StorageError(
                 f"{entry} is a link to {entry.readlink()}, which is not there. Mount that disk, or correct the link."
             )
-        wanted = {FOLDER} if entry.name == CHECKPOINTS else {FILE} if entry.suffix in _FILES else {FILE, FOLDER}
-        if (found := kind_of(entry)) not in {None, *wanted}:
+        kinds = {FOLDER} if entry.name == CHECKPOINTS else {FILE} if entry.suffix in _FILES else {FILE, FOLDER}
+        if (kind := kind_of(entry)) not in {None, *kinds}:
             raise StorageError(
-                f"{entry} is {found}, and a run has something else there. Remove it, or set run.dir to another folder."
+                f"{entry} is {kind}, and a run has something else there. Remove it, or set run.dir to another folder."
             )
 
 
 def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML that a few lines can make endless (deep nesting, aliases). fxtune writes neither."""
+    """Raise ValueError for YAML with deep nesting or aliases, which can make a few lines endless. fxtune writes
+    neither."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -403,7 +406,7 @@ def _require_simple_yaml(text: str) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line for each different key that changes what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
+    """A line for each different key that changes the trained weights: `  optimizer.lr: 0.0002 -> 0.0001`."""
     old, new = _learned(before), _learned(now)
     return [
         f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"

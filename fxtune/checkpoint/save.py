@@ -28,7 +28,7 @@ from fxtune.system.oom import out_of_memory_reason
 
 Result = TypeVar("Result")
 SHOWN_WITHIN = 15.0
-"""Seconds within which a rank must see what rank 0 has made on a network disk."""
+"""Seconds within which a rank must see a file of rank 0 on a network disk."""
 
 
 class Save(threading.Thread):
@@ -158,7 +158,7 @@ class Save(threading.Thread):
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
 
     def _set_newer_aside(self) -> None:
-        """Set aside checkpoints of this step or later that the run did not resume from. Skips lost ones."""
+        """Set aside checkpoints of this step or later from which the run did not resume. Skips lost checkpoints."""
         for path in stored.paths(self.folder):
             own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
             if own or ((damage := damage_of(path)) and damage.lost):

@@ -6,10 +6,10 @@
     fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-It writes nothing but the file of --json. Several GPUs (run.gpus) share each step: speed and energy are those of all of
-them, memory is that of the fullest one, and kernels are those of the first. --ablate replaces attention by torch's own
-kernel, because packed rows need one that isolates documents. If the recipe is refused or does not fit without a
-technique, the row of that technique says why.
+Only the file of --json is written. Several GPUs (run.gpus) share each step: speed and energy are of all GPUs, memory
+is of the fullest GPU, and kernels are of the first GPU. --ablate replaces attention by torch's own kernel, because
+packed rows need a kernel that isolates documents. If the recipe is refused or does not fit without a technique, the
+row of that technique says why.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Prompts are written as
 in training, by the run's chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends.
-Each line of a pipe is a separate conversation. Answers are the most likely ones, unless --temperature is above 0.
+Each line of a pipe is a separate conversation. Answers are the most likely tokens, unless --temperature is above 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from fxtune.cli.merge import open_adapter, stored_dtype
-from fxtune.cli.run_output import Kind, RunOutput, find_output
+from fxtune.cli.run_output import OutputKind, RunOutput, find_output
 from fxtune.data.chat.encode import EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS
 from fxtune.distributed.world import World
@@ -87,10 +87,10 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
     """The speakers that `show` names (tuned, base or both), and the tokenizer of the run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = str(output.folder)
-    if output.kind is Kind.checkpoint:
+    if output.kind is OutputKind.checkpoint:
         prepared, tokenizer, _ = exported_model(output.folder, trust_remote_code)
         tuned = prepared.module
-    elif output.kind is Kind.adapter:
+    elif output.kind is OutputKind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
         tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
     else:
@@ -110,7 +110,7 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
 
 
 def _whole(source: ModelConfig, device: torch.device) -> Any:
-    """A model without adapters, in the dtype in which it is stored."""
+    """A model without adapters, in its stored dtype."""
     hf_config = models.load_config(source)
     source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
     set_attention(hf_config, "eager")  # the kernels that it names may not be installed

@@ -23,7 +23,7 @@ class Command:
     positional_only: bool = False
     """It takes no config."""
     options: dict[str, dict[str, Any]] | None = None
-    """The options of its own, as argparse takes them. Those that are given are passed to `run` by name."""
+    """The command's own options, as argparse takes them. `run` gets the options of the command line by name."""
     gets_overrides: bool = False
     """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
     space_prefix: str = ""

@@ -7,8 +7,8 @@
     fxtune eval quickstart/step-87                # any checkpoint, adapter or model of a run
     fxtune eval quickstart 'data.eval_sources=[{path: new.jsonl}]'              # the same on other data; any key
 
-Data, masks and loss are those of training, so the figures compare with those of a run. Several GPUs share the held-out
-data of a recipe; the first one answers the questions.
+Data, masks and loss are made as in training, so the figures compare with the figures of a run. Several GPUs share the
+held-out data of a recipe; the first GPU answers the questions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.cli.run_output import Kind, find_output
+from fxtune.cli.run_output import OutputKind, find_output
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.data.batches.build import prepare_evaluation
@@ -46,11 +46,11 @@ def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[
     if found.run is None:
         raise ConfigError(
             f"{found.folder} lies in no run, whose config would say what to evaluate on. Give a recipe: fxtune eval "
-            f"+recipe=NAME model.{'path' if found.kind is Kind.model else 'adapter'}={found.folder}"
+            f"+recipe=NAME model.{'path' if found.kind is OutputKind.model else 'adapter'}={found.folder}"
         )
     # The run may have divided its weights over more ranks than there are here.
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
-    if found.kind is Kind.checkpoint:
+    if found.kind is OutputKind.checkpoint:
         return run(config, found.folder)
     from_base = config.techniques.lora.enabled and not config.model.adapter
     if config.objective.needs.reference and config.data.holds_out and not from_base:

@@ -36,7 +36,7 @@ SHOWN_FILES = 4
 
 
 def run(key: str) -> None:
-    """Print the page of `key`. Raises ConfigError if there is no such key, with the one that may be meant."""
+    """Print the page of `key`. Raises ConfigError if there is no such key; the error names a similar key."""
     keys = _entries(key)
     validator = Validator(Config, lambda _: "", from_file=False)
     slot = validator.find(keys)
@@ -70,7 +70,7 @@ def _entries(key: str) -> tuple[str, ...]:
 
 
 def _owner(keys: tuple[str, ...]) -> Any:
-    """The dataclass that has the field `keys[-1]`; that of the section above for a key of any name."""
+    """The dataclass with the field `keys[-1]`; for a key of any name, the dataclass of the section above."""
     slot = Slot(Config)
     owner: type = Config
     for key in keys:
@@ -199,9 +199,9 @@ def _doc(owner: Any, name: str) -> str | None:
 
 
 def _class_doc(kind: type) -> str | None:
-    """The docstring of a section's class, or else the first paragraph of its file's."""
+    """The docstring of a section's class, or else the first paragraph of its module's docstring."""
     text = kind.__doc__ or ""
-    if text and not text.startswith(f"{kind.__name__}("):  # dataclasses writes one of its own
+    if text and not text.startswith(f"{kind.__name__}("):  # the default docstring of a dataclass
         return text
     module = inspect.getmodule(kind)
     return ((module.__doc__ if module else None) or "").split("\n\n")[0] or None

@@ -94,7 +94,7 @@ class _JobError(BaseException):
 
 
 def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None:
-    """Call the command for each job of a multirun, each with its own run.dir. One that fails stops no other."""
+    """Call the command for each job of a multirun, each with its own run.dir. A job that fails stops no other job."""
     swept = {choice.key for choice in choices if choice.sweeps}
     # Not the errors themselves: their tracebacks would keep each failed job's model in memory.
     failures: list[type[UserError]] = []

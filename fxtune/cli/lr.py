@@ -4,9 +4,9 @@
     fxtune lr +recipe=quickstart --plot lr.svg            # also draw it
     fxtune lr +recipe=quickstart --lowest 1e-5 --highest 1e-1 --steps 100
 
-The rate grows with each step, from a hundredth of what optimizer.lr=auto would choose to a hundred times that, until
-the loss has diverged. The steps are those of the recipe, with its data, its batch and its seed. Nothing is saved but
-the files of --plot and --json; a run's folder is not touched. Several GPUs (run.gpus) share each step.
+The rate grows with each step, from a hundredth to a hundred times the rate that optimizer.lr=auto would choose, until
+the loss has diverged. The steps have the recipe's data, batch and seed. Only the files of --plot and --json are
+written. Several GPUs (run.gpus) share each step.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _run(argv: list[str]) -> None:
         name, words = words[0] if words else "train", ["--help"]
     command = COMMANDS[name]
     parser = _parser(name, command)
-    with SIGNALS.interruptible():  # argparse turns an interruption into an error of its own
+    with SIGNALS.interruptible():  # argparse turns an interruption into an argparse error
         options = _parse(parser, words)
     with plugins.files_used(options.plugin or ()):
         _run_parsed(name, command, parser, options, argv)
@@ -243,7 +243,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
-    """The command's options and those of Hydra that read no unchecked files (so no --config-dir)."""
+    """The command's options, and Hydra's options that read no unchecked files (so no --config-dir)."""
     what = "WORD ..." if command.positional_only else "+recipe=NAME key=value ..."
     parser = _Parser(
         prog=f"fxtune {name}",

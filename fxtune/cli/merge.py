@@ -8,8 +8,8 @@
 
 The checkpoint of a full fine-tuning is written as a model, with nothing to merge.
 
-A weight W becomes W + alpha/r * B A. The sum is computed in float32 and rounded once to the dtype in which the base is
-stored, one layer at a time, so a bfloat16 model needs no more memory than its own size.
+A weight W becomes W + alpha/r * B A. The sum is computed in float32 and rounded once to the base's stored dtype, one
+layer at a time, so merging needs no more memory than the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fxtune.checkpoint.folder import step_of
-from fxtune.cli.run_output import RUNS, Kind, RunOutput, find_folder, find_output, is_run, unknown
+from fxtune.cli.run_output import RUNS, OutputKind, RunOutput, find_folder, find_output, is_run, unknown
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
@@ -87,11 +87,11 @@ def merge(
     """
     name = str(adapter)
     found = _find(name)
-    if found and found.kind is Kind.checkpoint:
+    if found and found.kind is OutputKind.checkpoint:
         return _merge_checkpoint(found.folder, out, unmerged, trust_remote_code)
     if unmerged:
         raise ConfigError(f"--unmerged is for a checkpoint, and {name} is no checkpoint.")
-    if found and found.kind is Kind.model:
+    if found and found.kind is OutputKind.model:
         raise ConfigError(f"{found.folder} is a whole model, without adapters, so there is nothing to merge.")
     if found:
         name, out = str(found.folder), out or found.folder.with_name("merged")
@@ -158,7 +158,7 @@ class OpenedAdapter:
     origin: Origin
     lora: Any
     model: ModelConfig
-    """The base, in the dtype in which it is stored."""
+    """The base, in its stored dtype."""
     hf_config: Any
     """The base's config, with the RoPE scaling of the adapter and rows for the tokens that its run added."""
     tokenizer: Any
@@ -306,7 +306,8 @@ def _merge_into_base(adapted: Any, name: str) -> Any:
 
 
 def _untie(adapted: Any, layers: list[Any]) -> None:
-    """Give a head or an embedding with an adapter its own weight, so that the adapter is added to that one only."""
+    """Separate a tied head or embedding with an adapter from the weight that it shares, so that the adapter is added
+    to one of the two only."""
     uses = Counter(id(weight) for module in adapted.modules() for weight in module.parameters(recurse=False))
     for layer in layers:
         base_layer = layer.get_base_layer()

@@ -51,7 +51,7 @@ def run(
     host_gib: float = HOST_GIB,
     json: Optional[Path] = None,
 ) -> None:
-    """Print the plan. `price`: of one GPU for an hour; `tokens`: those of an epoch. Raises ConfigError for a card that
+    """Print the plan. `price`: of one GPU for an hour; `tokens`: in an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
     try:
         counted = count_tokens(config) if tokens is None else Lengths.full_rows(int(tokens), config)

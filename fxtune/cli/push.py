@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.cli.merge import merge
-from fxtune.cli.run_output import ADAPTER_FILE, Kind, RunOutput, find_output
+from fxtune.cli.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
 from fxtune.errors import ConfigError, HubError, StorageError, first_line
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.system.console import say
@@ -68,17 +68,17 @@ def run(run: str, name: str, *, merged: bool = False, public: bool = False, trus
         raise ConfigError(f"`{name}` is no name of the hub's: give ORGANISATION/NAME or USER/NAME, as in me/lamps.")
     if not (token := get_token()):
         raise ConfigError("There is no token of the Hugging Face hub: log in with `hf auth login`, or set HF_TOKEN.")
-    if merged and output.kind is Kind.model:
+    if merged and output.kind is OutputKind.model:
         raise ConfigError(f"{output.folder} was trained without adapters, so there is nothing to merge.")
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory(prefix="fxtune-push-") as scratch:
         folder = output.folder
-        if output.kind is Kind.checkpoint:
+        if output.kind is OutputKind.checkpoint:
             folder = merge(folder, Path(scratch) / "trained", unmerged=not merged, trust_remote_code=trust_remote_code)
         as_adapter = (folder / ADAPTER_FILE).exists() and not merged
         with _hub_errors(api.endpoint, name):
             exists = _require_same_kind(api, name, as_adapter)
-        if merged and output.kind is Kind.adapter:
+        if merged and output.kind is OutputKind.adapter:
             card = {"title": name.partition("/")[2], "figures": _figures(output), "config": output.config}
             folder = merge(folder, Path(scratch) / "model", trust_remote_code=trust_remote_code, card=card)
         operations = _operations(folder, name)

@@ -47,12 +47,12 @@ from fxtune.training.refresh import RefreshData
 
 PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "replaced"
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
-"""The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. DRIFT, TRAINING and PROMOTING are those of
-a refresh that is not finished, LEFT that of one that was not finished when another was begun. REPLACED is an answer of
-the command and not in the file."""
+"""The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. A refresh that is not finished has DRIFT,
+TRAINING or PROMOTING, and LEFT once another refresh was begun. REPLACED is an answer of the command, never in the
+file."""
 EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11, REPLACED: 12}
 FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
-"""Keys of `data` that a refresh may set. The others say what the old rows are."""
+"""Keys of `data` that a refresh may set. The other keys define the old rows."""
 DECIDED = {
     "run.dir": "the folder is beside the run's folder",
     "run.resume": "the same command goes on by itself",
@@ -167,7 +167,7 @@ class _Refresh:
         return self.lineage.folder / f"run-{entry['number']}"
 
     def _configs(self, parent: Path) -> tuple[Config, Config]:
-        """(the config of the run that serves, the same with the keys of the command)."""
+        """(the config of the run that serves, that config with the keys of the command)."""
         if not parent.is_dir():
             link = self.lineage.folder / "current"
             raise ConfigError(
@@ -309,7 +309,7 @@ def _drift_verdict(drift: dict[str, Any], alpha: float) -> str:
     is_drift = "Drift" if drift["found"] else "No drift"
     return (
         f"{is_drift}: the loss on the new rows is {drift['new_loss']:.4f}, and {drift['old_loss']:.4f} on the old "
-        f"held-out ones; p = {drift['p']:.2g} (permutation test; drift is p up to refresh.alpha={alpha:g})."
+        f"held-out rows; p = {drift['p']:.2g} (permutation test; drift is p up to refresh.alpha={alpha:g})."
     )
 
 

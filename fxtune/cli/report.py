@@ -1,12 +1,12 @@
-"""`fxtune report RUN...`: a page about a run, or about several side by side. It needs no network.
+"""`fxtune report RUN...`: a page about a run, or about several runs side by side. The page needs no network.
 
     fxtune report quickstart                          # runs/quickstart/report.html, as the end of a run writes it
     fxtune report quickstart quickstart-2 quickstart-3                      # runs/report.html
     fxtune report runs/* --output all.html
 
-A run is named as for `fxtune diff`, also one that still trains. A folder that holds runs, as that of `fxtune -m`,
-stands for all of them. The page has the curves, where the time went and what would change it (as `fxtune why`), what
-was asked and what acted, the data, the answers, and the environment.
+A run is named as for `fxtune diff`; it may still train. A folder of runs, such as `fxtune -m` makes, stands for all
+its runs. The page has the curves, where the time went and which keys would save some of it (as `fxtune why`), which
+options were asked for and acted, the data, the answers, and the environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(run: str, *more: str, output: Optional[Path] = None) -> None:
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The folder of a run, or those of the runs in it."""
+    """The folder of a run, or the folders of the runs in it."""
     if holds_run(folder):
         return [folder]
     return sorted(inner for inner in folder.iterdir() if holds_run(inner)) or [folder]

@@ -28,7 +28,7 @@ ADAPTER_FILE = "adapter_config.json"
 STEP = re.compile(r"step-(\d+)")
 
 
-class Kind(str, Enum):
+class OutputKind(str, Enum):
     checkpoint = "checkpoint"
     adapter = "adapter"
     model = "model"
@@ -38,7 +38,7 @@ class Kind(str, Enum):
 class RunOutput:
     folder: Path
     """The folder of the checkpoint, of the adapter or of the whole model."""
-    kind: Kind
+    kind: OutputKind
     run: Path | None
     """The folder of the run that wrote it; None for a folder that lies in no run."""
 
@@ -54,9 +54,9 @@ def find_output(name: str) -> RunOutput:
     if folder is None:
         raise unknown(name)
     if is_checkpoint(folder):
-        return RunOutput(folder, Kind.checkpoint, _run_of(folder))
+        return RunOutput(folder, OutputKind.checkpoint, _run_of(folder))
     for found in (folder / "adapter", folder / "model", folder):
-        for file, kind in ((ADAPTER_FILE, Kind.adapter), ("config.json", Kind.model)):
+        for file, kind in ((ADAPTER_FILE, OutputKind.adapter), ("config.json", OutputKind.model)):
             if (found / file).exists():
                 return RunOutput(found, kind, _run_of(found))
     if holds_run(folder):
@@ -140,7 +140,7 @@ def _checkpoint(place: Path, name: str) -> Path | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run that a folder is or lies in: its checkpoint, or what it has exported."""
+    """The run in `folder`, or the run with the checkpoint or the export in `folder`."""
     levels = 2 if is_checkpoint(folder) else 1
     above = (folder if len(folder.parts) > levels else folder.absolute()).parents[levels - 1]
     return next((run for run in (folder, above) if holds_run(run)), None)

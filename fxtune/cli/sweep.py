@@ -47,7 +47,7 @@ from fxtune.system.threads import VARIABLES, share
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training.run_energy import Used, sentence
 from fxtune.tuning import recipe_writer, sampling, sweep_space
-from fxtune.tuning.race import State, hyperband
+from fxtune.tuning.race import EntrantState, hyperband
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep import THREADS, Method, Sweep, SweepPlan, Trial, refuse, shown
 from fxtune.tuning.sweep_space import Dimension
@@ -184,7 +184,7 @@ def table(sweep: Sweep) -> Any:
     rows = []
     for trial in sweep.ranking():
         entrant = trial.entrant
-        steps = trial.step() if entrant.state is State.running else trial.step_of(entrant.reached)
+        steps = trial.step() if entrant.state is EntrantState.running else trial.step_of(entrant.reached)
         state = entrant.state.value + (f": {entrant.reason.strip().splitlines()[0]}" if entrant.reason else "")
         loss = f"{entrant.loss:.4f}" if entrant.losses else ""
         values = [shown(value) for value in trial.values.values()]
@@ -244,7 +244,7 @@ def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
     words = [f"{sweep_space.PREFIX}{dimension.key}={dimension.text}" for dimension in plan.space]
     asked = ["--method", plan.method.value, "--trials", str(plan.trials), "--seed", str(plan.seed)]
     command = shlex.join([*redact_arguments(list(sweep.overrides)), *words, *asked])
-    done = sum(trial.entrant.state is State.done for trial in sweep.trials)
+    done = sum(trial.entrant.state is EntrantState.done for trial in sweep.trials)
     return [
         f"{sweep.config.run.name} with the lowest held-out loss of {len(sweep.trials)} configurations",
         "",

@@ -40,7 +40,7 @@ class SweepRun:
 
 def show_results(runs: list[SweepRun], folder: Path) -> None:
     """Print the table and write it to `folder`. Runs without held-out loss come last, by training loss; then failed
-    ones. Raises StorageError."""
+    runs. Raises StorageError."""
     runs = sorted(runs, key=lambda run: (run.error is not None, *run.order()))
     shown = [column for column in COLUMNS if any(run.value(column) is not None for run in runs)]
     failed = ["failed", *[""] * (len(shown) - 1)]

@@ -5,9 +5,10 @@
     fxtune verify +recipe=quickstart --each    # the same with each technique off in turn
     fxtune verify quickstart                   # are its adapter, model and merged model still what was proven?
 
-The first rows are the evidence that training itself requires before its first step. The others need data or a backward
-pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step costs. Nothing is
-written. Exit code 1: something did not act, or a file is not the one that was proven when it was saved.
+The first rows are the evidence that training itself requires before its first step. The other rows need data or a
+backward pass: which tokens are supervised, which weights are trained, whether the documents of a real row are
+isolated, what a step costs. Nothing is written. Exit code 1: a technique did not act, or a file has changed since it
+was proven.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from fxtune.checkpoint.run_folder import read_config, read_template_time, read_t
 from fxtune.config import discovery
 from fxtune.config.introspection import Slot
 from fxtune.config.needs import unread
-from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, refuse
+from fxtune.config.overrides import COMMAND_LINE, Choice, ChoiceKind, RecipeStore, refuse
 from fxtune.config.root import Config, completed
 from fxtune.config.validate import Validator
 from fxtune.errors import ConfigError
@@ -65,7 +65,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
                     "or write [a,b] for a list, or quote a text that has commas"
                 )
             for name in choice.names:
-                _ = store.recipe(name) if choice.kind is Kind.recipe else store.group(choice.key, name)
+                _ = store.recipe(name) if choice.kind is ChoiceKind.recipe else store.group(choice.key, name)
             choices.append(choice)
         except ConfigError as error:
             problems.append(str(error))
@@ -74,7 +74,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
         set_here = {choice.key for choice in choices}
         choices += [choice for choice in store.grid if choice.key not in set_here]
     for choice in choices:
-        if choice.kind is Kind.group:
+        if choice.kind is ChoiceKind.group:
             store.leave_out(choice.key)
     _register(store, register_all)
     return sorted(choices, key=lambda choice: choice.kind.value)
@@ -111,7 +111,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
         raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
     cfg, choices = OmegaConf.create(completed(values)), prepare(list(overrides))
     for choice in choices:
-        if choice.kind is not Kind.key:
+        if choice.kind is not ChoiceKind.key:
             raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")
         value = OverridesParser.create().parse_override(choice.text).value()
         OmegaConf.update(cfg, choice.key, value, merge=False, force_add=True)

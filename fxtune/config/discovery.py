@@ -65,7 +65,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _own() -> dict[str, list[Path]]:
-    """The user's recipes by name, those of subfolders too. One at the top hides those of its name below."""
+    """The user's recipes by name, also in subfolders. A recipe at the top hides recipes of the same name below."""
     found = {path.stem: [path] for path in _files(LOCAL)}
     for folder, subfolders, _ in os.walk(LOCAL):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))

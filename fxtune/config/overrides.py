@@ -33,8 +33,8 @@ from fxtune.plugins import PLUGIN_ADDS
 COMMAND_LINE = "on the command line"
 
 
-class Kind(Enum):
-    """What an override does. The values are the order in which Hydra must see them: a later one wins."""
+class ChoiceKind(Enum):
+    """What an override does. The values are the order in which Hydra must see overrides: a later override wins."""
 
     hydra = 0
     recipe = 1
@@ -46,7 +46,7 @@ class Kind(Enum):
 class Choice:
     """One checked override."""
 
-    kind: Kind
+    kind: ChoiceKind
     text: str
     """The spelling that Hydra needs."""
     key: str
@@ -88,7 +88,7 @@ class RecipeStore:
                 validator.check(slot, choice, keys)
         refuse(validator.problems)
         spelling = f"{'++' * is_free(self.schema, keys)}{key}={value}"
-        return Choice(Kind.key, spelling, key, parsed.is_sweep_override())
+        return Choice(ChoiceKind.key, spelling, key, parsed.is_sweep_override())
 
     def _hydra_or_group(self, parsed: Override, text: str, from_file: bool) -> Choice | None:
         """The choice of a recipe, a group's option or a plugin of Hydra; None if the override is a key."""
@@ -102,10 +102,10 @@ class RecipeStore:
         if key == "recipe":
             names = self._find_recipes(_values(parsed, self.paths))
             listed = f"[{','.join(names)}]" if isinstance(parsed.value(), list) else ",".join(names)
-            return Choice(Kind.recipe, _quoted(f"+recipe={listed}"), key, sweeps, tuple(names))
+            return Choice(ChoiceKind.recipe, _quoted(f"+recipe={listed}"), key, sweeps, tuple(names))
         if key in self.groups:
             options = self._find_options(key, _values(parsed, self.groups[key]))
-            return Choice(Kind.group, f"+{key}={value}", key, sweeps, tuple(options))
+            return Choice(ChoiceKind.group, f"+{key}={value}", key, sweeps, tuple(options))
         near_group = None if "." in key else nearest(key, [*self.groups, "recipe"], 0.75)
         if near_group and key not in Slot(self.schema).fields:
             better = f"{'+' * (near_group == 'recipe')}{near_group}={value}"
@@ -236,7 +236,7 @@ class RecipeStore:
             place = document.where((*path, str(key)))
             try:
                 choice = self.override(f"{key}={value}", place, from_file=True)
-                if choice.kind is Kind.recipe:
+                if choice.kind is ChoiceKind.recipe:
                     raise ConfigError(f"{place}: a recipe cannot sweep over recipes")
                 grid.append(choice)
             except ConfigError as error:
@@ -296,7 +296,7 @@ def _hydra_setting(text: str, key: str, from_file: bool) -> Choice:
         )
     if "${" in text or any(part.startswith("_") for part in key.split(".")) or "_target_" in text:
         raise ConfigError(f"`{text}`: a config holds values, it cannot name code to run or read the environment")
-    return Choice(Kind.hydra, text.lstrip("+") if "/" in key else f"++{text.lstrip('+')}", key, False)
+    return Choice(ChoiceKind.hydra, text.lstrip("+") if "/" in key else f"++{text.lstrip('+')}", key, False)
 
 
 @contextmanager
@@ -315,7 +315,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
-    """Each value that an override can take: one, or those of a sweep. A glob chooses from `names`."""
+    """Each value that an override can take: one value, or the values of a sweep. A glob chooses from `names`."""
     value = parsed.value()
     if isinstance(value, ChoiceSweep):
         return [unquoted(item) for item in value.list]

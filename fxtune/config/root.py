@@ -54,14 +54,14 @@ class RunConfig:
     device: Device = Device.auto
     """`auto`: the GPU if there is one."""
     gpus: str = "auto"
-    """How many GPUs of this machine train together, each in a process of its own (a rank). `auto`: as many as divide
-    the micro-batches of a step. With run.device=cpu, a number is that of processes on the CPU. torchrun starts ranks
-    on several machines (docs/distributed.md)."""
+    """How many GPUs of this machine train together, each with its own process (a rank). `auto`: as many as divide the
+    micro-batches of a step. With run.device=cpu: the number of processes on the CPU. torchrun starts ranks on several
+    machines (docs/distributed.md)."""
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
     """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
     export: Export = Export.best
-    """Which weights are exported when the run ends. `best`: those with the lowest held-out loss; the last ones without
-    held-out data or with checkpoint.keep_best=false. `last`: those after the last step."""
+    """Which weights are exported when the run ends. `best`: the weights with the lowest held-out loss; without
+    held-out data or with checkpoint.keep_best=false, the last weights. `last`: the weights after the last step."""
     report: bool = True
     """Write a page about the run, RUN/report.html, when it ends; `fxtune report RUN` writes it at any time."""
 
@@ -87,13 +87,13 @@ class StopConfig:
     """Early stopping: the run ends when evaluations do not become better any more."""
 
     patience: int = field(default=0, metadata={"min": 0})
-    """End after so many evaluations in a row that are not better than the best one before them; 0: never. The best
-    weights are exported. With schedule.name=wsd the learning rate decays from them first."""
+    """End after so many evaluations in a row without a new best evaluation; 0: never. The best weights are exported.
+    With schedule.name=wsd the learning rate decays from the best weights first."""
     min_delta: float = field(default=0.0, metadata={"min": 0})
     """An evaluation is better only by more than this."""
     metric: StopMetric = StopMetric.loss
-    """What is judged: the held-out `loss`, or the share of `exact_match` on data.questions, which are then asked at
-    each evaluation. The best weights are those that are best by it."""
+    """The metric of the best evaluation and the best weights: the held-out `loss`, or the share of `exact_match` on
+    data.questions, which are then asked at each evaluation."""
 
 
 @dataclass
@@ -119,8 +119,8 @@ class TrainConfig:
     """End the run within so many minutes of running time; the time between a stop and a resume does not count. With
     schedule.name=wsd the decay begins early enough to end in time; other schedules are cut off."""
     pause_after: Optional[int] = field(default=None, metadata={"min": 1})
-    """Save after this step and end, without an export. The same command with a later one, or without it, goes on with
-    the same bits. The learning rate is that of the whole run."""
+    """Save after this step and end, without an export. The same command with a later step, or without this key, goes
+    on with the same bits. The schedule of the learning rate is the whole run's."""
     log_every: int = field(default=1, metadata={"min": 1})
     """Steps between two log lines. The loop waits for the device only when it logs."""
     noise_scale: bool = False
@@ -129,16 +129,16 @@ class TrainConfig:
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})
     """Clip the gradient to this norm; 0: off."""
     max_skipped_steps: int = field(default=5, metadata={"min": 1})
-    """Stop after this many consecutive steps with a non-finite loss or gradient (none of them changes the weights).
-    Steps that float16 skips while it searches for its loss scale do not count."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient (such a step never changes the
+    weights). Steps that float16 skips while it searches for its loss scale do not count."""
     spikes: Spikes = Spikes.report
-    """What happens to a step whose loss is far above that of the steps before. `report`: log it with its samples.
+    """What happens to a step with a loss far above the losses before. `report`: log it with its samples.
     `skip`: also leave the weights unchanged (decided on the device). `off`: nothing."""
     spike_window: int = field(default=64, metadata={"min": 1, "max": 100_000})
-    """A spike is judged by the losses of this many steps before it, as soon as a quarter of them exist."""
+    """A spike is judged by the losses of this many steps before it, as soon as there are a quarter as many."""
     spike_threshold: float = field(default=8.0, metadata={"above": 0})
-    """A loss is a spike if it is above their median by more than this many times 1.4826 x their
-    median absolute deviation."""
+    """A loss is a spike if it exceeds the median of these losses by more than this many times 1.4826 x their median
+    absolute deviation."""
     out_of_memory: OutOfMemory = OutOfMemory.halve
     """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
     there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
@@ -159,14 +159,14 @@ class RefreshConfig:
     """`fxtune refresh RUN data.sources=[...]`: a run's model on new rows."""
 
     alpha: float = field(default=0.01, metadata={"min": 0.001, "below": 0.5})
-    """The rate of false alarms of each test: how often rows like the old ones count as drift, and how often a model
+    """The rate of false alarms of each test: how often rows like the old rows count as drift, and how often a model
     that is not better passes the gate's test."""
     sample: int = field(default=1000, metadata={"min": 10})
-    """How many old documents, and how many new ones, are compared at most."""
+    """The most old documents, and the most new documents, that are compared."""
     held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
     """The share of the new rows that is held out to judge by; a source's own eval_fraction comes first."""
     replay: float = field(default=0.5, metadata={"above": 0, "below": 1})
-    """The share of the supervised tokens that comes from the old rows, so that what they taught is kept."""
+    """The share of the supervised tokens that comes from the old rows, so that the model does not forget them."""
     epochs: float = field(default=3.0, metadata={"above": 0, "max": 10_000})
     """Passes over the new rows at most; early stopping may end the run before."""
     bound: float = field(default=0.02, metadata={"above": 0})

@@ -111,7 +111,7 @@ class Validator:
                 words = f" or the word{'s' * (len(slot.switches) > 1)} {', '.join(slot.switches)}" * bool(
                     slot.switches
                 )
-                self.add(keys, f"`{name}` has keys of its own ({expected(slot)}){words} and cannot be {_shown(value)}")
+                self.add(keys, f"`{name}` is a group of keys ({expected(slot)}){words} and cannot be {_shown(value)}")
                 return
             every, slot = slot, slot.chosen(value)
             for key, item in value.items():

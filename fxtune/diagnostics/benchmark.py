@@ -269,7 +269,7 @@ class StepClock:
 def measure_in_process(
     overrides: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None
 ) -> dict[str, Any]:
-    """`fxtune bench` in a process of its own: the fields of Measured, or `{"error": reason in one line}`.
+    """`fxtune bench` in a separate process: the fields of Measured, or `{"error": reason in one line}`.
 
     Raises TimeoutError after `limit` seconds.
     """

@@ -1,10 +1,10 @@
-"""The links between the GPUs of this machine: what connects each pair (NVML), and how fast all of them all-reduce.
+"""The links between the GPUs of this machine: what connects each pair (NVML), and the speed of an all-reduce over all.
 
 `fxtune doctor` runs this file as a program, because NVML and NCCL may hang: `python -m fxtune.diagnostics.links RANKS
 DEVICE` starts RANKS processes, which all-reduce numbers for a few seconds, and prints its answer as JSON. On a CPU
 they do so through gloo.
 
-Bandwidth is that of one rank: an all-reduce of B bytes over n ranks in t seconds sends 2 (n - 1) / n B / t bytes a
+Bandwidth is for one rank: an all-reduce of B bytes over n ranks in t seconds sends 2 (n - 1) / n B / t bytes a
 second over its link, the "bus bandwidth" of NVIDIA's nccl-tests. The NVLink of two H200 (18 links each) reaches 340
 GB/s so measured, PCIe 4 some 20.
 """
@@ -27,11 +27,11 @@ from fxtune.system.process_group import run_process
 
 TIMEOUT = 120.0
 SECONDS = 1.0
-"""How long the all-reduce is measured."""
+"""Seconds of the measurement of the all-reduce."""
 BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 LEAST = {"NVLink": 60e9, "PCIe": 4e9}
-"""Bytes a second below which a link does not do what it can: half of the slowest NVLink pair (two A6000), PCIe 3 x8
-less a third."""
+"""Bytes a second below which a link is too slow: half of the slowest NVLink pair (two A6000), two thirds of PCIe 3
+x8."""
 ANCESTORS = {
     0: "two GPUs of one board",
     10: "through one PCIe switch",
@@ -79,7 +79,7 @@ class Pair:
 
 @dataclass
 class Links:
-    """What was found out. `device`: cuda or cpu."""
+    """The measured links. `device`: cuda or cpu."""
 
     device: str
     ranks: int
@@ -89,9 +89,9 @@ class Links:
     size: int = 0
     """Bytes of an all-reduce."""
     seconds: float = 0.0
-    """Median time of one."""
+    """Median time of an all-reduce of `size` bytes."""
     latency: float = 0.0
-    """Median time of one of 8 bytes."""
+    """Median time of an all-reduce of 8 bytes."""
 
     @property
     def bandwidth(self) -> float:
@@ -113,13 +113,13 @@ def check(ranks: int, device: str) -> list[Finding]:
     remedy = (
         "NCCL_DEBUG=INFO fxtune doctor shows where; in a container: docker run --ipc=host; until then run.gpus=1"
         if device == "cuda"
-        else "check that the address of this host's name (`hostname -i`) is one of its own"
+        else "check that the address of this host's name (`hostname -i`) belongs to this host"
     )
     return [Finding("all-reduce", f"{ranks} ranks, no answer after {seconds:.0f} s: {said}", State.broken, remedy)]
 
 
 def findings(links: Links) -> list[Finding]:
-    """What is good and what is bad about `links`, with what to change."""
+    """The findings on `links`, each with its remedy."""
     found = [_pair(pair) for pair in links.pairs]
     speed = f"{links.bandwidth / 1e9:.3g} GB/s, {links.latency * 1e6:.0f} us for 8 bytes"
     seen = f"{links.ranks} ranks, {links.size / 2**20:.0f} MiB in {links.seconds * 1e3:.3g} ms: {speed}"
@@ -156,23 +156,23 @@ def _pair(pair: Pair) -> Finding:
 def pairs(nvml: Any, uuids: list[str]) -> Iterator[Pair]:
     """What connects each pair of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
     handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-    for (first, one), (second, other) in combinations(enumerate(handles), 2):
-        linked = _status(nvml, one, other, NVLINK) == 0
-        reads = _status(nvml, one, other, READ)
-        writes = _status(nvml, one, other, WRITE)
-        ancestor = int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
-        yield Pair(first, second, _active_links(nvml, one) if linked else 0, ancestor, reads or writes)
+    for (first, from_), (second, to) in combinations(enumerate(handles), 2):
+        linked = _status(nvml, from_, to, NVLINK) == 0
+        reads = _status(nvml, from_, to, READ)
+        writes = _status(nvml, from_, to, WRITE)
+        ancestor = int(nvml.nvmlDeviceGetTopologyCommonAncestor(from_, to))
+        yield Pair(first, second, _active_links(nvml, from_) if linked else 0, ancestor, reads or writes)
 
 
-def _status(nvml: Any, one: Any, other: Any, capability: int) -> int:
+def _status(nvml: Any, from_: Any, to: Any, capability: int) -> int:
     try:
-        return int(nvml.nvmlDeviceGetP2PStatus(one, other, capability))
+        return int(nvml.nvmlDeviceGetP2PStatus(from_, to, capability))
     except nvml.NVMLError:
         return int(nvml.NVML_P2P_STATUS_NOT_SUPPORTED)
 
 
 def _active_links(nvml: Any, handle: Any) -> int:
-    """At least 1: that they are linked is known."""
+    """Number of active NVLinks; at least 1, because the caller knows that there is a link."""
     count = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -183,7 +183,7 @@ def _active_links(nvml: Any, handle: Any) -> int:
 
 
 def main(ranks: int, device: str) -> None:
-    """Find out and print JSON."""
+    """Measure the links and print them as JSON."""
     import torch
     from torch import multiprocessing
 
@@ -216,7 +216,7 @@ def _pairs_of_torch(ranks: int) -> list[Pair]:
 
 
 def _rank(rank: int, links: Links, folder: str) -> None:
-    """One of the processes that all-reduce. Rank 0 writes `folder`/links.json."""
+    """A process of the all-reduce. Rank 0 writes `folder`/links.json."""
     import torch
     import torch.distributed as dist
 
@@ -242,7 +242,7 @@ def _rank(rank: int, links: Links, folder: str) -> None:
 
 
 def _median_time(tensor: Any) -> float:
-    """Seconds of an all-reduce of `tensor`, the median of those in SECONDS."""
+    """Median seconds of an all-reduce of `tensor`, over SECONDS."""
     import torch
     import torch.distributed as dist
 

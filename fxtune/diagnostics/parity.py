@@ -52,7 +52,7 @@ from fxtune.training.builder import RunBuilder
 from fxtune.upstream.torch import remove_forward_hooks
 
 BY_DESIGN = ("rope", "precision", "quantize", "float8", "lora", "plugins")
-"""Techniques that change what is computed, and so stay on in the reference. The others must not change it."""
+"""Techniques that change the result, and so stay on in the reference. The others must not change it."""
 OPTIONAL = tuple(entry.name for entry in dataclasses.fields(Pipeline) if entry.name not in BY_DESIGN)
 EXACT = (1e-5, 1e-5, 1e-4)
 """Relative bounds in float32: of the loss, the full gradient, and the gradient of the worst parameter."""

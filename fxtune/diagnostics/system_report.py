@@ -74,7 +74,7 @@ def host() -> Iterator[Finding]:
 
 
 def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[Finding]:
-    """Free space for runs, tokenized data and models. `runs`, `tokens`: folders instead of the default ones."""
+    """Free space for runs, tokenized data and models. `runs`, `tokens`: in place of the default folders."""
     places = {
         "runs": Path(runs or "runs"),
         "token cache": Path(tokens or _folder("XDG_CACHE_HOME", "~/.cache") / "fxtune"),

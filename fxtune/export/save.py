@@ -26,7 +26,7 @@ from fxtune.system.atomic_files import replace_folder, sync
 
 
 def staging_folders(folder: Path) -> tuple[Path, Path]:
-    """(where save_model() writes `folder` before it renames it, where it puts the folder that it replaces)."""
+    """(the folder that save_model() writes and then renames to `folder`, the folder that it replaces, moved away)."""
     return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
 
 
@@ -46,30 +46,25 @@ def save_model(
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
     With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
-    config.json next to it; the card says so, and with_changes_of() reads it. The same holds for a generation config
-    to which training has added end tokens (generation.py).
+    config.json beside the adapter; the card says so, and with_changes_of() reads it. The same holds for a generation
+    config with end tokens that training has added (generation.py).
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
     with RoPE as transformers 5, transformers 4 and vLLM read it.
 
-    The folder is proven before it counts (read_back.py). `answer`: see prove(). `check`: one more check of the
-    written files, see Proof.with_check(). `question`: see prove(). `record` gets the proof, which is also in the card
-    and, with the sha256 of each file, in proof.json.
+    The folder is proven before it counts (read_back.py). `answer`, `question`: see prove(). `check`: one more check of
+    the written files, see Proof.with_check(). `record` gets the proof, which is also in the card and, with the sha256
+    of each file, in proof.json.
 
     The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
-    one. `world`: the ranks that hold the model, which all call this; rank 0 writes. Raises StorageError, on all of
-    them, if the disk refuses it or the files are not what was trained. `keeps`: for that message, where the trained
-    weights still are.
+    folder. `world`: the ranks that hold the model, which all call this; rank 0 writes. Raises StorageError, on all
+    ranks, if the disk refuses the files or the files differ from the trained model. `keeps` says in this error where
+    the trained weights still are.
     """
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
 
-    def restore() -> None:
-        """Undo half a replacement: the old export has been moved away, and no new one is in its place."""
-        if old.is_dir() and not old.is_symlink() and not folder.exists():
-            old.rename(folder)
-
     def begin() -> None:
-        restore()
+        _restore(folder, old)
         for leftover in (staging, old):
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -90,14 +85,11 @@ def save_model(
             "revision": model.base_revision,
             "grown_from": model.grown_from,
         }
-        kind = kind_of(model.module.config)
-        write_card(staging, kind, {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()})
+        facts = {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()}
+        write_card(staging, kind_of(model.module.config), facts)
         write_proof(staging, proof)
-        readable = (staging / "README.md").stat().st_mode
-        for path in sorted(staging.rglob("*"), reverse=True):  # files before their folder
-            if path.is_file():
-                path.chmod(readable)  # safetensors makes its files readable by their owner alone
-            sync(path)  # before the renaming: a power cut must not leave empty files
+        _make_readable(staging)
+        replace_folder(staging, folder, old)
 
     try:
         on_main(world, begin)
@@ -106,20 +98,35 @@ def save_model(
         written.compare(world)
         proof = on_main(world, prove_files)
         on_main(world, end)
-        on_main(world, partial(replace_folder, staging, folder, old))
     except OSError as error:
         if world.main:
             with suppress(OSError):
-                restore()
+                _restore(folder, old)
             shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, Mismatch):
             disk = "" if isinstance(error, LoadMismatch) else "the disk, and "
             raise StorageError(
-                f"The files for {folder} were written and are not what was trained: {error}. They were removed. "
-                f"{keeps or 'What they were made from is as it was: try again.'} If it happens again, check {disk}"
+                f"The files for {folder} were written and differ from the trained model: {error}. They were removed. "
+                f"{keeps or 'The source of these files is unchanged: try again.'} If it happens again, check {disk}"
                 "the versions of peft, transformers and safetensors."
             ) from error
         raise not_written(f"The trained model cannot be written to {folder}", error) from error
     if record is not None:
         record(proof)
     return folder
+
+
+def _restore(folder: Path, old: Path) -> None:
+    """Undo half a replacement: the old export has been moved to `old`, and no new export is in its place."""
+    if old.is_dir() and not old.is_symlink() and not folder.exists():
+        old.rename(folder)
+
+
+def _make_readable(folder: Path) -> None:
+    """Give all files the permissions of README.md, and sync them: a power cut after the renaming must not leave empty
+    files. safetensors makes its files readable by their owner alone."""
+    readable = (folder / "README.md").stat().st_mode
+    for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
+        if path.is_file():
+            path.chmod(readable)
+        sync(path)

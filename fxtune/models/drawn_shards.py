@@ -1,9 +1,9 @@
 """Draws the weights of a model whose parts are held by several ranks: the same numbers as in one process.
 
 Random numbers come in one sequence, in the order in which constructors and init functions ask for them. So each rank
-draws all of them, one parameter at a time, and keeps its rows. The model is built twice, with matrices on the meta
-device. The first time only counts the writes to each of them; the second time repeats the writes on memory of the size
-of one matrix, and hands over the last value of each.
+draws all numbers, one parameter at a time, and keeps its rows. The model is built twice, with matrices on the meta
+device. The first time only counts the writes to each matrix; the second time repeats the writes in memory for one
+matrix, and hands over the last value of each matrix.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _usual_defaults() -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Gives matrices no memory. A turn is a series of writes to one of them; its result goes to `take`."""
+    """Gives matrices no memory. A turn is a series of writes to one matrix; its result goes to `take`."""
 
     def __init__(self, take: Callable[[int, torch.Tensor], None] | None = None) -> None:
         super().__init__()

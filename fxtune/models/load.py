@@ -70,8 +70,8 @@ class ModelConfig:
     tokenizer: Optional[str] = None
     """A folder or a hub id for the tokenizer; null: the tokenizer of `path`."""
     add_tokens: list[str] = field(default_factory=list)
-    """Special tokens that the tokenizer gets beside its own. Their rows of the embedding and the head are spare rows
-    of the base, or new ones that start as the mean of all; adapters train them as techniques.lora.train_tokens."""
+    """Special tokens to add to the tokenizer. Their rows of the embedding and the head are spare rows of the base, or
+    new rows that start as the mean of all rows; adapters train these rows as techniques.lora.train_tokens."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Needs a revision that is a full commit hash."""
 
@@ -325,7 +325,7 @@ def fill(
 
 
 def _found(model: ModelConfig, built: PreparedModel) -> Origin:
-    """The files that build() found, also if the hub has newer ones since."""
+    """The files that build() found, also if the hub has newer files since."""
     return _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
 
 

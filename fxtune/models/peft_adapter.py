@@ -25,7 +25,7 @@ from fxtune.system.hub import Origin, fetch, locate_adapter
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 FACTORED = ("pissa", "olora")
-"""Values of `init` that also change the base, so an adapter with one of them fits only the changed base."""
+"""Values of `init` that also change the base: such an adapter fits only the changed base."""
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
 """Options that name the modules with adapters."""
 _PEFT_ONLY = (
@@ -39,7 +39,7 @@ _PEFT_ONLY = (
     "monteclora_config",
     "use_bdlora",
 )
-"""Options of peft that change an adapter and that no recipe has. peft sets some of them by itself."""
+"""Options of peft that change an adapter and are no keys of a recipe. peft sets some of these options by itself."""
 
 
 def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The answers of a model to a few fixed tokens, and how far two of them are from each other."""
+"""The answers of a model to a few fixed tokens, and the distance of two answers."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
 
 
 def misfits(*problems: tuple[str, Collection[str]]) -> str:
-    """Each problem with the number of weights that have it, and the first of these; empty if none has one."""
+    """Each problem with the number of its weights and the first of their names; empty if no weight has a problem."""
     return "; ".join(f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems if names)
 
 

@@ -322,7 +322,8 @@ def _sources_of(run: RunFiles) -> list[list[Any]]:
 
 
 def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:
-    """The first questions: the right answer, that of the first run before training, and each run's after it."""
+    """The first questions: the right answer, the first run's answer before training, and each run's answer after
+    it."""
     before = {row.get("question"): row.get("answer") for run in runs for row in run.answers("before")}
     after = [{row.get("question"): row for row in run.answers("after")} for run in runs]
     questions = {row.get("question"): row.get("right") for own in after for row in own.values()}

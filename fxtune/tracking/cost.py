@@ -8,7 +8,7 @@ from typing import Optional
 
 @dataclass
 class CostConfig:
-    """Prices, in any one currency. With none of them no cost is shown."""
+    """Prices, in any one currency. Without prices no cost is shown."""
 
     card_hour: Optional[float] = field(default=None, metadata={"above": 0})
     """The price of one GPU for an hour (on the CPU: of one process), as clouds have it."""

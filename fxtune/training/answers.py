@@ -1,9 +1,9 @@
 """Greedy answers to held-out questions, and the share that is exactly right.
 
-A question is a chat row like those of training: the supervised tokens of its last assistant turn are the right answer,
-and everything before them is the prompt. So prompts have the same tokens as in training, and an answer ends at the
-end-of-turn token that the model was trained to write. Prompts of similar length are batched, padded on the left, with
-a KV cache.
+A question is a chat row like the rows of training: the supervised tokens of its last assistant turn are the right
+answer, and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends
+at the end-of-turn token that the model was trained to write. Prompts of similar length are batched, padded on the
+left, with a KV cache.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
             raise DataError(f"{row.where}: {row.error}")
     values = [row.value for row in rows if row.value is not None]
     questions = []
-    # Nothing is learned from questions, so they may have columns that are not read.
+    # Questions are not trained on, so they may have columns that are not read.
     encoder = Encoder(
         tokenizer,
         form,
@@ -102,7 +102,7 @@ def answer(
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
     The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out. The
-    ranks of `world` each answer a batch at a time, the same batches that one process would answer, and all get all
+    ranks of `world` each answer a batch at a time, the same batches that one process would answer. Every rank gets all
     answers.
     """
     device = next(model.module.parameters()).device
@@ -138,17 +138,17 @@ def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
 
 
 def scores(answers: Sequence[str], questions: Sequence[Question], metrics: Sequence[str]) -> dict[str, float]:
-    """exact_match, and the mean of each of `metrics`, which plugins have registered. Raises ConfigError for one that
-    gives no number."""
-    found = {"exact_match": exact_match(answers, questions)}
+    """exact_match, and the mean of each metric in `metrics`, which plugins have registered. Raises ConfigError for a
+    metric that gives no number."""
+    means = {"exact_match": exact_match(answers, questions)}
     for name in metrics:
         values = [METRICS[name](given, question.answer) for given, question in zip(answers, questions, strict=True)]
         for value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 file = METRICS.added()[name].file
                 raise ConfigError(f"{file}: the metric `{name}` gives {value!r}, which is no finite number.")
-        found[name] = sum(values) / len(values)
-    return found
+        means[name] = sum(values) / len(values)
+    return means
 
 
 @dataclass
@@ -162,11 +162,11 @@ class AnswerEvaluation:
     answers: dict[str, list[str]] = field(default_factory=dict)
     """Keys: "before" and "after" training."""
     scores: dict[str, float] = field(default_factory=dict)
-    """Of the last answers: exact_match and each metric of `config.metrics`."""
+    """Scores of the last answers: exact_match and each metric of `config.metrics`."""
 
     @staticmethod
     def open(data: DataConfig, tokenizer: Any, folder: Path) -> AnswerEvaluation | None:
-        """None if `data` has no questions about its own task. Errors as in load_questions."""
+        """None if `data` has no questions about its task. Raises as load_questions()."""
         config = data.own_questions()
         if config.path is None:
             return None
@@ -178,8 +178,8 @@ class AnswerEvaluation:
     def ask(
         self, model: PreparedModel, when: str, batch_sizes: RowsPerPass | None = None, world: World | None = None
     ) -> float:
-        """Ask, store the answers under `when` (empty: nowhere), and return the share of exact matches. `batch_sizes`,
-        `world`: see answer(). Rank 0 writes the file."""
+        """Ask the questions. Keeps the answers under `when` unless it is empty, and rank 0 then writes their file.
+        `batch_sizes`, `world`: see answer(). Returns the share of exact matches."""
         config, questions = self.config, self.questions
         given = answer(model, self.tokenizer, questions, config.batch_size, config.max_new_tokens, batch_sizes, world)
         self.scores = scores(given, questions, config.metrics)
@@ -251,8 +251,8 @@ def _last_user_turn(row: dict[str, Any]) -> str | None:
 
 
 def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], rows: int) -> Tokens:
-    """ask() of the first prompts: the first `rows` by rank 0, the next by rank 1, and so on. If weights are divided,
-    no rank can answer alone, so all ranks answer the first `rows` together, and rank 0's answers count."""
+    """The answers to the first prompts: rank 0 asks the first `rows`, rank 1 the next `rows`, and so on. If weights
+    are divided, no rank can answer alone, so all ranks ask the first `rows` together, and rank 0's answers count."""
     if world.degrees.shard > 1:
         answers = together(world, lambda: ask(prompts[:rows]), doing="answering questions")
         return world.broadcast(answers, "taking rank 0's answers")
@@ -262,9 +262,9 @@ def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], r
 
 
 def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives ranks with parts of the same weights the same next tokens: those of the first rank. Where
-    two logits are almost equal ranks may choose differently, and one that ends earlier would leave the others waiting
-    in a gather."""
+    """A function that gives ranks with parts of the same weights the same next tokens: the tokens of the first rank.
+    If two logits are almost equal, ranks may choose differently, and the other ranks would wait for a rank that ends
+    earlier."""
     if world.degrees.shard == 1:
         return lambda chosen: chosen
     return partial(world.copy_first, group=world.weights_group, doing="choosing a token")

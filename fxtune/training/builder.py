@@ -77,8 +77,8 @@ class RunBuilder:
 
     @phase("Checking the recipe", part="checks")
     def __init__(self, config: Config, ahead: bool = False, threads: int | None = None) -> None:
-        """`ahead`: look at the run from one process, before its ranks are started. `facts` are those of one of its
-        ranks, and no model can be built. `threads`: the number of CPU threads that a resumed run was started with."""
+        """`ahead`: look at the run from one process, before its ranks are started. `facts` are then the facts of one
+        rank, and no model can be built. `threads`: the number of CPU threads at the first start of a resumed run."""
         self._compared: Sequence[Plan] = ()
         """The plans whose documents need the stored log-probabilities of a reference."""
         self.special_tokens: list[int] = []
@@ -194,7 +194,7 @@ class RunBuilder:
     @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: PreparedModel) -> LanguageModel:
         """`model` with its loss head, as the techniques configure it."""
-        # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
+        # Autocast is on as in training: the constructor compares its logits with the logits of the model's forward.
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
             reference = None
             if isinstance(self.config.objective, WithReference):
@@ -318,7 +318,7 @@ class RunBuilder:
     ) -> TrainStep:
         """The training step of `model` with a new optimizer.
 
-        `loss_scale`: None means that of the recipe. `recorded`: whether passes may run as CUDA graphs, if
+        `loss_scale`: None means the recipe's. `recorded`: whether passes may run as CUDA graphs, if
         techniques.compile asks for them.
         """
         config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
@@ -348,7 +348,7 @@ class RunBuilder:
         return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
 
     def own(self, plan: Plan) -> Plan:
-        """What this rank takes of `plan`: its micro-batches, and its piece of their rows."""
+        """This rank's part of `plan`: its micro-batches, and its piece of their rows."""
         world = self.world
         return plan.for_rank(world.data_rank, world.data_ranks).cut(world.context_rank, world.context_ranks)
 
@@ -358,7 +358,7 @@ class RunBuilder:
         return HeldOutEvaluation(plan, load, model, objective, self.techniques.precision, self.world)
 
     def meter(self, model: nn.Module, plan: Plan, tokens: int = 0, supervised_tokens: int = 0) -> Meter:
-        """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: those of earlier steps."""
+        """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: counts of earlier steps."""
         autocast = self.techniques.precision.autocast
         dtype = None if autocast is Autocast.none else autocast.value
         return Meter(model, plan, self.world.device, tokens, supervised_tokens, dtype=dtype, ranks=self.world.size)
@@ -377,8 +377,8 @@ class RunBuilder:
     def out_of_memory(
         self, message: str, phase: MemoryPhase, rows: int | None = None, width: int | None = None, of_step: int = 1
     ) -> HardwareError:
-        """The error with `message` and the changes that would help most. `rows` and `width` are those of the batch
-        that did not fit; None: the largest of the recipe. `of_step`: micro-batches of its step.
+        """The error with `message` and the changes that would help most. `rows` and `width`: of the batch that did
+        not fit; None: the largest of the recipe. `of_step`: micro-batches of its step.
         """
         rows = rows or self.facts.micro_batch_size
         width = width or self.facts.row_length

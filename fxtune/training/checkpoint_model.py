@@ -50,8 +50,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module) -> TrainState:
 def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[PreparedModel, Any, dict[str, Any]]:
     """(model, tokenizer, facts for its model card) of a checkpoint, on the CPU, for save_model().
 
-    Only what decides the exported files is built: adapters and RoPE scaling, in the dtype of the run. Kernels,
-    quantization and compilation are left out, so a machine without a GPU can export. Raises as compose.of_run().
+    Only adapters and RoPE scaling are applied, in the dtype of the run: nothing else changes the exported files. So a
+    machine without a GPU can export. Raises as compose.of_run().
     """
     run = run_folder(checkpoint)
     config = compose.of_run(run, trust_remote_code)
@@ -61,7 +61,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     pipeline.attention.enabled = pipeline.precision.enabled = False
     source = replace(config.model, dtype=_dtype(run, config))
     hf_config = models.load_config(source)
-    set_attention(hf_config, "eager")  # the kernels that it names may not be installed here
+    set_attention(hf_config, "eager")  # the kernels of its attention may not be installed here
     tokenizer = models.load_tokenizer(source)
     model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model.module)
@@ -76,7 +76,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
 
 
 def _ends(run: Path, config: Config) -> list[int]:
-    """The end tokens of the run's data, and those of the adapter that it started from."""
+    """The end tokens of the run's data, and the end tokens of the adapter from which the run started."""
     earlier = read_end_tokens(locate_adapter(config.model.adapter).folder) if config.model.adapter else []
     try:
         return [*earlier, *map(int, read_json(run / ABOUT)[ENDS])]

@@ -51,7 +51,7 @@ def advice(
     """The estimated bytes that `phase` needs, and up to three changes that save memory, the best one first.
 
     `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided. `freeing`: the keys
-    by which gradients are freed in the backward pass, if there are such.
+    that would free gradients in the backward pass; empty if no keys would.
     """
     before = _phase_bytes(techniques.memory_need(facts), phase)
     need = before - (WORKSPACES if facts.device == "cpu" else 0)

@@ -1,10 +1,10 @@
 """Figures of all ranks: how long the parts of a step take, the rank that is slower than the others, the fullest card,
 the longest wait for data.
 
-Each replica times its own forward and backward passes, which wait for no other rank. (Ranks that share weights or rows
-wait for each other in every layer, so all take as long.) The ranks agree on each step anyway (agreement.py). At the
-steps that end in a log line they exchange these figures in the same message, so it costs no further one. On a GPU the
-last steps may still be running then, and are counted at the next log line (step_timer.py).
+Each replica times its forward and backward passes, which wait for no other rank. (Ranks that share weights or rows
+wait for each other in every layer, so all take equally long.) The ranks agree on each step anyway (agreement.py). In a
+step with a log line, the message of the agreement also carries these figures. On a GPU the last steps may still be
+running then, and are counted at the next log line (step_timer.py).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ PASSES, UPDATE = "forward_backward", "update"
 
 
 class RankReport:
-    """Collects the figures of this rank, and after agree() has those of all ranks."""
+    """Collects the figures of this rank, and after agree() has the figures of all ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.timer = StepTimer(world.device)
-        """Of this rank's forward and backward, and of its updates."""
+        """The timer of this rank's forward and backward passes, and of its updates."""
         self._parts: dict[str, float] = {}
-        """What the timer had measured at the last exchange."""
+        """The timer's seconds of each part at the last exchange."""
         self.waited = 0.0
         """Seconds that this rank has waited for data since the last exchange."""
         self._all: list[list[float]] = []
         """Seconds of a step's passes, seconds waited for data, peak memory and peak reserved memory in GiB, of each
         rank. Empty before the first exchange."""
         self.energy: RunEnergy | None = None
-        """Its figures travel in the same message."""
+        """The energy of the run, whose figures travel in the same message."""
 
     def timed(self, work: Callable[[], Result]) -> Result:
         """work(), the forward and backward passes of a step."""
@@ -58,19 +58,19 @@ class RankReport:
         """World.agree(), with the figures of each rank in the same message."""
         own = self._own()
         used = self.energy.own() if self.energy else []
-        found = self.world.exchange([float(mine), *own, *used], "deciding together")
-        self._all = [figures[1 : 1 + len(own)] for figures in found]
+        ranks = self.world.exchange([float(mine), *own, *used], "deciding together")
+        self._all = [figures[1 : 1 + len(own)] for figures in ranks]
         if self.energy:
-            self.energy.exchanged([figures[1 + len(own) :] for figures in found])
-        return int(max(verdict for verdict, *_ in found))
+            self.energy.exchanged([figures[1 + len(own) :] for figures in ranks])
+        return int(max(verdict for verdict, *_ in ranks))
 
     def longest_wait(self) -> float | None:
-        """Seconds that one rank waited for data before the last exchange; None without one."""
+        """The longest wait of a rank for data before the last exchange, in seconds; None without an exchange."""
         return max((waited for _, waited, _, _ in self._all), default=None)
 
     def figures(self) -> dict[str, Any]:
-        """How long the parts of a step took, in seconds; with several ranks the passes are those of the slowest, and
-        there are also the figures that replace those of rank 0 alone."""
+        """How long the parts of a step took, in seconds. With several ranks: the passes of the slowest rank, and the
+        figures of all ranks that replace figures of rank 0 alone."""
         parts = self._parts if self.world.size > 1 else self.timer.read()
         figures: dict[str, Any] = {f"train/{name}_seconds": seconds for name, seconds in parts.items()}
         if not self._all:
@@ -79,14 +79,14 @@ class RankReport:
         figures["train/memory_gib"] = max(peaks)
         if max(reserved):
             figures["train/memory_reserved_gib"] = max(reserved)
-        if (found := slowest(seconds)) is not None:
-            figures["train/slowest_rank"], figures["train/slowest_behind"] = found
+        if (behind := slowest(seconds)) is not None:
+            figures["train/slowest_rank"], figures["train/slowest_behind"] = behind
             figures[f"train/{PASSES}_seconds"] = max(seconds)
         return figures
 
     def _own(self) -> list[float]:
         self._parts = self.timer.read()
-        shares = self.world.degrees.replicate < self.world.size  # then all take as long as the slowest
+        shares = self.world.degrees.replicate < self.world.size  # then all ranks take as long as the slowest
         passes = math.nan if shares else self._parts.get(PASSES, math.nan)
         device = self.world.device
         reserved = torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
@@ -96,7 +96,7 @@ class RankReport:
 
 
 def slowest(seconds: tuple[float, ...]) -> tuple[int, float] | None:
-    """The slowest rank, and by what share its steps take longer than the median of the others; None: not known."""
+    """(the slowest rank, the share by which its steps take longer than the median of the others); None: not known."""
     if len(seconds) < 2 or not all(value > 0 for value in seconds):
         return None
     rank = max(range(len(seconds)), key=seconds.__getitem__)

@@ -119,7 +119,7 @@ class RunForecast:
 
 
 def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Lengths | None) -> RunForecast:
-    """The forecast of `config` on `gpus` cards of `machine`. `lengths`: those of its data, see count_tokens().
+    """The forecast of `config` on `gpus` cards of `machine`. `lengths`: of its documents, see count_tokens().
 
     Reads the model's config, and no weight. Raises as settle().
     """
@@ -200,7 +200,7 @@ def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Len
 
 def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:
     """Seconds of a step in which ranks send and do not compute. The exchange of divided weights, and of the gradients
-    of full fine-tuning, overlaps with computation; that of rows, and of the gradients of adapters, does not."""
+    of full fine-tuning, overlaps with computation. The exchange of rows, and of adapters' gradients, does not."""
     if facts.degrees.ranks == 1:
         return 0.0
     sizes, link = sent(facts, micro_batches), rates(facts).peer

@@ -164,13 +164,13 @@ class StepMonitor:
     def stop_error(self, checkpoints: Path, router: str | None = None) -> NumbersError:
         """The error to raise if must_stop. `checkpoints`: the folder where the state is saved. `router`: the name of
         the router that caused it, if one did."""
-        untouched = "None of them touched the weights, and those"
+        untouched = "These steps did not change the weights"
         if self.train_step.in_backward:
-            untouched = "No gradient that was not finite touched a weight, and the weights"
+            untouched = "No gradient that was not finite changed a weight"
         cause = f"The router {router} gives NaN or infinite logits: " if router else ""
         return self._error(
             f"{cause}The loss or the gradient was not finite in {self.statistics.consecutive_bad} steps in a row, up "
-            f"to step {self.statistics.step}. {untouched} are saved: {checkpoints}."
+            f"to step {self.statistics.step}. {untouched}. The weights are saved: {checkpoints}."
         )
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:

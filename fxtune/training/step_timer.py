@@ -1,7 +1,7 @@
 """How long the parts of a step take: forward and backward, the update of the weights.
 
-On a GPU they are timed by events on its stream. Nothing waits for these: what is not finished is counted at the next
-read.
+On a GPU, events on its stream time the parts. Nothing waits for these events: parts that are not finished are counted
+at the next read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class StepTimer:
         self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         """Name, beginning and end of the parts that the device may not have finished."""
         self._done: dict[str, tuple[int, float]] = {}
-        """Name -> how often since the last read, and the seconds of all."""
+        """Name -> (number of times since the last read, their seconds together)."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The body is a part of a step. One that fails is not counted."""
+        """The body is a part of a step. A body that raises an error is not counted."""
         if not self._gpu:
             began = time.perf_counter()
             yield

@@ -2,8 +2,8 @@
 
 The steps are the recipe's own (TrainStep): its data in its order, its model, adapters, optimizer and clipping. The
 rate grows by the same factor in each, from far too low to far too high, and the test stops when the loss has diverged.
-Low rates change nothing, higher ones lower the loss, and those above them destroy what was learned. The suggestion is
-where the loss falls fastest: at its lowest point the rate is already too high to stay at.
+Low rates change nothing, higher rates lower the loss, and still higher rates destroy what was learned. The suggestion
+is where the loss falls fastest: at its lowest point the rate is already too high to stay at.
 
 Nothing is written, and the weights are dropped. The same recipe and seed give the same curve.
 """
@@ -32,7 +32,7 @@ SPAN = 100.0
 SMOOTHING = 0.8
 """Decay of the moving mean of the losses, which covers about five steps."""
 START = 5
-"""The mean of the first START losses is that of the untrained model, because the first rates change nothing."""
+"""The mean of the first START losses is the untrained model's loss, because the first rates change nothing."""
 DIVERGED = 0.15
 """The loss has diverged when its mean is above that of the untrained model by this share, and by four times the error
 of such a mean."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
-class State(str, Enum):
+class EntrantState(str, Enum):
     waiting = "waiting"
     running = "running"
     paused = "paused"
@@ -53,7 +53,7 @@ class Entrant:
 
     number: int
     bracket: int
-    state: State = State.waiting
+    state: EntrantState = EntrantState.waiting
     losses: dict[int, float] = field(default_factory=dict)
     """Rung -> held-out loss there."""
     reason: str = ""
@@ -138,7 +138,7 @@ class Race:
         configurations of a bracket come to a rung before the first goes on. A new bracket begins once the brackets
         before it leave nothing to do.
         """
-        ready = [entrant for entrant in self.entrants if entrant.state in (State.waiting, State.paused)]
+        ready = [entrant for entrant in self.entrants if entrant.state in (EntrantState.waiting, EntrantState.paused)]
         jobs = [(entrant, rung) for entrant in ready if (rung := self._next_rung(entrant)) is not None]
         if self.prunes is not None:
             jobs.sort(key=lambda job: (-job[0].reached, job[0].number))
@@ -159,14 +159,16 @@ class Race:
         """Whether configurations of the bracket have yet to come to the rung."""
         drawn = [entrant for entrant in self.entrants if entrant.bracket == bracket]
         return len(drawn) < self.brackets[bracket].count or any(
-            entrant.reached < rung for entrant in drawn if entrant.state not in (State.stopped, State.failed)
+            entrant.reached < rung
+            for entrant in drawn
+            if entrant.state not in (EntrantState.stopped, EntrantState.failed)
         )
 
     def reach(self, entrant: Entrant, rung: int, loss: float) -> list[Entrant]:
         """`entrant` has come to `rung` with a held-out loss of `loss`. Returns the entrants that this stops."""
         entrant.losses[rung] = loss
         last = rung == self.brackets[entrant.bracket].rungs[-1]
-        entrant.state = State.done if last else State.paused
+        entrant.state = EntrantState.done if last else EntrantState.paused
         if last:
             return []
         if self.prunes is not None:
@@ -175,7 +177,7 @@ class Race:
 
     def fail(self, entrant: Entrant, reason: str) -> list[Entrant]:
         """`entrant` cannot go on. Returns the entrants that this stops, because their rung waited for `entrant`."""
-        entrant.state, entrant.reason = State.failed, reason
+        entrant.state, entrant.reason = EntrantState.failed, reason
         if self.prunes is not None:
             return []
         rungs = self.brackets[entrant.bracket].rungs
@@ -185,7 +187,7 @@ class Race:
         """Stop the entrants that the losses so far rule out, and return them. After a restart this completes a verdict
         that was cut off when the sweep was killed."""
         if self.prunes is not None:
-            paused = [entrant for entrant in self.entrants if entrant.state is State.paused]
+            paused = [entrant for entrant in self.entrants if entrant.state is EntrantState.paused]
             return self._stop([entrant for entrant in paused if self.prunes(entrant)])
         return [
             entrant
@@ -203,7 +205,7 @@ class Race:
         # The losses at this rung, not later ones: after a restart the verdict is the same.
         arrived.sort(key=lambda entrant: (_nan_last(entrant.losses[rung]), entrant.number))
         losers = arrived[keep:]
-        return self._stop([loser for loser in losers if loser.state is State.paused and loser.reached == rung])
+        return self._stop([loser for loser in losers if loser.state is EntrantState.paused and loser.reached == rung])
 
     def _begin(self, bracket: int, rung: int) -> int:
         """How many configurations of the bracket should come to `rung`."""
@@ -214,24 +216,24 @@ class Race:
 
     def _stop(self, entrants: list[Entrant]) -> list[Entrant]:
         for entrant in entrants:
-            entrant.state = State.stopped
+            entrant.state = EntrantState.stopped
         return entrants
 
     @property
     def over(self) -> bool:
-        ended = (State.stopped, State.done, State.failed)
+        ended = (EntrantState.stopped, EntrantState.done, EntrantState.failed)
         return len(self.entrants) == self.total and all(entrant.state in ended for entrant in self.entrants)
 
     def winner(self) -> Entrant | None:
         """The entrant with the lowest loss at the end of its run; None if no entrant came there."""
-        return next(iter(self.ranking(State.done)), None)
+        return next(iter(self.ranking(EntrantState.done)), None)
 
-    def ranking(self, *states: State) -> list[Entrant]:
+    def ranking(self, *states: EntrantState) -> list[Entrant]:
         """The entrants in these states, or all: the farthest first, then the lowest loss; failed entrants last."""
         ranked = [entrant for entrant in self.entrants if not states or entrant.state in states]
         ranked.sort(
             key=lambda entrant: (
-                entrant.state is State.failed,
+                entrant.state is EntrantState.failed,
                 -entrant.reached,
                 _nan_last(entrant.loss),
                 entrant.number,

@@ -18,7 +18,7 @@ import yaml
 
 from fxtune.config import discovery
 from fxtune.config.compose import load
-from fxtune.config.overrides import Choice, Kind, RecipeStore
+from fxtune.config.overrides import Choice, ChoiceKind, RecipeStore
 from fxtune.config.root import Config
 from fxtune.config.validate import command_line_only
 from fxtune.errors import ConfigError, StorageError
@@ -49,7 +49,7 @@ def choices(overrides: list[str]) -> list[Choice]:
 
 
 def recipe_names(overrides: list[str]) -> list[str]:
-    return [name for choice in choices(overrides) if choice.kind is Kind.recipe for name in choice.names]
+    return [name for choice in choices(overrides) if choice.kind is ChoiceKind.recipe for name in choice.names]
 
 
 def write(path: Path, header: Iterable[str], overrides: list[str], measured: Config) -> None:

@@ -2,8 +2,8 @@
 
 The axes are repeated until a round changes nothing or the time is up. Then the two fastest candidates are measured
 again if they are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ
-from those of the first trial gets a verdict and cannot win. Of candidates within the spread of repeated measurements
-(at least NOISE), the one that changes the fewest keys wins: noise alone never replaces the recipe.
+from the losses of the first trial gets a verdict and cannot win. Of candidates within the spread of repeated
+measurements (at least NOISE), the candidate with the fewest changed keys wins: noise alone never replaces the recipe.
 
 A sampler such as Optuna's needs many more trials than these few dozen, which cost minutes each.
 """
@@ -240,7 +240,7 @@ class Search:
         return (result for result in results if result.outcome is Outcome.measured)
 
     def _compare_losses(self, candidate: Candidate, result: TrialResult) -> None:
-        """Give the candidate a verdict if its losses are not those of the first trial on the same data."""
+        """Give the candidate a verdict if its losses differ from the losses of the first trial on the same data."""
         first = next(measured.losses for measured in self._measured() if measured.data == result.data)
         if not first or len(first) != len(result.losses):
             candidate.verdict = f"another loss: {len(result.losses)} steps, and the first trial took {len(first)}"

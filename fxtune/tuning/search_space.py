@@ -166,7 +166,7 @@ def micro_batch(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def checkpointing(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """From the policy that keeps the most to the one that keeps the least, then `auto`."""
+    """Policies, from the policy that keeps most to the policy that keeps least, then `auto`."""
     layers = skeleton(context.facts.model)
     mlp = getattr(decoder_layers(layers)[0], "mlp", None) if layers is not None else None
     linears = policy.linears(mlp) if mlp is not None else {}

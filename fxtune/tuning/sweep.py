@@ -40,7 +40,7 @@ from fxtune.system.redact import redact, redact_text
 from fxtune.system.signals import SIGNALS
 from fxtune.training.run_energy import Used
 from fxtune.tuning import race, sampling
-from fxtune.tuning.race import Entrant, Race, State
+from fxtune.tuning.race import Entrant, EntrantState, Race
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep_space import Dimension
 from fxtune.tuning.sweep_worker import PLAN, TRAIN, SweepWorker
@@ -249,7 +249,11 @@ class Sweep:
             direction="minimize",
             load_if_exists=True,
         )
-        states = {TrialState.COMPLETE: State.done, TrialState.PRUNED: State.stopped, TrialState.FAIL: State.failed}
+        states = {
+            TrialState.COMPLETE: EntrantState.done,
+            TrialState.PRUNED: EntrantState.stopped,
+            TrialState.FAIL: EntrantState.failed,
+        }
         self._steps = dict(self.study.user_attrs.get("steps", {}))
         for frozen in self.study.get_trials(deepcopy=False):
             values = frozen.params
@@ -258,13 +262,13 @@ class Sweep:
             entrant = Entrant(frozen.number, self.race.bracket_of(frozen.number))
             entrant.losses = dict(frozen.intermediate_values)
             entrant.reason = frozen.user_attrs.get("reason", "")
-            entrant.state = states.get(frozen.state, State.paused if entrant.losses else State.waiting)
+            entrant.state = states.get(frozen.state, EntrantState.paused if entrant.losses else EntrantState.waiting)
             self._add(entrant, values)
         for trial in self.trials:  # the sweep was killed between the loss and the end of a trial
-            if trial.entrant.state is State.paused and trial.entrant.reached == self._last_rung(trial):
-                self._tell_end(trial, State.done)
+            if trial.entrant.state is EntrantState.paused and trial.entrant.reached == self._last_rung(trial):
+                self._tell_end(trial, EntrantState.done)
         for entrant in self.race.judge():
-            self._tell_end(self.trials[entrant.number], State.stopped)
+            self._tell_end(self.trials[entrant.number], EntrantState.stopped)
         for trial in self.trials:
             self._clean(trial)
 
@@ -302,7 +306,7 @@ class Sweep:
             finally:
                 for worker in self.workers:
                     worker.end()
-        failed = [trial for trial in self.trials if trial.entrant.state is State.failed]
+        failed = [trial for trial in self.trials if trial.entrant.state is EntrantState.failed]
         if len(failed) == len(self.trials):
             raise ConfigError(f"Every configuration failed. The first of them: {failed[0].entrant.reason}")
 
@@ -332,7 +336,7 @@ class Sweep:
                 if not trial.steps:
                     self._find_steps(trial, worker)
                     continue
-                entrant.state = State.running
+                entrant.state = EntrantState.running
                 self._jobs[index] = trial, rung
                 worker.send(TRAIN, self.words(trial, rung), self.log(trial))
 
@@ -389,7 +393,7 @@ class Sweep:
             answer = worker.receive()
             trial, rung = self._jobs.pop(busy[worker])
             if "stopped" in answer:  # somebody else stopped the run
-                trial.entrant.state = State.paused if trial.entrant.losses else State.waiting
+                trial.entrant.state = EntrantState.paused if trial.entrant.losses else EntrantState.waiting
             elif reason := answer.get("error"):
                 self._fail_or_end(trial, reason, answer["kind"])
             else:
@@ -410,27 +414,27 @@ class Sweep:
         self.tell(
             f"trial {entrant.number} ({trial.title}): held-out loss {loss:.4f} after {last} of {trial.steps} steps"
         )
-        if entrant.state is State.done:
-            self._tell_end(trial, State.done)
+        if entrant.state is EntrantState.done:
+            self._tell_end(trial, EntrantState.done)
             self._clean(trial)
         self._end_all(stopped)
 
     def _end_all(self, entrants: Sequence[Entrant]) -> None:
         for entrant in entrants:
             trial = self.trials[entrant.number]
-            self._tell_end(trial, State.stopped)
+            self._tell_end(trial, EntrantState.stopped)
             self._clean(trial)
         if entrants:
             numbers = ", ".join(str(entrant.number) for entrant in entrants)
             self.tell(f"stopped: {numbers}")
 
-    def _tell_end(self, trial: Trial, state: State) -> None:
+    def _tell_end(self, trial: Trial, state: EntrantState) -> None:
         """Record in the study that a trial is over."""
         trial.entrant.state = state
-        if state is State.done:
+        if state is EntrantState.done:
             self.study.tell(trial.entrant.number, trial.entrant.loss)
         else:
-            ended = TrialState.PRUNED if state is State.stopped else TrialState.FAIL
+            ended = TrialState.PRUNED if state is EntrantState.stopped else TrialState.FAIL
             self.study.tell(trial.entrant.number, state=ended)
 
     def _fail_or_end(self, trial: Trial, reason: str, kind: str) -> None:
@@ -442,13 +446,13 @@ class Sweep:
     def _fail(self, trial: Trial, reason: str) -> None:
         self.storage.set_trial_user_attr(self._id(trial), "reason", reason)
         stopped = self.race.fail(trial.entrant, reason)
-        self._tell_end(trial, State.failed)
+        self._tell_end(trial, EntrantState.failed)
         self.tell(f"trial {trial.entrant.number} ({trial.title}) failed: {reason}")
         self._end_all(stopped)
 
     def _clean(self, trial: Trial) -> None:
         """Remove the checkpoints of a stopped trial, which never goes on."""
-        if trial.entrant.state is State.stopped and not (trial.folder / RESULT).exists():
+        if trial.entrant.state is EntrantState.stopped and not (trial.folder / RESULT).exists():
             shutil.rmtree(trial.folder / CHECKPOINTS, ignore_errors=True)
 
     def _save_all(self) -> str:

@@ -134,7 +134,7 @@ def full_key(name: str) -> str:
         raise ConfigError(f"`{PREFIX}{name}` cannot be swept: it does not change what is learned")
     if _slot(name).fields:
         below = list(_slot(name).fields)
-        raise ConfigError(f"`{PREFIX}{name}` has keys of its own ({', '.join(below)}): name one of them")
+        raise ConfigError(f"`{PREFIX}{name}` is a group of keys ({', '.join(below)}): name one of them")
     return name
 
 

@@ -1,4 +1,4 @@
-"""A trial of a search: `fxtune bench` in a process of its own, its result, and the cache of results.
+"""A trial of a search: `fxtune bench` in a separate process, its result, and the cache of results.
 
 A trial may run out of memory, crash, hang or be refused, and each of these is a result. Its process group (loader
 workers and compilers, too) is killed when the trial ends, reaches its time limit, or the search is interrupted. If the
@@ -58,7 +58,7 @@ class TrialResult:
 
 
 class TrialCache:
-    """Results in JSON files of `folder`. `refresh`: ignores what is there and replaces it."""
+    """Results in JSON files of `folder`. `refresh`: ignore and replace earlier results."""
 
     def __init__(self, folder: Path, refresh: bool = False) -> None:
         self.folder, self.refresh = folder, refresh
@@ -93,7 +93,7 @@ def measure(overrides: list[str], steps: int, limit: float) -> TrialResult:
 def bench(
     overrides: list[str], steps: int, warm_up: int, limit: float | None = None
 ) -> tuple[TrialResult, dict[str, Any]]:
-    """Run `fxtune bench` in a process of its own. Returns its result and what it measured (empty if it failed)."""
+    """Run `fxtune bench` in a separate process. Returns the result, and the figures (empty if the process failed)."""
     with tempfile.TemporaryDirectory(prefix="fxtune-trial-") as scratch:
         file = Path(scratch) / "measured.json"
         code, output, seconds = run_process(bench_command(overrides, steps, warm_up, file), limit)

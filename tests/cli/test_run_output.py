@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.runs import history
 
 from fxtune.cli.main import main
-from fxtune.cli.run_output import Kind, find_output, run_folder
+from fxtune.cli.run_output import OutputKind, find_output, run_folder
 from fxtune.errors import ConfigError
 from fxtune.training import trainer
 
@@ -28,7 +28,7 @@ def test_newest_run_of_a_name_is_found(cwd):
         os.utime(cwd / "runs" / name, (0, 1000 - age))
     os.utime(cwd / "runs" / "lamp-2", (0, 2000))
     found = find_output("lamp")
-    assert (str(found.folder), found.kind) == ("runs/lamp-2/adapter", Kind.adapter)
+    assert (str(found.folder), found.kind) == ("runs/lamp-2/adapter", OutputKind.adapter)
 
 
 def test_folders_of_runs_models_and_adapters_are_found(tmp_path):
@@ -36,7 +36,7 @@ def test_folders_of_runs_models_and_adapters_are_found(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("run: {name: mine}\n")
     for path in (tmp_path / "run", tmp_path / "run" / "model"):
         found = find_output(str(path))
-        assert (found.folder, found.kind) == (tmp_path / "run" / "model", Kind.model)
+        assert (found.folder, found.kind) == (tmp_path / "run" / "model", OutputKind.model)
         assert found.config["run"]["name"] == "mine"
     made(tmp_path / "alone", "adapter_config.json")
     assert find_output(str(tmp_path / "alone")).config == {}
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_found_by_each_of_its_names(cwd):
     (run / "config.yaml").write_text("run: {name: lamp}\n")
     for name in ("lamp/step-30", "lamp/checkpoints/step-30", "runs/lamp/step-00000030", str(run / "step-30")):
         found = find_output(name)
-        assert (found.folder.resolve(), found.kind) == (run / "checkpoints" / "step-00000030", Kind.checkpoint)
+        assert (found.folder.resolve(), found.kind) == (run / "checkpoints" / "step-00000030", OutputKind.checkpoint)
         assert found.run is not None
         assert found.run.resolve() == run
     os.chdir(run / "checkpoints")

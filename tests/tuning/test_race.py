@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.tuning.race import Bracket, Entrant, Race, State, halving, hyperband, limited
+from fxtune.tuning.race import Bracket, Entrant, EntrantState, Race, halving, hyperband, limited
 
 
 def final(number: int) -> float:
@@ -24,7 +24,7 @@ def play(race: Race, losses=lambda number, rung: final(number), workers: int = 1
             if isinstance(following, int):
                 race.add(Entrant(following, race.bracket_of(following)))
                 continue
-            following[0].state = State.running
+            following[0].state = EntrantState.running
             running.append((following, following[0].reached))
         (entrant, rung), since = running.pop(0)
         done.append((entrant.number, since, rung))
@@ -46,7 +46,7 @@ def test_halving_of_eight_costs_two_and_a_half_runs_and_finds_the_best():
     assert race.winner().number == 3
     assert [one.number for one in race.ranking()][:4] == [3, 5, 1, 0]
     assert race.entrants[5].reached == 4
-    assert race.entrants[5].state is State.stopped
+    assert race.entrants[5].state is EntrantState.stopped
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
@@ -67,13 +67,13 @@ def test_hyperband_has_the_brackets_of_the_paper():
     race = Race(hyperband(2, 4), 2)
     play(race, lambda number, rung: float(number))
     assert race.winner().number == 0
-    assert sum(one.state is State.done for one in race.entrants) == 1 + 1 + 3
+    assert sum(one.state is EntrantState.done for one in race.entrants) == 1 + 1 + 3
 
 
 def test_failed_and_broken_configurations_do_not_hold_up_the_others():
     race = Race(halving(4, 2, 4), 2)
     for number in range(4):
-        race.add(Entrant(number, 0, State.running))
+        race.add(Entrant(number, 0, EntrantState.running))
     for number, loss in enumerate((math.nan, 0.5, 0.4)):
         assert race.reach(race.entrants[number], 1, loss) == []
     assert race.fail(race.entrants[3], "out of memory") == [race.entrants[0]]

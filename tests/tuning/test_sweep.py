@@ -21,7 +21,7 @@ from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.training import trainer as train
 from fxtune.tuning import sweep as engine
 from fxtune.tuning import sweep_worker
-from fxtune.tuning.race import Entrant, State
+from fxtune.tuning.race import Entrant, EntrantState
 from fxtune.tuning.sampling import Sampler
 from fxtune.tuning.sweep import Method, Sweep, SweepPlan, refuse
 from fxtune.tuning.sweep_space import parse
@@ -135,7 +135,7 @@ def outcome(made: Sweep) -> list[tuple]:
 def test_winner_has_the_bits_of_its_run_alone(real):
     made = race(real)
     best = made.winner()
-    assert [one.entrant.state for one in made.trials].count(State.stopped) == 3
+    assert [one.entrant.state for one in made.trials].count(EntrantState.stopped) == 3
     assert {rung: best.step_of(rung) for rung in best.entrant.losses} == {1: 2, 2: 4, 4: 6}
     assert made.runs == pytest.approx((4 * 2 + 2 * 2 + 2) / 6)
     assert len({step for step, _ in best.curve()}) == 3
@@ -145,7 +145,7 @@ def test_winner_has_the_bits_of_its_run_alone(real):
     assert [line for line in curve(best.folder) if line[1] is not None or line[4] is not None] == [
         line for line in curve(Path("alone")) if line[1] is not None or line[4] is not None
     ]
-    losers = [one for one in made.trials if one.entrant.state is State.stopped]
+    losers = [one for one in made.trials if one.entrant.state is EntrantState.stopped]
     assert not any((one.folder / "checkpoints").exists() for one in losers), "they do not go on"
     study = optuna.load_study(study_name="run", storage="sqlite:///sweep/optuna.db")
     assert study.best_trial.number == best.entrant.number
@@ -206,7 +206,7 @@ def test_killed_between_two_records_of_a_result(recipe, monkeypatch, place):
 def test_failed_configuration_loses_and_says_why(recipe):
     space = ["sweep.global_batch_size=choice(4,6)", "sweep.lr=choice(1e-2,1e-3)"]
     made = race(recipe, trials=4, parts=2, space=space)
-    failed = [one for one in made.trials if one.entrant.state is State.failed]
+    failed = [one for one in made.trials if one.entrant.state is EntrantState.failed]
     assert len(failed) == 2
     assert "must be a multiple of" in failed[0].entrant.reason
     assert made.winner().values == {"train.global_batch_size": 4, "optimizer.lr": 1e-2}
@@ -246,7 +246,7 @@ def test_configuration_that_cannot_go_on_ends_the_sweep_and_is_not_lost(recipe, 
     monkeypatch.setattr(InlineWorker, "work", staticmethod(pretend))
     made = race(recipe)
     assert made.winner() is not None
-    assert not [one for one in made.trials if one.entrant.state is State.failed]
+    assert not [one for one in made.trials if one.entrant.state is EntrantState.failed]
 
 
 def test_signal_saves_the_runs_and_says_so(recipe, monkeypatch):
@@ -337,7 +337,7 @@ def test_race_with_fewer_evaluations_than_rungs_cuts_once_by_each(recipe):
     with made.opened():
         made.run(lambda: None)
     assert "compared after 3, 6 steps and not 3 times" in told[0]
-    assert [one.entrant.state for one in made.trials].count(State.done) == 2
+    assert [one.entrant.state for one in made.trials].count(EntrantState.done) == 2
 
 
 def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):

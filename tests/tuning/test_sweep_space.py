@@ -65,7 +65,7 @@ def test_override_gives_the_value_to_the_config():
         ("epochs=1,2", "the same share of a run of one length"),
         ("stop.patience=1,2", "the sweep stops the losers itself"),
         ("checkpoint.every=1,2", "does not change what is learned"),
-        ("optimizer=choice(1,2)", "has keys of its own (name, lr,"),
+        ("optimizer=choice(1,2)", "is a group of keys (name, lr,"),
         ("r=choice(8,abc)", "is a whole number, and 'abc' is not"),
         ("optimizer.name=choice(adamw,lionn)", "did you mean `lion`?"),
         ("r=choice()", "cannot be read"),

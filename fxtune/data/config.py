@@ -158,7 +158,8 @@ class DataConfig:
     packing=auto and the compiler, to an eighth, a quarter, a half or all of sequence_length."""
     on_long: OnLong = OnLong.split
     """What to do with a document longer than sequence_length. `split`: text anywhere, chats at their turns, with the
-    system prompt in each piece."""
+    system prompt in each piece. A row of preferences is decided as a whole: `truncate` cuts the beginning of its
+    prompt, never an answer, and `split` is an error."""
     mix: MixConfig = field(default_factory=MixConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     on_overlap: OnOverlap = OnOverlap.error

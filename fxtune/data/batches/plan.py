@@ -356,14 +356,19 @@ class Plan:
             lost = f"{counts.lost_tokens:,} tokens left out"
             split = f"documents {over} were split into {counts.pieces:,} pieces"
             cut = f"documents {over} were truncated"
-            if table.split.chats:
+            dropped = f"{over} were dropped, {lost}"
+            if table.format.answers:
+                cut = f"{table.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
+                if table.split.dropped:
+                    dropped = "were left out, because their answers alone are too long. Raise data.sequence_length"
+            elif table.split.chats:
                 split += " at their turns, each with its system prompt"
                 cut = f"of these were cut, because an answer with its question is {over}"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"
             for count, fate in (
                 (counts.split, f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
-                (counts.dropped, f"{table.noun} {over} were dropped, {lost}."),
+                (counts.dropped, f"{table.noun} {dropped}."),
                 (
                     counts.without_targets,
                     f"{'groups' if table.is_grouped else 'documents or pieces'} had nothing to learn (no supervised "

@@ -152,9 +152,11 @@ def make_segments(
         OnLong.drop: dict(dropped=many, lost_tokens=lost),
         OnLong.error: {},
     }[on_long]
-    if table.split.chats:  # they are pieces already
+    if table.split.chats:  # they are pieces, or shorter, already
         of = table.split
         counts = dict(split=of.chats, pieces=of.pieces, truncated=of.truncated, lost_tokens=of.lost_tokens)
+        if table.format.answers:
+            counts = dict(truncated=of.truncated, dropped=of.dropped, lost_tokens=of.lost_tokens)
     segments = Segments(group[kept], start[kept], size[kept], targets[kept])
     counts |= dict(without_targets=len(targets) - len(kept), overlapping=int(on_side.sum()) - len(chosen))
     return segments, SegmentCounts(len(chosen), len(on_side) - int(on_side.sum()), **counts)
@@ -169,8 +171,10 @@ def _too_long(
     noun, cures = "document", "split, truncate or drop"
     if table.format.is_group:
         noun, cures = "group", "drop"
+        if table.format.answers:
+            noun, cures = "row", "drop, or to truncate, which cuts the beginning of its prompt"
         if on_long is not OnLong.error:
-            cures = f"drop (now {on_long.value}: a group is not cut)"
+            cures += f" (now {on_long.value}: a group is not cut)"
     return DataError(
         f"{table.name}: {noun} {chosen[first]} (counted from 0) has {length[first]:,} tokens, "
         f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} {noun}s "

@@ -25,9 +25,9 @@ from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
 from fxtune.data.chat.coverage import REASONING_REMARK, Coverage, reasoning_of
-from fxtune.data.chat.pairs import faults
+from fxtune.data.chat.pairs import faults, shortened
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
-from fxtune.data.chat.split import SplitChat, split_chat, split_questions, truncate_chat
+from fxtune.data.chat.split import SplitChat, SplitCounts, split_chat, split_questions, truncate_chat
 from fxtune.data.chat.template import ChatTemplate, Span
 from fxtune.data.chat.template_source import (
     make_template,
@@ -171,7 +171,10 @@ class Encoder:
         self.on_rewritten = on_rewritten
         self._time = datetime.fromisoformat(template_time or time_of_templates())
         self.longest: int | None = None
-        """Chats with more tokens are split into pieces; None: not here."""
+        """Chats with more tokens are split into pieces, and longer rows of preferences lose the beginning of their
+        prompt; None: not here."""
+        self.packing = True
+        """Whether all documents of a row of preferences share the `longest` tokens."""
         self.by_question = False
         """Whether split() makes a document of each question, because later turns change how its answer is written."""
         self.template_source = read_template(chat_template) if chat_template else None
@@ -301,6 +304,21 @@ class Encoder:
             assert self.longest is not None
             return split_chat(chat, whole, encode, self.longest)
         return split_questions(chat, self._rewritten_turns(chat), encode, self.longest)
+
+    def shorten(self, documents: list[Document]) -> SplitChat:
+        """The documents of a row of preferences, which have more than `self.longest` tokens, with a shorter prompt;
+        none if their answers do not fit."""
+        assert self.longest is not None
+        found = shortened(documents, self.longest, self.packing, self._bos)
+        if found is None:
+            return SplitChat([], SplitCounts(chats=1, dropped=1))
+        lost = sum(len(whole.ids) - len(part.ids) for whole, part in zip(documents, found, strict=True))
+        return SplitChat(found, SplitCounts(chats=1, pieces=1, truncated=1, lost_tokens=lost))
+
+    def is_long(self, documents: Sequence[Document]) -> bool:
+        """Whether a row of preferences has more than `self.longest` tokens."""
+        lengths = [len(document.ids) for document in documents]
+        return self.longest is not None and (sum if self.packing else max)(lengths) > self.longest
 
     def remarks(self) -> list[str]:
         """What a user should know about the chat template before training with it."""

@@ -8,6 +8,7 @@ would be compared after different prompts, so the tokens are compared, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 
@@ -33,3 +34,29 @@ def faults(documents: Sequence[Any], names: Sequence[str]) -> list[str]:
             "template writes it otherwise before one answer, or a token lies across its end"
         ]
     return []
+
+
+def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: Sequence[int]) -> list[Any] | None:
+    """The documents of a row, each without the same tokens at the beginning of its prompt, so that they fit; None if
+    this would cut an answer.
+
+    Args:
+        longest: tokens of a row; with `packing` it holds all documents, otherwise each has a row.
+        beginning: the tokens that the tokenizer puts before each text. They stay, because models need them.
+    """
+    lengths = [len(document.ids) for document in documents]
+    over = -(-(sum(lengths) - longest) // len(lengths)) if packing else max(lengths) - longest
+    first = documents[0]
+    kept = len(beginning) if first.ids[: len(beginning)] == list(beginning) else 0
+    # A token of the prompt stays, because a document's first token is never a target.
+    if over > prompt_tokens(first) - max(kept, 1):
+        return None
+    cut = slice(kept, kept + max(over, 0))
+    return [
+        replace(document, **{name: _without(getattr(document, name), cut) for name in ("ids", "supervised")})
+        for document in documents
+    ]
+
+
+def _without(values: list[Any], cut: slice) -> list[Any]:
+    return values[: cut.start] + values[cut.stop :]

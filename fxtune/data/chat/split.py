@@ -26,12 +26,15 @@ Encode = Callable[[Conversation], Any]
 
 @dataclass
 class SplitCounts:
-    """Counts of the pieces and losses of long chats of a source."""
+    """Counts of the pieces and losses of long chats of a source, or of long rows of preferences."""
 
     chats: int = 0
+    """Long chats, or long rows of preferences."""
     pieces: int = 0
     truncated: int = 0
-    """Pieces that end before their last turn does."""
+    """Pieces that end before their last turn does; in preferences, rows that lose the beginning of their prompt."""
+    dropped: int = 0
+    """Rows of preferences that are left out, because their answers alone are longer than a row."""
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0

@@ -43,6 +43,8 @@ ENCODING_VERSION = 10
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
 SPLIT_VERSION = 1
 """Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
+SHORTEN_VERSION = 1
+"""Part of the cache's key of a table with shorter prompts. Raise it when the code shortens them otherwise."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256
@@ -87,6 +89,13 @@ def tokenize(
             settings.append(["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question])
             pieces, found = _open_or_build(folder, settings, opened, encoder, data)
             table, pieces.whole, cached = pieces, table, cached and found
+        if format.answers and data.on_long is OnLong.truncate:
+            longest = (table.by_group if data.packs else table).longest
+            if longest > data.sequence_length:
+                encoder.longest, encoder.packing = data.sequence_length, data.packs
+                settings.append(["shorter prompts", SHORTEN_VERSION, encoder.longest, encoder.packing])
+                shorter, found = _open_or_build(folder, settings, opened, encoder, data)
+                table, shorter.whole, cached = shorter, table, cached and found
         if not cached and data.cache_days is not None:
             removed, freed = cache.remove_unused(folder, data.cache_days)
             if removed:
@@ -189,6 +198,11 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
             f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.name}; the first, "
             f"{first.where}: {first.error}. Set the source's format, or rename its columns."
         )
+    if not writer.documents and writer.split.dropped:
+        raise DataError(
+            f"{source.name}: in each of its {writer.split.dropped:,} rows the answers alone are longer than "
+            f"data.sequence_length={data.sequence_length:,}. Raise it."
+        )
     if not writer.documents and writer.split.chats:
         raise DataError(
             f"{source.name}: none of its {writer.split.chats:,} chats has an answer in the first "
@@ -270,8 +284,12 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
             remarks.update(list(dict.fromkeys(remark for document in documents for remark in document.remarks)))
             if isinstance(sample, EncodedGroup):
                 digest = _group_digest(documents)
-                group_sizes.append(len(documents))
-                labels += sample.labels
+                if encoder.is_long(documents):
+                    found = encoder.shorten(documents)
+                    documents, split = found.pieces, split + found.counts
+                if documents:
+                    group_sizes.append(len(documents))
+                    labels += sample.labels
             else:
                 digest = _digest(np.asarray(sample.ids, np.int32))
                 is_long = encoder.longest is not None and len(sample.ids) > encoder.longest

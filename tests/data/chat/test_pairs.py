@@ -13,6 +13,7 @@ from support import families
 from support.rows import write_jsonl
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
+from fxtune.data.chat.pairs import shortened
 from fxtune.data.config import DataConfig, OnBadRow, OnRewritten, SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.formats.row_format import LearnConfig
@@ -131,6 +132,39 @@ def test_texts_have_one_prompt_and_one_end(style: str, prompt: str, chosen: str,
         assert document.ids.count(tokenizer.eos_token_id) == 1
         assert document.ids[-1] == tokenizer.eos_token_id
         assert all(document.supervised[border:])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    st.integers(2, 90),
+    st.booleans(),
+    st.booleans(),
+)
+def test_shorter_prompts_lose_as_little_as_fits(
+    prompt: int, answers: list[int], longest: int, packing: bool, has_beginning: bool
+) -> None:
+    beginning, size = [-1], max(prompt, 1)
+    head = (beginning if has_beginning else [0]) + list(range(1, size))
+    documents = [
+        Document(head + [100 * (at + 1)] * count, [False] * size + [True] * count) for at, count in enumerate(answers)
+    ]
+    found = shortened(documents, longest, packing, beginning)
+    lengths = [1 + count for count in answers]  # of a prompt of one token
+    assert (found is None) == ((sum if packing else max)(lengths) > longest)
+    if found is None:
+        return
+    used = [len(document.ids) for document in found]
+    total = (sum if packing else max)(used)
+    assert total <= longest
+    lost = {len(whole.ids) - len(part.ids) for whole, part in zip(documents, found, strict=True)}
+    assert len(lost) == 1
+    assert lost == {0} or total > longest - (len(used) if packing else 1), "no token more than needed"
+    for whole, part, count in zip(documents, found, answers, strict=True):
+        assert part.ids[-count:] == whole.ids[-count:]
+        assert part.supervised == [False] * (len(part.ids) - count) + [True] * count
+        assert not has_beginning or part.ids[0] == -1
 
 
 def test_prompts_that_a_template_writes_otherwise_are_a_bad_row(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PYTEST := --dist loadfile --no-loadscope-reorder
+PYTEST := --dist loadfile --no-loadscope-reorder --ignore tests/gpu
+# Each worker imports all files that it is given, so the workers of `make test-vital` get no others.
+VITAL  := $(shell grep -rl --include='test_*.py' 'mark.vital' tests)
 # Slow tests wait for the processes that they start, so two of them share a core.
 SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 # Constrains also the pip that installs and the packages that build, so a machine gets today what it gets in a year. PyPI's build of
@@ -38,7 +40,7 @@ test: setup  ## Run the tests that need no GPU and at most a few seconds each
 	$(BIN)/python -m pytest -n auto $(PYTEST) -m 'not slow'
 
 test-vital: setup  ## Run the slow tests of what must always hold; CI runs them after `make test`
-	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m vital
+	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m vital $(VITAL)
 
 test-all: test  ## Run all tests that need no GPU: those of `make test`, the slow ones, then `make test-oldest`
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m slow

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,20 @@ def narrow(small) -> Config:
         },
     )
     return small
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A small base model on disk, which all tests of a worker share and none changes."""
+    from support.architectures import on_disk
+
+    return on_disk(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture
+def copy(base, tmp_path) -> Path:
+    """A copy of the base that a test may break."""
+    return shutil.copytree(base, tmp_path / "copy")
 
 
 @pytest.fixture(scope="session")

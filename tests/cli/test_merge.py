@@ -20,11 +20,6 @@ from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.techniques.rope import Rope
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return on_disk(tmp_path_factory.mktemp("merge") / "base")
-
-
 def adapted(base, folder, dtype=DType.float32, scaled=False, **options):
     model, pipeline = ModelConfig(path=str(base), dtype=dtype), lora(**options)
     pipeline.rope = Rope(enabled=scaled, factor=4.0)

@@ -63,14 +63,11 @@ def test_a_family_that_keeps_the_keys_as_something_else_is_for_transformers_5_al
     assert versions_of_readers(tmp_path) == "transformers 5"
 
 
-def test_files_that_prepare_images_are_in_the_export(base, tmp_path):
-    (base / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
-    model = ModelConfig(path=str(base))
-    try:
-        folder = save_model(build(model, load_config(model), CPU, seed=0), load_tokenizer(model), tmp_path / "whole")
-        adapter = save_model(prepared_model(lora(), model), load_tokenizer(model), tmp_path / "adapter")
-    finally:
-        (base / "preprocessor_config.json").unlink()
+def test_files_that_prepare_images_are_in_the_export(copy, tmp_path):
+    (copy / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    model = ModelConfig(path=str(copy))
+    folder = save_model(build(model, load_config(model), CPU, seed=0), load_tokenizer(model), tmp_path / "whole")
+    adapter = save_model(prepared_model(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     assert (folder / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
     assert not (adapter / "preprocessor_config.json").exists()
 

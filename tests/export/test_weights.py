@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import sharded
+from support.cases import slow_but
 
 from fxtune.errors import StorageError
 from fxtune.export import weights
@@ -72,8 +73,7 @@ def test_file_that_differs_from_the_model_is_no_export(tmp_path, monkeypatch, ki
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.vital
-@pytest.mark.parametrize("kind", sharded.MODELS)
+@pytest.mark.parametrize("kind", slow_but(sharded.MODELS, "tied llama", mark=pytest.mark.vital))
 def test_ranks_export_what_one_process_exports(tmp_path, kind):
     assert sharded.run_ranks(2, sharded.export, tmp_path / "out", kind, 10**9, -1) == ["", ""]
     save_model(PreparedModel(sharded.MODELS[kind]()), sharded.NoTokenizer(), tmp_path / "one" / "out")

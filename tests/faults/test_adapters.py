@@ -28,11 +28,6 @@ NORM = "base_model.model.model.norm.weight"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return on_disk(tmp_path_factory.mktemp("adapters") / "base")
-
-
-@pytest.fixture(scope="module")
 def trained_adapter(base) -> Path:
     """A trained adapter of `base` that also trained a norm."""
     model = ModelConfig(path=str(base))

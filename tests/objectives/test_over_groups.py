@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import slow_but
 from support.rows import write_ranked
 from support.runs import history
 from torch.nn import functional as F
@@ -61,8 +62,7 @@ def steps(run: str) -> list[tuple[float, ...]]:
     return [(line["train/loss"], line["train/accuracy"], line["train/grad_norm"]) for line in lines]
 
 
-@pytest.mark.parametrize("fused", [Switch.off, Switch.on])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("packing", "fused"), [(True, Switch.off), (False, Switch.on)])
 def test_objective_learns_by_the_public_command(rows, fused, packing, capsys):
     head = [
         f"techniques.liger.enabled={fused is Switch.on}",
@@ -81,7 +81,7 @@ def test_objective_learns_by_the_public_command(rows, fused, packing, capsys):
     assert "learns from groups of documents (objective=listwise)" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", slow_but([True, False], True))
 def test_run_resumes_bit_for_bit(rows, packing):
     """Also where the checkpoint falls between two log lines."""
     words = [f"data.packing={packing}", "train.log_every=2"]

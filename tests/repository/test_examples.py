@@ -29,6 +29,7 @@ def test_the_loop_is_short_and_uses_no_private_name():
     assert not re.search(r"(import|\.) ?_[a-z]", text)
 
 
+@pytest.mark.vital
 def test_the_loop_takes_the_steps_of_the_command(cwd):
     short = ["train.max_steps=3", "data.questions.limit=1"]
     run_loop(*short)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import reference
+from support.cases import slow_but
 
 from fxtune.techniques.pipeline import Pipeline
 
@@ -19,8 +20,7 @@ def given(shape: str, **options):
     return reference.batch(reference.small(shape), LENGTHS, device="cpu", **options)
 
 
-@pytest.mark.vital
-@pytest.mark.parametrize("shape", reference.SHAPES)
+@pytest.mark.parametrize("shape", slow_but(reference.SHAPES, "llama", "gemma", mark=pytest.mark.vital))
 def test_fxtune_equals_plain_transformers_document_by_document(shape):
     tokens = given(shape, padding=5)
     result = reference.ours(Pipeline(), reference.small(shape), tokens, dtype="float32")

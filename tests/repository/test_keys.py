@@ -92,7 +92,6 @@ ROPE = f"techniques.rope.factor=2.0 model.architecture={NARROW.replace('head_dim
 ASKS = "data.questions.path=chats.jsonl data.questions.limit=2 data.on_overlap=keep data.questions.show=1"
 TEXTS = "data.sources=[{path: texts.jsonl}]"
 STOPS = "train.eval_every=1 train.stop.patience=1 train.max_steps=6"
-BATCHED = "data.sources=[{path: chats.jsonl},{path: more.jsonl}]"
 RISES = "optimizer.lr=1.0 schedule.name=constant"
 """A rate at which the loss rises."""
 SPIKES = f"{RISES} techniques.lora.enabled=false train.spike_window=1 train.spike_threshold=0.1"

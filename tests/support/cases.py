@@ -1,4 +1,4 @@
-"""Parametrised cases of which only a few belong to `make test`."""
+"""Parametrised cases of which only a few belong to `make test`, or to `make test-vital`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 
-def slow_but(cases: Iterable[Any], *fast: Any) -> list[Any]:
+def slow_but(cases: Iterable[Any], *fast: Any, mark: pytest.MarkDecorator | None = None) -> list[Any]:
     """The values of pytest.mark.parametrize; all but those in `fast` are marked slow. A tuple is a case of several
-    values.
+    values. `mark`: the mark of the cases in `fast`, such as pytest.mark.vital.
     """
     cases = list(cases)
     assert all(case in cases for case in fast), "a fast case is none of the cases"
-    return [
-        case if case in fast else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+    marks = {True: mark or (), False: pytest.mark.slow}
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.cases import slow_but
 from support.strangers import CODE, change, stranger_in
 
 from fxtune.distributed.world import World
@@ -132,7 +133,13 @@ def _mistake_of_child(folder: str, answer) -> None:
     answer.put(_mistake(folder))
 
 
-@pytest.mark.parametrize("first", ["import fxtune, transformers", "import transformers.generation, fxtune"])
+@pytest.mark.parametrize(
+    "first",
+    slow_but(
+        ["import fxtune, transformers", "import transformers.generation, fxtune"],
+        "import transformers.generation, fxtune",
+    ),
+)
 def test_a_process_is_guarded_whatever_it_imports_first(first, stranger, canary):
     lines = [
         first,

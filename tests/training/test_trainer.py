@@ -73,6 +73,7 @@ def test_first_twenty_losses_equal_plain_transformers_and_peft(small, build, cha
     assert losses(trainer.folder.path) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_1_4_and_8_give_equal_losses_and_gradients(narrow, build, monkeypatch):
     """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
     narrow.train.max_steps = 3

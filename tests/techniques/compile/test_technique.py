@@ -13,6 +13,7 @@ import re
 import pytest
 import torch
 from support.architectures import built, enable, facts_of, lora, prepared_model, random_model
+from support.cases import slow_but
 from support.compiled import compiled, learn, row
 from support.runs import history
 
@@ -34,8 +35,10 @@ FAMILIES = ["llama", "qwen3", "gemma"]  # mistral is llama, here
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 
 
-@pytest.mark.vital
-@pytest.mark.parametrize(("scope", "layers", "options"), [(Scope.layers, 2, NARROW), (Scope.model, 1, {})])
+@pytest.mark.parametrize(
+    ("scope", "layers", "options"),
+    slow_but([(Scope.layers, 2, NARROW), (Scope.model, 1, {})], (Scope.layers, 2, NARROW), mark=pytest.mark.vital),
+)
 def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, layers, options):
     """All stages of the compiler, with few layers and rows as long as the probe, because each graph takes a C++
     compiler seconds. (Of two layers the first one's input needs no gradient.)"""
@@ -62,8 +65,7 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
     assert pipeline.compile.report().graphs == graphs[-1], "generation runs uncompiled"
 
 
-@pytest.mark.vital
-@pytest.mark.parametrize("scope", list(Scope))
+@pytest.mark.parametrize("scope", slow_but(Scope, Scope.layers, mark=pytest.mark.vital))
 def test_number_of_graphs_does_not_depend_on_the_number_of_layers(scope, quick):
     graphs = []
     for layers in (2, 6):

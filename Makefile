@@ -12,6 +12,10 @@ SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
 LOCK   := requirements.lock
 
+# A hundred processes of the tests, and each worker, import the same files: Python keeps them compiled, whatever the caller's
+# environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup lock quickstart test test-vital test-all test-newest test-oldest check lint audit format clean
 
 help:  ## List the targets

@@ -19,6 +19,11 @@ over several cards, fxtune rounds to nearest, too. Cases whose names end in `fp8
 still multiplies in bfloat16 and keeps its moments in bfloat16. In `fp8` fxtune multiplies by the layers' linears in fp8
 (techniques.float8). In `8bit` its moments have 8 bits, and only weights are rounded stochastically.
 
+Cases that begin with `dpo` train on pairs of answers. fxtune packs them; TRL pads each answer to the longest of the
+micro-batch. All tools get the same token ids. Tokens of both documents of a pair count, the prompt in each. Cases with
+`stored` in their name have the reference's log-probabilities computed before the first step, in TRL
+`precompute_ref_log_probs`; these seconds are not measured.
+
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
 the process. The table also shows the seconds from the command, as this script starts the process, to the end of the
@@ -46,6 +51,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -68,6 +74,8 @@ from peer_tools import write_model  # noqa: E402
 
 TOOLS = ("fxtune", "trl", "unsloth")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
+END = 330
+"""The built-in tokenizer's end of an answer."""
 WORDS = 1000
 """Upper limit of the random documents' token ids. The built-in tokenizer has all of them."""
 MEAN, SIGMA = 500, 1.0
@@ -79,6 +87,8 @@ ROUNDED_FP8 = ("techniques=[full_fp8,fast]", *ROUNDED[1:])
 ROUNDED_8BIT = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.name=adamw_8bit")
 SHARDED = (*FULLY, "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
+DPO = ("objective=dpo", "objective.reference=base")
+DPO_STORED = ("objective=dpo", "objective.reference=stored")
 
 MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
 """Rank 16 on gate and up together, as peers have it. By default fxtune has 16 for each of them, as peft reads the names
@@ -98,6 +108,8 @@ class Case:
     peer_case: Optional[str] = None
     """The case whose peer rows this case is compared with, if it has none of its own."""
     chats: bool = False
+    pairs: int = 0
+    """Pairs of a step; 0: no preferences."""
     steps: int = 8
     warm_up: int = 3
     full: bool = False
@@ -138,10 +150,17 @@ CASES = {
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
     "8b_full_2x8192_fp8": Case("8b", 8192, 2, ROUNDED_FP8, peer_case="8b_full_2x8192", full=True, most_gpus=1),
     "8b_full_2x8192_8bit": Case("8b", 8192, 2, ROUNDED_8BIT, peer_case="8b_full_2x8192", full=True, most_gpus=1),
+    "dpo_8b_8x1024": Case("8b", 8192, 1, (*FAST, *DPO), pairs=4),
+    "dpo_8b_8x1024_stored": Case("8b", 8192, 1, (*FAST, *DPO_STORED), pairs=4),
+    "dpo_8b_8x1024_fp8": Case("8b", 8192, 1, (*FP8, *DPO), peer_case="dpo_8b_8x1024", pairs=4),
+    "dpo_8b_8x1024_fp8_stored": Case("8b", 8192, 1, (*FP8, *DPO_STORED), peer_case="dpo_8b_8x1024_stored", pairs=4),
+    "dpo_8b_chats": Case("8b", 4096, 4, (*FAST, *DPO), chats=True, pairs=16),
+    "dpo_8b_chats_stored": Case("8b", 4096, 4, (*FAST, *DPO_STORED), chats=True, pairs=16),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
+    "smoke_dpo": Case("tiny", 512, 1, DPO, pairs=2, steps=2, warm_up=2),
 }
-SMOKE = ("smoke", "smoke_chats")
+SMOKE = ("smoke", "smoke_chats", "smoke_dpo")
 NONE, FULL = "checkpointing=none", "checkpointing=full"
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trl": ((NONE, "liger=on"), (FULL, "liger=on")),
@@ -162,6 +181,8 @@ SINKS = {
     "unsloth": VARIANTS["unsloth"],
 }
 """The same for gpt-oss, whose attention has sinks. transformers cannot use torch's SDPA for it."""
+PAIRED = {"trl": tuple((one, liger) for one in (NONE, FULL) for liger in ("liger=on", "liger=off")), "unsloth": ()}
+"""The same for pairs. Unsloth's DPO is TRL's trainer over its own model; it is not compared here."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
 PACKED_TRL = tuple(
@@ -339,7 +360,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "optimizer.weight_decay=0",
         "schedule.name=constant",
         "schedule.warmup_ratio=0",
-        *(["techniques=lora"] if args.smoke else case.keys(gpus)),
+        *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke else case.keys(gpus)),
         *args.set,
     ]
 
@@ -360,6 +381,8 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         steps=steps,
         warm_up=case.warm_up,
         chats=case.chats,
+        pairs=case.pairs,
+        stored="stored" in name,
         full=case.full,
         documents=str(documents(case, args.scratch, steps, args.gpus)),
         tokenizer=str(TOKENIZER),
@@ -415,6 +438,8 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
 
 def settings_to_try(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
     """A peer's settings for a case on `gpus` cards, the fastest first; none if it is not compared there."""
+    if case.pairs:
+        return PAIRED[tool]
     if case.full:
         return (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
     if "num_experts" in SHAPES[case.shape]:
@@ -443,10 +468,13 @@ def needs_missing_package(variant: tuple[str, ...]) -> bool:
 def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
     """The JSONL file with a case's documents, enough for all steps. Writes the file if it does not exist."""
     count = (steps + case.warm_up) * case.step_rows(gpus)
-    file = folder / f"{'chats' if case.chats else 'random'}-{case.length}-{count}.jsonl"
+    kind = "pairs-" * bool(case.pairs) + ("chats" if case.chats else "random")
+    file = folder / f"{kind}-{case.length}-{count}.jsonl"
     if not file.exists():
         made = (
-            chats(case.length, count * case.length)
+            pairs(case, (steps + case.warm_up) * gpus)
+            if case.pairs
+            else chats(case.length, count * case.length)
             if case.chats
             else (
                 {"input_ids": random.Random(number).choices(range(3, WORDS), k=case.length)} for number in range(count)
@@ -457,6 +485,25 @@ def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
             out.writelines(json.dumps(row) + "\n" for row in made)
         staging.rename(file)
     return file
+
+
+def pairs(case: Case, steps: int) -> Iterator[dict[str, Any]]:
+    """Pairs of random tokens as groups of two documents, of which the answers are supervised. A document is half prompt
+    and half answer; without chats all have the same length, and a step's pairs fill its rows."""
+    draw = random.Random(0)
+    each = case.rows * case.length // (2 * case.pairs)
+
+    def length() -> int:
+        if not case.chats:
+            return each // 2
+        return min(max(2, round(draw.lognormvariate(math.log(MEAN / 2) - SIGMA**2 / 2, SIGMA))), case.length // 2)
+
+    # Chats have more pairs than a step needs, because a packed row can hold more short ones.
+    for _ in range(steps * case.pairs * (2 if case.chats else 1)):
+        prompt = draw.choices(range(3, WORDS), k=length())
+        answers = [[*draw.choices(range(3, WORDS), k=length() - 1), END] for _ in range(2)]
+        documents = [{"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer} for answer in answers]
+        yield {"documents": documents}
 
 
 def chats(longest: int, tokens: int) -> Iterator[dict[str, str]]:

@@ -48,6 +48,12 @@ def main(request: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(request["tokenizer"])
     tokenizer.model_max_length = request["length"]
     clock = make_clock(request)
+    if request["pairs"]:
+        trainer = preference_trainer(request, tokenizer, clock)
+        count_tokens(trainer, clock)
+        trainer.train()
+        Path(request["out"]).write_text(json.dumps(results(request, trainer, clock)))
+        return
     common: dict[str, Any] = dict(args=settings(request), train_dataset=dataset(request), callbacks=[clock])
     if request["tool"] == "trl":
         from peft import LoraConfig
@@ -85,10 +91,8 @@ def main(request: dict[str, Any]) -> None:
 
 
 def settings(request: dict[str, Any]) -> Any:
-    import torch
     from trl import SFTConfig
 
-    cuda = torch.cuda.is_available()
     options: dict[str, Any] = {} if request["chats"] else dict(dataset_kwargs={"skip_prepare_dataset": True})
     if "fsdp" in request:
         options["fsdp"] = "full_shard auto_wrap"
@@ -100,8 +104,21 @@ def settings(request: dict[str, Any]) -> Any:
             activation_checkpointing=request["fsdp"] == "recompute",
         )
     return SFTConfig(
-        output_dir=str(Path(request["out"]).with_suffix("")),
+        **common_settings(request),
         per_device_train_batch_size=request["rows"],
+        max_length=request["length"],
+        packing=request["chats"],
+        **options,
+    )
+
+
+def common_settings(request: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of TRL's trainers that all cases share."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return dict(
+        output_dir=str(Path(request["out"]).with_suffix("")),
         gradient_accumulation_steps=1,
         max_steps=request["steps"] + request["warm_up"],
         bf16=cuda,
@@ -112,8 +129,6 @@ def settings(request: dict[str, Any]) -> Any:
         logging_steps=NEVER,
         logging_first_step=True,
         save_strategy="no",
-        max_length=request["length"],
-        packing=request["chats"],
         optim="adamw_torch_fused",
         learning_rate=1e-4,
         weight_decay=0.0,
@@ -121,7 +136,40 @@ def settings(request: dict[str, Any]) -> Any:
         dataloader_num_workers=2 if cuda else 0,
         seed=0,
         disable_tqdm=True,
-        **options,
+    )
+
+
+def preference_trainer(request: dict[str, Any], tokenizer: Any, clock: Any) -> Any:
+    """TRL's DPOTrainer on the ids of the file, whose own preparation would tokenize texts."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    class OnIds(DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *rest: Any, **named: Any) -> Any:
+            return dataset
+
+    with open(request["documents"], encoding="utf-8") as file:
+        groups = [json.loads(line)["documents"] for line in file]
+    rows = []
+    for chosen, rejected in groups:
+        prompt = sum(label == -100 for label in chosen["labels"])
+        ids = dict(prompt_ids=chosen["input_ids"][:prompt], chosen_ids=chosen["input_ids"][prompt:])
+        rows.append(dict(ids, rejected_ids=rejected["input_ids"][prompt:], prompt="", chosen="", rejected=""))
+    args = DPOConfig(
+        **common_settings(request),
+        max_length=request["length"],
+        per_device_train_batch_size=request["pairs"],
+        precompute_ref_log_probs=request["stored"],
+        beta=0.1,
+    )
+    return OnIds(
+        model=random_model(request["shape"], request["length"], request.get("attention", "sdpa")),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **adapters(request)),
+        callbacks=[clock],
     )
 
 

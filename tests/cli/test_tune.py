@@ -156,6 +156,7 @@ def test_ctrl_c_loses_no_finished_trial(cwd, trials, capsys):
     assert EAGER not in trials.calls[before], "it was measured before Ctrl-C"
 
 
+@pytest.mark.slow
 def test_again_ignores_the_cache(cwd, trials):
     fxtune_tune("--axes", "attention")
     before = len(trials.calls)

@@ -40,7 +40,8 @@ def noisy(tmp_path):
 
 
 def test_a_run_has_a_clean_terminal_and_the_text_in_its_folder(noisy, tmp_path):
-    done = noisy("train", QUICK, "train.max_steps=1", "loader.num_workers=1", "run.dir=run")
+    short = ("train.max_steps=1", "data.questions.path=null", "run.report=false")
+    done = noisy("train", QUICK, *short, "loader.num_workers=1", "run.dir=run")
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
     assert "an old keyword" not in shown
@@ -52,6 +53,7 @@ def test_a_run_has_a_clean_terminal_and_the_text_in_its_folder(noisy, tmp_path):
     assert "WARNING some_library: a slow path" in log
 
 
+@pytest.mark.slow
 def test_a_developer_sees_pythons_warnings_or_has_them_raised(noisy):
     assert "an old keyword" in noisy("preview", QUICK, PYTHONWARNINGS="default").stderr
     raised = noisy("preview", QUICK, PYTHONWARNINGS="error:an old keyword")

@@ -47,7 +47,7 @@ def with_dropout() -> Pipeline:
     ("family", "pipelines"),
     slow_but(
         itertools.product(FAMILIES, (with_dropout, Pipeline)),
-        *((family, with_dropout) for family in FAMILIES),
+        *((family, with_dropout) for family in ("llama", "gemma3", "phi")),
         ("llama", Pipeline),
         ("gemma2", Pipeline),
     ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
+from support.cases import slow_but
 from support.lora_models import (
     EVERY,
     OPERATORS,
@@ -26,7 +27,7 @@ from fxtune.techniques.pipeline import make_probe
 from fxtune.tracking.throughput import training_cost
 
 
-@pytest.mark.parametrize("family", OPERATORS)
+@pytest.mark.parametrize("family", slow_but(OPERATORS, "llama", "qwen2", "gemma3", "phi", "phi3"))
 def test_fused_matches_peft_in_losses_gradients_and_names(family):
     pair = prepared_pair(random_model(family))
     plain, fused = (prepared.module for prepared in pair)

@@ -230,7 +230,7 @@ def by_rank(moments: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
     return dict(sorted(ranks.items()))
 
 
-def misfits(
+def refusals(
     weights: Mapping[str, StoredTensor], moments: Mapping[str, StoredTensor], model: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
     """Yield each reason why the tensors of a checkpoint do not fit the trained weights `model`."""

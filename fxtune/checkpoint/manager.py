@@ -391,7 +391,7 @@ def _load(
     if state.step != step_of(path):
         raise ValueError(f"it is of step {state.step}, under another's name")
     with stored.open_tensors(path, WEIGHTS) as weights, stored.open_tensors(path, MOMENTS) as moments:
-        if not any_model and (reason := next(stored.misfits(weights, moments, model), None)):
+        if not any_model and (reason := next(stored.refusals(weights, moments, model), None)):
             raise ValueError(reason)
         sharded = {name: weight for name, weight in model.items() if is_divided(weight)}
         parts = {name: weights.read(name, chunk_of(sharded[name]) if name in sharded else None) for name in weights}

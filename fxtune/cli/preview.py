@@ -69,7 +69,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     tokenizer = load_tokenizer(config.model)
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
     settled = settle(config, machine, checks=False)
-    misfits: list[str] = []
+    refusals: list[str] = []
     data = prepare_data(
         settled.config.data,
         tokenizer,
@@ -79,7 +79,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         epochs=config.train.epochs,
         ramp=config.train.batch_ramp,
         seed=config.run.seed,
-        require=lambda tables: misfits.extend(config.objective.needs.misfits(config.objective.name, tables)),
+        require=lambda tables: refusals.extend(config.objective.needs.row_refusals(config.objective.name, tables)),
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     print_samples(data.training, TokenTexts(tokenizer, signs), console)
@@ -92,7 +92,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"
         notes = [*notes, f"Held out for evaluation: {held['documents']:,} documents, {supervised}."]
-    for note in [*notes, *(f"A run is refused: {misfit}" for misfit in misfits)]:
+    for note in [*notes, *(f"A run is refused: {refusal}" for refusal in refusals)]:
         console.print(screen.plain(note), soft_wrap=True)
 
 

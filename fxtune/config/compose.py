@@ -98,7 +98,7 @@ def typed(cfg: DictConfig) -> Config:
     except (OmegaConfBaseException, RecursionError) as error:  # RecursionError: keys that point at each other
         raise ConfigError(_message(error)) from error
     assert isinstance(config, Config)
-    refuse([*unread(config), *config.conflicts()])
+    refuse([*unread(config), *config.refusals()])
     return config
 
 

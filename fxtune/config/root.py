@@ -216,7 +216,7 @@ class Config:
         added = [registry.added()[name] for registry, names in used for name in names if name in registry.added()]
         return {plugin.name: plugin.identity for plugin in sorted(added, key=lambda plugin: plugin.name)}
 
-    def _plugin_conflicts(self) -> Iterator[str]:
+    def _plugin_refusals(self) -> Iterator[str]:
         """Yield each name that no plugin has registered, and each wrong option of a plugin's technique."""
         plugins = self.techniques.plugins
         for name, options in plugins.use.items():
@@ -228,10 +228,10 @@ class Config:
             validator.check(Slot(plugins.schema(name)), options or {}, ())
             yield from validator.problems
 
-    def conflicts(self) -> Iterator[str]:
+    def refusals(self) -> Iterator[str]:
         """Yield what is wrong although each value is in its own range, worded as what to change."""
         run, data, train = self.run, self.data, self.train
-        yield from self._plugin_conflicts()
+        yield from self._plugin_refusals()
         if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", run.name) or run.name.startswith("."):
             yield (
                 f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, "
@@ -239,13 +239,13 @@ class Config:
             )
         if run.gpus != "auto" and not re.fullmatch(r"[1-9]\d{0,4}", run.gpus):
             yield f"`run.gpus={run.gpus}` must be `auto` or a whole number from 1 on"
-        yield from self.parallel.conflicts(self.techniques.lora.enabled)
+        yield from self.parallel.refusals(self.techniques.lora.enabled)
         if train.global_batch_size % train.micro_batch_size:
             yield (
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
                 f"`train.micro_batch_size={train.micro_batch_size}`"
             )
-        yield from stages.ramp_conflicts(train.batch_ramp, train.global_batch_size)
+        yield from stages.ramp_refusals(train.batch_ramp, train.global_batch_size)
         for key, grows in (("train.batch_ramp", train.batch_ramp), ("data.length_schedule", data.length_schedule)):
             if grows and train.max_minutes is not None:
                 yield (
@@ -280,7 +280,7 @@ class Config:
             data.validate()
         except ConfigError as error:
             yield str(error)
-        yield from self._stop_conflicts()
+        yield from self._stop_refusals()
         by_match = train.stop.patience > 0 and train.stop.metric is StopMetric.exact_match
         if train.eval_every and not data.holds_out and not by_match:
             yield (
@@ -288,8 +288,8 @@ class Config:
                 "data.eval_fraction or data.eval_sources, or train.eval_every=0"
             )
 
-    def _stop_conflicts(self) -> Iterator[str]:
-        """Yield the conflicts of early stopping, of train.eval_share and of train.max_minutes."""
+    def _stop_refusals(self) -> Iterator[str]:
+        """Yield each reason why early stopping, train.eval_share or train.max_minutes cannot act as asked."""
         data, stop, share = self.data, self.train.stop, self.train.eval_share
         patience = f"`train.stop.patience={stop.patience}`"
         if stop.patience and stop.metric is StopMetric.loss and not data.holds_out:

@@ -13,7 +13,7 @@ from omegaconf import BooleanNode
 
 from fxtune.data.formats.registry import AUTO, FORMATS
 from fxtune.data.formats.row_format import LearnConfig
-from fxtune.data.stages import length_conflicts
+from fxtune.data.stages import length_refusals
 from fxtune.errors import ConfigError
 from fxtune.plugins import METRICS, ROW_FORMATS
 
@@ -273,7 +273,7 @@ class DataConfig:
             )
         if any(low >= high for low, high in pairwise(self.buckets)):
             raise ConfigError(f"data.buckets={list(self.buckets)}: give lengths in ascending order, each once.")
-        if wrong := length_conflicts(self.length_schedule, self.sequence_length):
+        if wrong := length_refusals(self.length_schedule, self.sequence_length):
             raise ConfigError(wrong[0])
         weights = self.source_weights()
         if any(source.weight is not None for source in self.eval_sources):

@@ -138,7 +138,7 @@ class StepRows:
         return ", ".join([self.text(0), *(text if self.has_lengths else text.replace(" rows", "") for text in each)])
 
 
-def ramp_conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> list[str]:
+def ramp_refusals(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> list[str]:
     """Faults of train.batch_ramp, each worded as a change to make."""
     name = f"`train.batch_ramp={[list(stage) for stage in ramp]}`"
     if not _are_pairs(ramp):
@@ -152,7 +152,7 @@ def ramp_conflicts(ramp: Sequence[Sequence[Any]], global_batch_size: int) -> lis
     return found
 
 
-def length_conflicts(schedule: Sequence[Sequence[Any]], sequence_length: int) -> list[str]:
+def length_refusals(schedule: Sequence[Sequence[Any]], sequence_length: int) -> list[str]:
     """Faults of data.length_schedule, each worded as a change to make."""
     name = f"`data.length_schedule={[list(stage) for stage in schedule]}`"
     if not _are_pairs(schedule):

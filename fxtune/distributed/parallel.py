@@ -58,7 +58,7 @@ class ParallelConfig:
     """Each rank takes this many steps alone, then all average their weights (local SGD). 1: gradients are summed in
     each step. Weights are also averaged before each evaluation and each checkpoint."""
 
-    def conflicts(self, adapters: bool = False) -> Iterator[str]:
+    def refusals(self, adapters: bool = False) -> Iterator[str]:
         """Yield each degree that is neither `auto` nor a number, and ways to sum that exclude each other. `adapters`:
         whether only they are trained."""
         for name in DEGREES:
@@ -95,7 +95,7 @@ class ParallelConfig:
         mib = (0 if adapters else 100) if self.bucket_mib is None else self.bucket_mib
         return int(mib * MIB)
 
-    def check(self, degrees: Degrees) -> Iterator[str]:
+    def degree_refusals(self, degrees: Degrees) -> Iterator[str]:
         """Yield a message for each key that a run with these `degrees` cannot have."""
         if self.bucket_mib is not None and degrees.ranks == 1:
             yield (

@@ -167,7 +167,7 @@ def _refused_by_vllm(folder: Path, adapter: dict[str, Any]) -> list[str]:
     from safetensors import safe_open
 
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return vllm.obstacles(adapter, file.keys())
+        return vllm.refusals(adapter, file.keys())
 
 
 def _vllm_note(adapter: dict[str, Any], refused: list[str]) -> str:

@@ -31,7 +31,7 @@ def max_rank(r: int) -> int | None:
     return next((rank for rank in MAX_RANKS if rank >= r), None)
 
 
-def obstacles(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+def refusals(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     """Why vLLM cannot serve an adapter. `options`: its adapter_config.json. `tensors`: the names in its file."""
     found = [f"no {what}" for option, what in REFUSED.items() if options.get(option)]
     if options.get("bias", "none") != "none":

@@ -69,8 +69,8 @@ class Objective:
 
     def require_fit(self, tables: Iterable[TokenTable]) -> None:
         """Raise one ConfigError that names each table whose rows this objective cannot learn from."""
-        if misfits := list(self.needs.misfits(self.name, tables)):
-            raise ConfigError("\n".join(misfits))
+        if refusals := list(self.needs.row_refusals(self.name, tables)):
+            raise ConfigError("\n".join(refusals))
 
 
 def from_options(options: Mapping[str, Any]) -> Objective:

@@ -41,7 +41,7 @@ class Needs:
                 "each row. Set parallel.context=1."
             )
 
-    def misfits(self, name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
+    def row_refusals(self, name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
         """Yield a message for each table whose groups the objective `name` cannot learn from."""
         fewest, most = self.documents
         for table in tables:

@@ -99,7 +99,7 @@ TRAITS = {
 }
 
 
-def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why this optimizer cannot run under `facts`. Needs no weights."""
     if config.lr == AUTO:
         yield from no_rule(config, facts)
@@ -134,7 +134,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         )
     if config.name is OptimizerName.adamw_schedulefree and config.betas[0] == 0:
         yield "optimizer.betas: adamw_schedulefree has no averages with a first value of 0. Its default is 0.9."
-    if config.name is OptimizerName.apex_adamw and (why := facts.apex_problem()):
+    if config.name is OptimizerName.apex_adamw and (why := facts.apex_refusal()):
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _no_stochastic_rounding(config, facts)

@@ -21,7 +21,7 @@ RECORDS = "techniques.compile.cuda_graphs"
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
     if config.optimizer.in_backward is Switch.on:
-        for key, why, change in _obstacles(config, facts):
+        for key, why, change in _reasons(config, facts):
             if key == RECORDS:  # refuses this itself
                 continue
             yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
@@ -32,7 +32,7 @@ def change_for(config: Config, facts: Facts) -> str:
     if facts.in_backward:
         return ""
     keys = []
-    for key, _, change in _obstacles(config, facts):
+    for key, _, change in _reasons(config, facts):
         if key != "train.max_grad_norm":
             return ""
         keys.append(change)
@@ -56,7 +56,7 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
     asked = config.optimizer.in_backward
     if asked is not Switch.auto:
         return replace(facts, in_backward=asked is Switch.on), ""
-    if facts.device != "cuda" or any(_obstacles(config, facts)):
+    if facts.device != "cuda" or any(_reasons(config, facts)):
         return facts, ""
     needs = []
     for freed in (False, True):
@@ -69,8 +69,8 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
     return replace(facts, in_backward=True), f"optimizer: each weight is updated in the backward pass ({why})"
 
 
-def _obstacles(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """(key, why it is an obstacle, what to set instead) for each obstacle."""
+def _reasons(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """(key, why, what to set instead) for each reason why weights cannot be updated in the backward pass."""
     train, techniques, optimizer = config.train, facts.techniques, config.optimizer
     if techniques.lora.enabled:
         yield (

@@ -90,7 +90,7 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
 
     def can(degrees: Degrees) -> bool:
         shared = replace(facts, degrees=degrees)
-        return not [*techniques.unshareable(shared), *refusals(config, shared)]
+        return not [*techniques.sharing_refusals(shared), *refusals(config, shared)]
 
     uncut = replace(parallel, context="1") if parallel.context == AUTO else parallel
     whole = [degrees for count in counts for degrees in possible(count) if agrees(uncut, degrees) and can(degrees)]

@@ -13,7 +13,7 @@ from fxtune.settle import in_backward
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why a run of `config` cannot start under `facts`."""
-    yield from update_rule.check(config.optimizer, facts)
+    yield from update_rule.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts.degrees)
     yield from _noise_scale(config, facts.degrees)
     yield from in_backward.refusals(config, facts)

@@ -65,7 +65,7 @@ class MachineFacts:
             return f"is installed and does not work here ({self.broken[package]})"
         return "is not installed"
 
-    def apex_problem(self) -> str | None:
+    def apex_refusal(self) -> str | None:
         """Why NVIDIA's Apex cannot run here and how to install it; None if it can run."""
         if self.device != "cuda":
             return f"NVIDIA's Apex runs on a GPU, and the device is {self.device}"

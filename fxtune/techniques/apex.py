@@ -35,7 +35,7 @@ class Apex(ApexOptions, Technique):
         self._errors: list[float] = []
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if why := facts.apex_problem():
+        if why := facts.apex_refusal():
             yield f"enabled: {why}, or set it to false."
         if not self.layer_norm and not self.rms_norm:
             yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."

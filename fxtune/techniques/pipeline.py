@@ -122,11 +122,11 @@ class Pipeline(Techniques):
         for _, technique in self.enabled():
             yield from technique.packages(facts)
 
-    def resolved(self, facts: Facts, problems: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
+    def resolved(self, facts: Facts, refusals: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
         """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises the
-        ConfigError of check(), to which `problems` go."""
+        ConfigError of check(), to which `refusals` go."""
         possible, left_out = self.possible(facts)
-        possible.check(facts, problems)
+        possible.check(facts, refusals)
         chosen, notes = possible.decided(facts)
         chosen.check(facts)
         notes = left_out + notes
@@ -157,18 +157,18 @@ class Pipeline(Techniques):
                 technique.enabled = True
         return chosen, notes
 
-    def check(self, facts: Facts, problems: Sequence[str] = ()) -> None:
-        """Raise one ConfigError if there are reasons why these techniques cannot run under `facts`, or `problems` of
+    def check(self, facts: Facts, refusals: Sequence[str] = ()) -> None:
+        """Raise one ConfigError if there are reasons why these techniques cannot run under `facts`, or `refusals` of
         other parts of the recipe. The error lists them all."""
         facts = replace(facts, techniques=self)
         every = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
         reasons = [f"techniques.{name}.{reason}" for name, reason in every]
-        reasons += self.unshareable(facts)
-        reasons += [*self._missing(facts), *self._too_large(facts), *problems]
+        reasons += self.sharing_refusals(facts)
+        reasons += [*self._missing(facts), *self._too_large(facts), *refusals]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
-    def unshareable(self, facts: Facts) -> Iterator[str]:
+    def sharing_refusals(self, facts: Facts) -> Iterator[str]:
         """Each reason why ranks cannot share the work as `facts.degrees` says."""
         facts, degrees = replace(facts, techniques=self), facts.degrees
         if degrees.context > 1:

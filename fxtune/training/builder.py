@@ -401,7 +401,9 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         config = replace(config, optimizer=check.earlier_rate(config.optimizer))
     threads = check.earlier_threads()
     builder = RunBuilder(config, threads=threads)
-    if reasons := list(config.parallel.check(builder.world.degrees)):  # here, because other commands use one rank
+    if reasons := list(
+        config.parallel.degree_refusals(builder.world.degrees)
+    ):  # here, because other commands use one rank
         raise ConfigError("\n".join(reasons))
     require_equal_parts(builder.world.degrees, config.train.micro_batches)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):

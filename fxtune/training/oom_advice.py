@@ -101,7 +101,7 @@ def _candidates(
     if not lora.enabled:
         yield "techniques.lora.enabled=true", facts, replace(techniques, lora=replace(lora, enabled=True))
         eight = replace(config, name=OptimizerName.adamw_8bit)
-        if config.name is OptimizerName.adamw and not list(update_rule.check(eight, facts)):
+        if config.name is OptimizerName.adamw and not list(update_rule.refusals(eight, facts)):
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
         if freeing:
             yield freeing, replace(facts, in_backward=True), techniques

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.data.stages import Stage, StepRows, length_conflicts, ramp_conflicts, stages
+from fxtune.data.stages import Stage, StepRows, length_refusals, ramp_refusals, stages
 
 BATCH = 4
 ramps = st.lists(
@@ -91,9 +91,9 @@ def test_a_batch_and_rows_that_grow_are_one_list_of_stages():
     ],
 )
 def test_a_ramp_that_is_none_is_refused(ramp, message):
-    (found,) = ramp_conflicts(ramp, 8)
+    (found,) = ramp_refusals(ramp, 8)
     assert message in found
-    assert not ramp_conflicts([[0.0, 8], [0.5, 16]], 8)
+    assert not ramp_refusals([[0.0, 8], [0.5, 16]], 8)
     assert stages(8, 64, [[0.5, 16.0]]) == ((0.0, 8, 64), (0.5, 16, 64))
 
 
@@ -115,7 +115,7 @@ def test_a_ramp_that_is_none_is_refused(ramp, message):
     ],
 )
 def test_a_length_schedule_that_is_none_is_refused(schedule, message):
-    (found,) = length_conflicts(schedule, 64)
+    (found,) = length_refusals(schedule, 64)
     assert message in found
-    assert not length_conflicts([[0.0, 16], [0.3, 32.0], [0.6, 64]], 64)
-    assert not length_conflicts([], 64)
+    assert not length_refusals([[0.0, 16], [0.3, 32.0], [0.6, 64]], 64)
+    assert not length_refusals([], 64)

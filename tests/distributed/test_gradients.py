@@ -144,16 +144,16 @@ def test_one_bucket_sends_nothing_before_the_ranks_agree():
 
 
 def test_ways_to_sum_that_cannot_be_are_refused():
-    def conflicts(adapters=False, **keys):
-        return "\n".join(ParallelConfig(**keys).conflicts(adapters))
+    def refusals(adapters=False, **keys):
+        return "\n".join(ParallelConfig(**keys).refusals(adapters))
 
-    assert conflicts(reduce_dtype=ReduceDtype.bfloat16) == conflicts(adapters=True, average_every=8) == ""
-    assert "exclude each other" in conflicts(powersgd_rank=4, average_every=2)
-    assert "adapters are small" in conflicts(adapters=True, powersgd_rank=4)
+    assert refusals(reduce_dtype=ReduceDtype.bfloat16) == refusals(adapters=True, average_every=8) == ""
+    assert "exclude each other" in refusals(powersgd_rank=4, average_every=2)
+    assert "adapters are small" in refusals(adapters=True, powersgd_rank=4)
     config = ParallelConfig(average_every=4)
-    assert not list(config.check(Degrees(replicate=2)))
-    assert "this run has one rank" in next(config.check(Degrees()))
-    assert "is for replicas, and this run has shard 2" in next(config.check(Degrees(shard=2)))
+    assert not list(config.degree_refusals(Degrees(replicate=2)))
+    assert "this run has one rank" in next(config.degree_refusals(Degrees()))
+    assert "is for replicas, and this run has shard 2" in next(config.degree_refusals(Degrees(shard=2)))
     assert (ParallelConfig().bucket_bytes(True), ParallelConfig().bucket_bytes(False)) == (0, 100 * 2**20)
 
 

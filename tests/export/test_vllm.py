@@ -7,7 +7,7 @@ from support.architectures import lora, prepared_model, random_model, trained
 from support.sharded import NoTokenizer
 
 from fxtune.export.save import save_model
-from fxtune.export.vllm import max_rank, obstacles
+from fxtune.export.vllm import max_rank, refusals
 
 PLAIN = {"r": 16, "lora_alpha": 32, "bias": "none"}
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -28,13 +28,13 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({}, "base_model.model.model.embed_tokens.lora_embedding_A", "adapters of embed_tokens only"),
     ],
 )
-def test_obstacle_is_named(options, tensor, words):
-    (found,) = obstacles({**PLAIN, **options}, [tensor])
+def test_refusal_is_named(options, tensor, words):
+    (found,) = refusals({**PLAIN, **options}, [tensor])
     assert words in found
 
 
 def test_plain_adapters_have_none():
-    assert obstacles({**PLAIN, "use_rslora": True, "init_lora_weights": True}, [Q]) == []
+    assert refusals({**PLAIN, "use_rslora": True, "init_lora_weights": True}, [Q]) == []
     assert [max_rank(r) for r in (4, 16, 257, 513)] == [8, 16, 320, None]
 
 

@@ -50,5 +50,5 @@ def test_the_text_model_s_config_is_found_inside_a_multimodal_one():
     ],
 )
 def test_apex_problem(machine, problem):
-    found = machine.apex_problem()
+    found = machine.apex_refusal()
     assert found is None if problem is None else problem in found

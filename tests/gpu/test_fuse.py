@@ -22,22 +22,7 @@ from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import Precision
 
-LAYERS_OF_8B = dict(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=2,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=4096,
-    max_position_embeddings=8192,
-    rope_theta=500000.0,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-)
+TWO_LAYERS = dict(reference.LAYERS_OF_8B, num_hidden_layers=2, vocab_size=4096, tie_word_embeddings=False)
 
 
 def pipeline(fused: Switch, compiled: bool = False, policy: Policy | None = None, **options) -> Pipeline:
@@ -80,7 +65,7 @@ def test_fused_products_add_the_residual_stream(monkeypatch):
         found.clear()
         made = pipeline(Switch.on, True)
         made.lora.matmul = matmul
-        *_, notes = reference.build(made, LAYERS_OF_8B, reference.batch(LAYERS_OF_8B, (1500, 1500)), lora=True)
+        *_, notes = reference.build(made, TWO_LAYERS, reference.batch(TWO_LAYERS, (1500, 1500)), lora=True)
         assert max(found) == (2 if any("matmul cute" in note for note in notes) else 0), (notes, found)
 
 
@@ -114,13 +99,13 @@ def whole(compiled: bool) -> reference.Result:
 
 
 def test_frozen_weights_are_stored_once():
-    given = reference.batch(LAYERS_OF_8B, (64, 64))
+    given = reference.batch(TWO_LAYERS, (64, 64))
     sizes = {}
     for fused in (Switch.off, Switch.on):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        model, *_ = reference.build(pipeline(fused), LAYERS_OF_8B, given)
+        model, *_ = reference.build(pipeline(fused), TWO_LAYERS, given)
         gc.collect()
         torch.cuda.empty_cache()
         sizes[fused] = torch.cuda.memory_allocated() - before
@@ -130,7 +115,7 @@ def test_frozen_weights_are_stored_once():
 
 def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]:
     """Seconds and peak GiB of a compiled forward and backward."""
-    model, made, *_ = reference.build(pipeline(fused, True, policy), LAYERS_OF_8B, given)
+    model, made, *_ = reference.build(pipeline(fused, True, policy), TWO_LAYERS, given)
     with made.precision.context(given.input_ids.device):
         loss = reference.with_head(made, model)
     times = []
@@ -151,7 +136,7 @@ def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]
 @pytest.mark.timed
 @pytest.mark.parametrize("policy", [None, Policy.selective, Policy.full])
 def test_compiled_step_is_faster_without_more_memory(policy):
-    given = reference.batch(LAYERS_OF_8B, (4096,), rows=4, packed=False)
+    given = reference.batch(TWO_LAYERS, (4096,), rows=4, packed=False)
     found = {}
     for fused in (Switch.off, Switch.on):
         found[fused] = measured(fused, policy, given)

@@ -52,7 +52,7 @@ ANSWERS = replace(JUDGED, format=FORMATS["kto"])
     ],
 )
 def test_table_that_does_not_fit_is_named_with_what_to_change(needs, given, message):
-    (found,) = needs.misfits("mine", [given])
+    (found,) = needs.row_refusals("mine", [given])
     assert message in found
 
 
@@ -68,7 +68,7 @@ def test_table_that_does_not_fit_is_named_with_what_to_change(needs, given, mess
     ],
 )
 def test_table_that_fits_is_not_named(needs, given):
-    assert list(needs.misfits("mine", [given])) == []
+    assert list(needs.row_refusals("mine", [given])) == []
 
 
 def test_judgments_of_one_kind_are_named():

@@ -18,7 +18,7 @@ GPU = Facts(device="cuda", dtype="bfloat16", packages={"bitsandbytes": "1", "tor
 
 
 def reasons(facts=GPU, **options):
-    return list(update_rule.check(OptimizerConfig(**options), facts))
+    return list(update_rule.refusals(OptimizerConfig(**options), facts))
 
 
 def facts(**changes):

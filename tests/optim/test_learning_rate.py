@@ -60,6 +60,6 @@ def test_line_names_the_adapters_and_the_family_that_is_borrowed_from():
     ],
 )
 def test_auto_without_a_rule_is_refused(options, facts, reason):
-    (found,) = update_rule.check(OptimizerConfig(lr="auto", **options), facts)
+    (found,) = update_rule.refusals(OptimizerConfig(lr="auto", **options), facts)
     assert reason in found
-    assert not list(update_rule.check(OptimizerConfig(lr=1e-3, **options), facts))
+    assert not list(update_rule.refusals(OptimizerConfig(lr=1e-3, **options), facts))

@@ -36,7 +36,7 @@ def test_missing_and_broken_packages_have_a_reason():
 )
 def test_apex_that_cannot_run_says_why(machine, problem):
     with pytest.raises(AssertionError, match=problem):
-        raise AssertionError(machine.apex_problem())
+        raise AssertionError(machine.apex_refusal())
 
 
 def test_compiler_of_the_environment_comes_first(monkeypatch, tmp_path):

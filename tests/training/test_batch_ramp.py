@@ -48,7 +48,7 @@ def test_run_with_a_ramp_is_not_extended(growing):
 
 def test_deadline_and_ramp_are_refused_together(growing):
     growing.train.max_minutes = 5.0
-    assert [text for text in growing.conflicts() if "leave one of them out" in text]
+    assert [text for text in growing.refusals() if "leave one of them out" in text]
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_run_with_a_length_schedule_is_not_extended(growing):
 )
 def test_options_that_need_equal_rows_are_refused_with_it(growing, key, value, message):
     setattr(growing.train, key, value)
-    assert [text for text in growing.conflicts() if message in text]
+    assert [text for text in growing.refusals() if message in text]
 
 
 @pytest.mark.slow

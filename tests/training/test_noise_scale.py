@@ -193,5 +193,5 @@ def test_what_cannot_be_measured_is_refused(measured):
     averaging = replace(measured, parallel=replace(measured.parallel, average_every=4))
     assert "no rank sees the sum" in refused(averaging, replicate=2)
     measured.train.micro_batch_size = 8
-    (conflict,) = [text for text in measured.conflicts() if "noise_scale" in text]
+    (conflict,) = [text for text in measured.refusals() if "noise_scale" in text]
     assert "set it to 4" in conflict

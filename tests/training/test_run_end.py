@@ -149,7 +149,7 @@ def test_early_stopping_without_its_needs_is_refused(stopping, key, value, messa
         target = getattr(target, section)
     setattr(target, name, value)
     stopping.train.eval_every = 0 if name == "eval_sources" else 2
-    found = list(stopping.conflicts())
+    found = list(stopping.refusals())
     assert len(found) == (1 if message else 0)
     assert not message or message in found[0]
 

@@ -50,14 +50,14 @@ BY_DOCUMENTS = Backend(
 
 class _Sdpa(Backend):
     def refusals(self, facts: Facts) -> Iterator[Reason]:
-        on_gpu, problem = facts.device == "cuda", next(BY_DOCUMENTS.refusals(facts), None)
-        if on_gpu and not problem:
+        on_gpu, reason = facts.device == "cuda", next(BY_DOCUMENTS.refusals(facts), None)
+        if on_gpu and not reason:
             return
         yield from super().refusals(facts)
-        if on_gpu and problem and facts.packing and mask_bytes(facts) > LARGEST_MASK:
+        if on_gpu and reason and facts.packing and mask_bytes(facts) > LARGEST_MASK:
             yield (
                 f"would build a mask of {mask_bytes(facts) / GIB:.1f} GiB for packed rows of {facts.sequence_length} "
-                f"tokens, because its kernel for packed documents {problem[0]}",
+                f"tokens, because its kernel for packed documents {reason[0]}",
                 "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex",
             )
 

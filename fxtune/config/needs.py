@@ -1,9 +1,9 @@
 """Keys that are read only beside another setting. A value that nothing would read is refused.
 
-This is the list for all groups but `techniques`: what an option of a technique needs often depends on the model and
-the machine, so `check()` of the technique says it. A key is refused where its value differs from the default, so a
-config that was written out whole stays valid. tests/repository/test_keys.py changes every key of the schema and fails
-for a key that neither acts nor is refused.
+This is the list for all groups but `techniques`: the needs of a technique's options often depend on the model and the
+machine, so `check()` of the technique refuses them. A key is refused only if its value differs from the default, so a
+config with all its defaults written out stays valid. tests/repository/test_keys.py changes every key of the schema and
+fails for a key that neither acts nor is refused.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fxtune.optim.config import TRAITS
 
 
 @dataclass(frozen=True)
-class Need:
+class KeyNeed:
     """`key` is read only with `setting`."""
 
     key: str
     setting: str
     """As a user types it: `KEY=VALUE|VALUE`; `KEY` stands for any value but null, zero and an empty list."""
     holds: Callable[[Config], bool] | None = None
-    """Whether a config has a `setting` that is a text for people. None: `setting` itself says it."""
+    """Whether a config meets a `setting` that is a text for people. None: `setting` is keys and values."""
     named: bool = False
-    """Whether a line of the run names the unread key in place of a refusal. A recipe keeps the options of a section
-    that is switched off, its eval_fraction and eval_limit where the command line holds out other data or none, and its
-    revision where the command line names a folder."""
+    """Whether a line of the run names the unread key in place of a refusal. So a recipe may keep the options of a
+    section that is switched off, its eval_fraction and eval_limit if the command line holds out other data or none,
+    and its revision if the command line names a folder."""
 
     def is_met(self, config: Config) -> bool:
         if self.holds is not None:
@@ -54,32 +54,32 @@ _SPIKES = "train.spikes=report|skip"
 _WANDB = ("project", "entity", "group", "tags", "init_timeout")
 
 NEEDS = (
-    Need("model.revision", "a hub id in model.path", lambda config: config.model.on_hub, named=True),
-    Need("data.eval_fraction", "data.eval_sources=[]", named=True),
-    Need("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), named=True),
-    *(Need(f"data.questions.{option}", "data.questions.path", named=True) for option in _ASKED),
-    Need("data.mix.threshold", "data.mix.long_share"),
-    Need("data.dedup_similarity", "data.dedup=near"),
-    Need("data.on_overlap", "data.eval_sources or data.questions.path"),
-    Need("train.eval_share", "train.eval_every or train.stop.patience"),
-    Need("train.stop.min_delta", "train.stop.patience"),
-    Need("train.stop.metric", "train.stop.patience"),
-    Need("train.spike_window", _SPIKES),
-    Need("train.spike_threshold", _SPIKES),
-    *(Need(f"optimizer.{option}", _readers(option)) for option in ("betas", "eps", "momentum", "fused")),
-    Need("optimizer.fused", "optimizer.stochastic_rounding=false"),
-    Need("schedule.warmup_ratio", "schedule.warmup_steps=0"),
-    Need("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
-    Need("schedule.decay_steps", "schedule.name=wsd"),
-    Need("schedule.decay_ratio", "schedule.name=wsd"),
-    Need("schedule.decay_ratio", "schedule.decay_steps=0"),
-    Need("parallel.powersgd_start", "parallel.powersgd_rank"),
+    KeyNeed("model.revision", "a hub id in model.path", lambda config: config.model.on_hub, named=True),
+    KeyNeed("data.eval_fraction", "data.eval_sources=[]", named=True),
+    KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), named=True),
+    *(KeyNeed(f"data.questions.{option}", "data.questions.path", named=True) for option in _ASKED),
+    KeyNeed("data.mix.threshold", "data.mix.long_share"),
+    KeyNeed("data.dedup_similarity", "data.dedup=near"),
+    KeyNeed("data.on_overlap", "data.eval_sources or data.questions.path"),
+    KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),
+    KeyNeed("train.stop.min_delta", "train.stop.patience"),
+    KeyNeed("train.stop.metric", "train.stop.patience"),
+    KeyNeed("train.spike_window", _SPIKES),
+    KeyNeed("train.spike_threshold", _SPIKES),
+    *(KeyNeed(f"optimizer.{option}", _readers(option)) for option in ("betas", "eps", "momentum", "fused")),
+    KeyNeed("optimizer.fused", "optimizer.stochastic_rounding=false"),
+    KeyNeed("schedule.warmup_ratio", "schedule.warmup_steps=0"),
+    KeyNeed("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
+    KeyNeed("schedule.decay_steps", "schedule.name=wsd"),
+    KeyNeed("schedule.decay_ratio", "schedule.name=wsd"),
+    KeyNeed("schedule.decay_ratio", "schedule.decay_steps=0"),
+    KeyNeed("parallel.powersgd_start", "parallel.powersgd_rank"),
     *(
         # null: a GPU has two workers
-        Need(f"loader.{option}", "loader.num_workers", lambda config: config.loader.num_workers != 0)
+        KeyNeed(f"loader.{option}", "loader.num_workers", lambda config: config.loader.num_workers != 0)
         for option in ("persistent_workers", "prefetch_factor")
     ),
-    *(Need(f"tracking.wandb.{option}", "tracking.wandb.mode=auto|online|offline", named=True) for option in _WANDB),
+    *(KeyNeed(f"tracking.wandb.{option}", "tracking.wandb.mode=auto|online|offline", named=True) for option in _WANDB),
 )
 
 
@@ -100,7 +100,7 @@ def named_unread(config: Config) -> Iterator[str]:
             yield f"{need.key}={_typed(value)} has no effect without {need.setting}"
 
 
-def _unmet(config: Config) -> Iterator[tuple[Need, Any, Any]]:
+def _unmet(config: Config) -> Iterator[tuple[KeyNeed, Any, Any]]:
     """Yield each need that `config` does not meet, with the value of its key and the default."""
     usual = Config()
     for need in NEEDS:

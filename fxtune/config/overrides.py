@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from fxtune.config import discovery
 from fxtune.config.introspection import Keys, Slot, is_free
 from fxtune.config.validate import Validator
-from fxtune.config.yaml_reader import Document, read
+from fxtune.config.yaml_reader import RecipeFile, read
 from fxtune.errors import ConfigError, did_you_mean, nearest
 from fxtune.plugins import PLUGIN_ADDS
 
@@ -175,7 +175,7 @@ class RecipeStore:
             self.options[group, option] = document.data, whole_config
         return self.options[group, option]
 
-    def _read_defaults(self, document: Document, validator: Validator, trail: tuple[str, ...]) -> list[Any]:
+    def _read_defaults(self, document: RecipeFile, validator: Validator, trail: tuple[str, ...]) -> list[Any]:
         """The layers that a recipe builds on: recipes (`llama_lora`) and groups (`override /optimizer: muon`)."""
         entries = document.data.get("defaults") or []
         if not isinstance(entries, list):
@@ -212,7 +212,7 @@ class RecipeStore:
             raise ConfigError(f"there is no config group `{group}`{did_you_mean(group, self.groups)}")
         return group, self._find_options(group, [value])
 
-    def _read_grid(self, document: Document, validator: Validator) -> list[Choice]:
+    def _read_grid(self, document: RecipeFile, validator: Validator) -> list[Choice]:
         """A recipe's grid for `-m`, the only Hydra setting that it may have: the others run code or move files."""
         settings: Any = document.data.get("hydra")
         settings = {} if settings is None else settings

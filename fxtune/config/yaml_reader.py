@@ -26,7 +26,7 @@ POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
 
 
 @dataclass
-class Document:
+class RecipeFile:
     """The values of a YAML file and the line of each key."""
 
     path: Path
@@ -42,7 +42,7 @@ class Document:
         return f"{place(self.path)}:{self.lines.get(keys, 1)}"
 
 
-def read(path: Path) -> Document:
+def read(path: Path) -> RecipeFile:
     """Read a YAML mapping of plain values. Raises ConfigError with file and line."""
     name = place(path)
     try:
@@ -73,7 +73,7 @@ def read(path: Path) -> Document:
     if node is not None:
         _collect_lines(node, data, (), lines)
     header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
-    return Document(path, data, lines, header[1] if header else None)
+    return RecipeFile(path, data, lines, header[1] if header else None)
 
 
 def _refuse_beyond_values(text: str, name: str) -> None:

@@ -73,7 +73,7 @@ class Rule:
     """The smallest share that is reported."""
     share: Callable[[Times], float]
     sentence: Callable[[Times], str]
-    """The text, in which {share} stands for the share."""
+    """The sentence; {share} in it stands for the share."""
     keys: Callable[[Times], list[str]]
 
 

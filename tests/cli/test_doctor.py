@@ -75,7 +75,7 @@ def checked(monkeypatch, torch_answer) -> set[str]:
 def findings(*words: str, code: int) -> dict[str, dict]:
     file = Path("doctor.json").absolute()
     assert main(["doctor", "--json", str(file), *words]) == code
-    return {one["what"]: one for one in json.loads(file.read_text())}
+    return {row["what"]: row for row in json.loads(file.read_text())}
 
 
 # --- packages
@@ -98,7 +98,7 @@ def test_a_working_machine_exits_with_0_and_everything_has_a_line(cwd, checked, 
     } <= set(found)
     assert found["torch"]["state"] == "works"
     assert "a matmul in bfloat16, forward and backward" in found["torch"]["seen"]
-    assert all(one["remedy"] for one in found.values() if one["state"] in ("missing", "broken"))
+    assert all(row["remedy"] for row in found.values() if row["state"] in ("missing", "broken"))
     out, err = capsys.readouterr()
     assert err == ""
     assert "flash-attn-4: pip install 'fxtune[flash]'" in out
@@ -162,14 +162,14 @@ def test_pypi_s_apex_is_named_as_another_project(fakes, monkeypatch):
     fakes("apex", "")
     assert doctor.run_check("apex", False, 60.0)["state"] == "missing"
     monkeypatch.setattr(doctor, "_version", lambda *names: "0.9")
-    package = next(one for one in doctor.PACKAGES.values() if one.name == "apex")
+    package = next(entry for entry in doctor.PACKAGES.values() if entry.name == "apex")
     found = doctor._package(package, {"state": "missing", "seen": ""})
     assert "another project" in found.seen
     assert found.state is State.missing
 
 
 def test_a_broken_quack_is_reinstalled_in_the_version_that_is_called():
-    package = next(one for one in doctor.PACKAGES.values() if one.name == "quack-kernels")
+    package = next(entry for entry in doctor.PACKAGES.values() if entry.name == "quack-kernels")
     assert package.install.endswith(f"=={matmul.VERSION}'")
     broken = doctor._package(package, {"state": "broken", "seen": "x"})
     assert f"--force-reinstall --no-deps 'quack-kernels[cu13]=={matmul.VERSION}'" in broken.remedy

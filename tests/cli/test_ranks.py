@@ -36,12 +36,12 @@ def says(ranks, tmp_path, words):
 def test_loss_of_two_ranks_is_that_of_plain_transformers(says, tmp_path):
     said = says("verify", "--loss", "--json", "verify.json")
     found = json.loads((tmp_path / "verify.json").read_text())
-    names = [one["name"] for one in found["loss"]]
+    names = [row["name"] for row in found["loss"]]
     assert names[0] == "plain transformers, float32"
     assert "fxtune on 2 ranks, 2 x 2 as configured" in names
     assert found["acted"]
-    assert all(one["gradient_off"] < 1e-5 for one in found["loss"])
-    assert next(one for one in found["evidence"] if one["technique"] == "ranks")["acted"]
+    assert all(row["gradient_off"] < 1e-5 for row in found["loss"])
+    assert next(row for row in found["evidence"] if row["technique"] == "ranks")["acted"]
     assert said.count("as asked for.") == 1
 
 
@@ -116,6 +116,6 @@ def test_trials_of_a_search_run_on_both_ranks(tmp_path, words):
 
 def test_doctor_tests_the_ranks_of_a_recipe(tmp_path, words):
     done = run(["doctor", *words, "run.gpus=2", "run.device=cpu", "--json", "doctor.json"], tmp_path, timeout=1200)
-    found = {one["what"]: one["seen"] for one in json.loads((tmp_path / "doctor.json").read_text())}
+    found = {row["what"]: row["seen"] for row in json.loads((tmp_path / "doctor.json").read_text())}
     assert "2 ranks, 4 MiB in" in found["all-reduce"], done.text
     assert "can run on 2 ranks (replicate 2) on " in found["run"]

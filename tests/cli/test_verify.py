@@ -39,7 +39,7 @@ def verified(cwd, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 def row(found: dict[str, Any], name: str, asked: str) -> dict[str, Any]:
-    matching = [one for one in found["evidence"] if one["technique"] == name and asked in one["asked"]]
+    matching = [row for row in found["evidence"] if row["technique"] == name and asked in row["asked"]]
     assert len(matching) == 1, found["evidence"]
     return matching[0]
 
@@ -49,9 +49,9 @@ def test_the_quickstart_is_as_asked_for_and_no_file_is_left(cwd, capsys):
     assert code == 0
     assert found["acted"]
     assert {"attention", "precision", "lora", "data", "parameters", "loss", "optimizer"} <= {
-        one["technique"] for one in found["evidence"]
+        row["technique"] for row in found["evidence"]
     }
-    assert all(one["acted"] for one in found["evidence"])
+    assert all(row["acted"] for row in found["evidence"])
     assert found["decided"]
     assert list(cwd.iterdir()) == []
     out, err = capsys.readouterr()
@@ -104,7 +104,7 @@ def test_a_technique_that_does_nothing_is_named_and_the_exit_code_is_1(cwd, monk
     code, found = verified(cwd, "techniques.checkpointing.enabled=true")
     assert code == 1
     assert not found["acted"]
-    failed = [one["technique"] for one in found["evidence"] if not one["acted"]]
+    failed = [row["technique"] for row in found["evidence"] if not row["acted"]]
     assert set(failed) == {"checkpointing"}
     out, err = capsys.readouterr()
     assert out.count("✗") == len(failed)
@@ -162,7 +162,7 @@ def test_full_fine_tuning_trains_everything(cwd):
     assert code == 0
     parameters = row(found, "parameters", "all parameters")
     assert "100.00%" in parameters["observed"]
-    assert not any("do not see each other" in one["asked"] for one in found["evidence"])
+    assert not any("do not see each other" in row["asked"] for row in found["evidence"])
 
 
 def test_errors_have_their_exit_codes(cwd, capsys):
@@ -180,7 +180,7 @@ def test_errors_have_their_exit_codes(cwd, capsys):
 
 
 def compared(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {one["name"]: one for one in found["loss"]}
+    return {row["name"]: row for row in found["loss"]}
 
 
 def test_each_compares_with_plain_transformers_and_without_each_technique(cwd, capsys):
@@ -210,10 +210,10 @@ def test_documents_that_see_each_other_are_out_of_bounds(cwd, monkeypatch, capsy
         monkeypatch.setattr(module, "model_inputs", one_document)
     code, found = verified(cwd, "--loss")
     assert code == 1
-    ours = [one for one in found["loss"] if one["name"].startswith("fxtune")]
+    ours = [row for row in found["loss"] if row["name"].startswith("fxtune")]
     assert ours
-    assert min(one["loss_off"] for one in ours) > 1e-5
-    assert min(one["gradient_off"] for one in ours) > 0.1
+    assert min(row["loss_off"] for row in ours) > 1e-5
+    assert min(row["gradient_off"] for row in ours) > 0.1
     assert not row(found, "data", "real row")["acted"]
     assert "gradient off by" in capsys.readouterr().err
 

@@ -168,7 +168,7 @@ def test_data_that_only_the_recipe_s_folder_has_is_read_from_there(cwd, capsys):
     for name in ("both.jsonl", "recipes/both.jsonl", "recipes/beside.jsonl", "recipes/held1.jsonl"):
         (cwd / name).write_text("{}")
     data = load(["+recipe=mine"]).data
-    assert [one.path for one in data.sources] == ["both.jsonl", "recipes/beside.jsonl", "org/name"]
+    assert [source.path for source in data.sources] == ["both.jsonl", "recipes/beside.jsonl", "org/name"]
     assert (data.eval_sources[0].path, data.questions.path) == ("recipes/held*.jsonl", "q.jsonl")
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 2, "a line for each path that was found beside the recipe"

@@ -77,7 +77,7 @@ def measured(pair: Pair, bandwidth: float) -> Links:
 
 def test_good_links_give_no_warning():
     found = findings(measured(Pair(0, 1, 18, 40, 0), 340e9))
-    assert [one.state for one in found] == [State.works, State.works, State.info]
+    assert [finding.state for finding in found] == [State.works, State.works, State.info]
     assert "NVLink, 18 links" in found[0].seen
     assert "340 GB/s" in found[1].seen
 
@@ -94,7 +94,7 @@ def test_good_links_give_no_warning():
     ],
 )
 def test_bad_links_come_with_what_to_change(pair, bandwidth, remedy):
-    warned = [one for one in findings(measured(pair, bandwidth)) if one.state is State.warning]
+    warned = [finding for finding in findings(measured(pair, bandwidth)) if finding.state is State.warning]
     assert len(warned) == 1
     assert remedy in warned[0].remedy
 

@@ -28,7 +28,7 @@ def compare(*overrides: str, each: bool = False) -> tuple[dict[str, Compared], l
     """The variants by name, and what the comparison says."""
     builder, notes = RunBuilder(load([*TINY, *overrides])), []
     found = parity.compare(builder, builder.read()[1].training, each, notes.append)
-    return {one.name: one for one in found}, notes
+    return {comparison.name: comparison for comparison in found}, notes
 
 
 def by_split(found: dict[str, Compared]) -> dict[str, Compared]:
@@ -55,17 +55,19 @@ def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(over
     found, _ = compare(*overrides)
     splits = by_split(found)
     assert splits.keys() == SPLITS
-    assert all(one.within for one in splits.values()), [one.beyond() for one in splits.values()]
-    assert all(one.loss > 0 for one in splits.values())
+    assert all(comparison.within for comparison in splits.values()), [
+        comparison.beyond() for comparison in splits.values()
+    ]
+    assert all(comparison.loss > 0 for comparison in splits.values())
     if any("bfloat16" in text for text in overrides):
         assert 0 < found["plain transformers, bfloat16"].gradient_off < 0.1
     else:
-        assert max(one.gradient_off for one in splits.values()) < 1e-5
+        assert max(comparison.gradient_off for comparison in splits.values()) < 1e-5
 
 
 def test_each_switches_off_one_technique_at_a_time():
     found, notes = compare("techniques.checkpointing.enabled=true", each=True)
-    assert all(one.within for one in found.values())
+    assert all(comparison.within for comparison in found.values())
     assert {name for name in found if "without" in name} == {
         "fxtune, without attention, 1 x 4 as configured",
         "fxtune, without checkpointing, 1 x 4 as configured",

@@ -21,15 +21,15 @@ CANARY = "hf_canary0123456789abcdef"
 
 def test_a_folder_that_is_not_writable_is_broken(cwd, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(cwd)))
-    assert {one.what: one.state for one in system_report.disks()}["runs"] is State.broken
+    assert {finding.what: finding.state for finding in system_report.disks()}["runs"] is State.broken
 
 
 def test_a_full_disk_and_few_open_files_are_warnings(cwd, monkeypatch):
     usage = shutil.disk_usage(cwd)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
-    assert {one.state for one in system_report.disks()} == {State.warning}
-    assert {one.what: one.remedy for one in system_report.host()}["open files"] == "ulimit -n 4096"
+    assert {finding.state for finding in system_report.disks()} == {State.warning}
+    assert {finding.what: finding.remedy for finding in system_report.host()}["open files"] == "ulimit -n 4096"
 
 
 def test_the_memory_limit_of_a_container_counts(monkeypatch):

@@ -65,6 +65,6 @@ def test_logarithmic_ticks_are_powers_of_ten():
 
 
 def test_labels():
-    assert [number(one) for one in (0.0, 1e-5, 0.001, 2500.0, 12_000.0, 3e6)] == [
+    assert [number(value) for value in (0.0, 1e-5, 0.001, 2500.0, 12_000.0, 3e6)] == [
         "0", "1e-05", "0.001", "2,500", "12k", "3M"
     ]  # fmt: skip

@@ -69,4 +69,4 @@ def test_a_page_is_whole_in_a_browser(pages, tmp_path, width, dark, runs):
             browser.screenshot(Path(picture) / f"{runs}-{width}-{'dark' if dark else 'light'}.png")
         assert not browser.of("Runtime.exceptionThrown")
         assert not browser.of("Runtime.consoleAPICalled")
-        assert not [one["entry"]["text"] for one in browser.of("Log.entryAdded")]
+        assert not [event["entry"]["text"] for event in browser.of("Log.entryAdded")]

@@ -94,7 +94,7 @@ def test_a_model_that_does_not_keep_documents_apart_is_padded_with_one_line(conf
     trainer.run(config("opt"))
     (told,) = notes(said, "packing")
     assert told.startswith("packing: off, because in opt of transformers, documents in one row see each other")
-    asked = [one["asked"] for one in json.loads(Path("run/evidence.json").read_text())]
+    asked = [row["asked"] for row in json.loads(Path("run/evidence.json").read_text())]
     assert "packed documents do not see each other" not in asked
 
 

@@ -73,8 +73,8 @@ def test_state_goes_from_one_kind_of_step_to_the_other():
     other.load_state_dict(model.state_dict())
     ordinary.load(*copy.deepcopy(optimizer.state()))
     pass_.begin(1e-2, YES, 1)
-    for each in (model, other):
-        backward(each, 1)
+    for network in (model, other):
+        backward(network, 1)
     ordinary.step(1e-2, YES)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
 
@@ -86,7 +86,9 @@ def test_one_gradient_exists_at_a_time(full):
     model = prepared.module.train()
     alive, hooked = [], [weight for weight in model.parameters() if weight.requires_grad]
     for weight in hooked:  # these hooks run before the optimizer's
-        weight.register_post_accumulate_grad_hook(lambda _: alive.append(sum(one.grad is not None for one in hooked)))
+        weight.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(parameter.grad is not None for parameter in hooked))
+        )
     step = builder.train_step(builder.language_model(prepared), CausalLM())
     before = [weight.clone() for weight in hooked]
     step.backward([plan.batch(0, 0)], 1.0, lr=1e-2)
@@ -102,8 +104,8 @@ def test_one_gradient_exists_at_a_time(full):
 def test_a_run_has_the_weights_of_ordinary_steps_also_if_it_is_interrupted_and_goes_on_with_them(full, monkeypatch):
     full.train.max_steps, full.checkpoint.every = 4, 2
     trainer.run(full)
-    evidence = [one for one in json.loads(Path("run/evidence.json").read_text()) if "in_backward" in one["technique"]]
-    assert [one["observed"].partition(" of ")[0] for one in evidence] == ["at most 1"]
+    evidence = [row for row in json.loads(Path("run/evidence.json").read_text()) if "in_backward" in row["technique"]]
+    assert [row["observed"].partition(" of ")[0] for row in evidence] == ["at most 1"]
     full.optimizer.in_backward, full.run.dir = Switch.off, "ordinary"
     trainer.run(full)
     full.optimizer.in_backward, full.run.dir = Switch.on, "interrupted"

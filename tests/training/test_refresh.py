@@ -68,7 +68,7 @@ def test_mixture_has_its_shares_and_holds_the_same_old_rows_out(narrow, cwd, wei
     evaluated = {
         int(held.tables[at].digests[one]) for step in range(held.steps) for at, one in held.documents(step, 0)
     }
-    assert {int(one) for one in data.old.digests} <= evaluated
+    assert {int(digest) for digest in data.old.digests} <= evaluated
     trained = {
         int(prepared.tables[at].digests[one])
         for step in range(prepared.training.steps)

@@ -31,8 +31,8 @@ def play(race: Race, losses=lambda number, rung: final(number), workers: int = 1
         race.reach(entrant, rung, losses(entrant.number, rung))
         if restart() and not running:
             again = Race(race.brackets, race.eta)
-            for one in race.entrants:
-                again.add(Entrant(one.number, one.bracket, one.state, dict(one.losses)))
+            for entrant in race.entrants:
+                again.add(Entrant(entrant.number, entrant.bracket, entrant.state, dict(entrant.losses)))
             assert not again.judge(), "all verdicts were known"
             race = again
     return done
@@ -44,7 +44,7 @@ def test_halving_of_eight_costs_two_and_a_half_runs_and_finds_the_best():
     assert sum(to - since for _, since, to in jobs) / 8 == 2.5
     assert [number for number, _, to in jobs if to == 8] == [3]
     assert race.winner().number == 3
-    assert [one.number for one in race.ranking()][:4] == [3, 5, 1, 0]
+    assert [entrant.number for entrant in race.ranking()][:4] == [3, 5, 1, 0]
     assert race.entrants[5].reached == 4
     assert race.entrants[5].state is EntrantState.stopped
 
@@ -67,7 +67,7 @@ def test_hyperband_has_the_brackets_of_the_paper():
     race = Race(hyperband(2, 4), 2)
     play(race, lambda number, rung: float(number))
     assert race.winner().number == 0
-    assert sum(one.state is EntrantState.done for one in race.entrants) == 1 + 1 + 3
+    assert sum(entrant.state is EntrantState.done for entrant in race.entrants) == 1 + 1 + 3
 
 
 def test_failed_and_broken_configurations_do_not_hold_up_the_others():

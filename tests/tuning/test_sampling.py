@@ -28,11 +28,11 @@ def draw(kind: Sampler, trials: int, seed: int = 0, restart: bool = False) -> li
 
 def test_spread_covers_every_part_of_each_dimension():
     values = draw(Sampler.spread, 8)
-    assert len({int(8 * (one["optimizer.lr"] / 1e-4 - 1) // 99) for one in values}) > 1
-    halves = [one["optimizer.lr"] < 1e-3 for one in values]
+    assert len({int(8 * (configuration["optimizer.lr"] / 1e-4 - 1) // 99) for configuration in values}) > 1
+    halves = [configuration["optimizer.lr"] < 1e-3 for configuration in values]
     assert halves.count(True) == 4, "evenly in the logarithm"
-    assert {one["techniques.lora.r"] for one in values} == {8, 16, 32}
-    assert {one["optimizer.betas"] for one in values} == {"[0.9,0.95]", "[0.9,0.99]"}
+    assert {configuration["techniques.lora.r"] for configuration in values} == {8, 16, 32}
+    assert {configuration["optimizer.betas"] for configuration in values} == {"[0.9,0.95]", "[0.9,0.99]"}
     assert draw(Sampler.spread, 8, seed=1) != values
 
 
@@ -46,5 +46,5 @@ def test_few_combinations_are_all_drawn_before_one_comes_again():
 @pytest.mark.parametrize("kind", Sampler)
 def test_draws_depend_on_number_seed_and_results_alone(kind):
     assert draw(kind, 7) == draw(kind, 7)
-    values = [tuple(one.values()) for one in draw(kind, 7)]
+    values = [tuple(configuration.values()) for configuration in draw(kind, 7)]
     assert len(set(values)) == 7, "a sampler that is made anew does not repeat itself"

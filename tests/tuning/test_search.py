@@ -56,12 +56,12 @@ def run(start):
 
 
 def tried(search: Search) -> list[dict[str, Any]]:
-    return [one.deltas for one in search.candidates if one.results]
+    return [candidate.deltas for candidate in search.candidates if candidate.results]
 
 
 def verdict(search: Search, **keys: Any) -> str:
     deltas = {key.replace("__", "."): value for key, value in keys.items()}
-    (found,) = (one for one in search.candidates if one.deltas == deltas)
+    (found,) = (candidate for candidate in search.candidates if candidate.deltas == deltas)
     return found.verdict
 
 
@@ -238,7 +238,7 @@ def test_an_interrupted_search_continues_from_its_cache(trials, start, run):
     before, trials.rules = len(trials.calls), {"train.micro_batch_size=2": 2.0}
     search = run("attention", "micro_batch")
     assert search.winner()[0].deltas == {"train.micro_batch_size": 2}
-    assert all(result.cached for one in search.candidates[:2] for result in one.results[:1])
+    assert all(result.cached for candidate in search.candidates[:2] for result in candidate.results[:1])
     assert trials.calls[before] == ["run.gpus=1", "train.micro_batch_size=2"]
 
 

@@ -45,7 +45,7 @@ def test_planning_for_a_gpu_does_not_touch_the_gpu(monkeypatch):
 
     for name in ("is_available", "current_device", "get_device_properties", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("the GPU belongs to the trials"))
-    titles = [one.title for one in planned(*h200(FAST))]
+    titles = [candidate.title for candidate in planned(*h200(FAST))]
     for part in (
         "attention.backend=sdpa",
         "compile.enabled=false",
@@ -59,14 +59,20 @@ def test_planning_for_a_gpu_does_not_touch_the_gpu(monkeypatch):
         "num_workers=8",
     ):
         assert any(part in title for title in titles), (part, titles)
-    assert len({json.dumps(one.identity, sort_keys=True, default=str) for one in planned(*h200(LLAMA))}) > 10
+    assert (
+        len({json.dumps(candidate.identity, sort_keys=True, default=str) for candidate in planned(*h200(LLAMA))}) > 10
+    )
 
 
 @pytest.mark.usefixtures("with_compiler")
 @pytest.mark.parametrize("matmul", ["auto", "cublas"])
 def test_the_matmul_axis_needs_two_kernels(matmul):
     def tried(config: Config, context: SearchContext) -> list[str]:
-        return [one.title for one in planned(config, context, "matmul") if one.title.startswith("lora.matmul")]
+        return [
+            candidate.title
+            for candidate in planned(config, context, "matmul")
+            if candidate.title.startswith("lora.matmul")
+        ]
 
     config, context = h200([*FAST, f"techniques.lora.matmul={matmul}"])
     assert not tried(config, context), "quack-kernels is not installed"
@@ -85,11 +91,13 @@ def test_the_matmul_axis_needs_two_kernels(matmul):
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_compiler")
 def test_a_candidate_beyond_the_memory_forecast_is_left_out():
-    verdicts = {one.title: one.verdict for one in planned(*h200(FAST, gib=24.0))}
+    verdicts = {candidate.title: candidate.verdict for candidate in planned(*h200(FAST, gib=24.0))}
     assert re.search(r"left out: forecast \d+\.\d GiB, 24\.0 GiB free", verdicts["micro_batch_size=32"])
     keep_all = [*FAST, "techniques.checkpointing.policy=none"]
     small, large = (planned(*h200(keep_all, gib=gib)) for gib in (48.0, 139.0))
-    assert sum("left out" in one.verdict for one in small) > sum("left out" in one.verdict for one in large)
+    assert sum("left out" in candidate.verdict for candidate in small) > sum(
+        "left out" in candidate.verdict for candidate in large
+    )
 
 
 @pytest.mark.usefixtures("with_compiler")

@@ -128,14 +128,14 @@ def curve(folder: Path) -> list[tuple]:
 
 
 def outcome(made: Sweep) -> list[tuple]:
-    return [(one.entrant.number, one.entrant.state, one.entrant.losses, one.values) for one in made.trials]
+    return [(trial.entrant.number, trial.entrant.state, trial.entrant.losses, trial.values) for trial in made.trials]
 
 
 @pytest.mark.slow
 def test_winner_has_the_bits_of_its_run_alone(real):
     made = race(real)
     best = made.winner()
-    assert [one.entrant.state for one in made.trials].count(EntrantState.stopped) == 3
+    assert [trial.entrant.state for trial in made.trials].count(EntrantState.stopped) == 3
     assert {rung: best.step_of(rung) for rung in best.entrant.losses} == {1: 2, 2: 4, 4: 6}
     assert made.runs == pytest.approx((4 * 2 + 2 * 2 + 2) / 6)
     assert len({step for step, _ in best.curve()}) == 3
@@ -145,8 +145,8 @@ def test_winner_has_the_bits_of_its_run_alone(real):
     assert [line for line in curve(best.folder) if line[1] is not None or line[4] is not None] == [
         line for line in curve(Path("alone")) if line[1] is not None or line[4] is not None
     ]
-    losers = [one for one in made.trials if one.entrant.state is EntrantState.stopped]
-    assert not any((one.folder / "checkpoints").exists() for one in losers), "they do not go on"
+    losers = [trial for trial in made.trials if trial.entrant.state is EntrantState.stopped]
+    assert not any((trial.folder / "checkpoints").exists() for trial in losers), "they do not go on"
     study = optuna.load_study(study_name="run", storage="sqlite:///sweep/optuna.db")
     assert study.best_trial.number == best.entrant.number
     assert study.best_value == best.entrant.loss
@@ -206,7 +206,7 @@ def test_killed_between_two_records_of_a_result(recipe, monkeypatch, place):
 def test_failed_configuration_loses_and_says_why(recipe):
     space = ["sweep.global_batch_size=choice(4,6)", "sweep.lr=choice(1e-2,1e-3)"]
     made = race(recipe, trials=4, parts=2, space=space)
-    failed = [one for one in made.trials if one.entrant.state is EntrantState.failed]
+    failed = [trial for trial in made.trials if trial.entrant.state is EntrantState.failed]
     assert len(failed) == 2
     assert "must be a multiple of" in failed[0].entrant.reason
     assert made.winner().values == {"train.global_batch_size": 4, "optimizer.lr": 1e-2}
@@ -246,7 +246,7 @@ def test_configuration_that_cannot_go_on_ends_the_sweep_and_is_not_lost(recipe, 
     monkeypatch.setattr(InlineWorker, "work", staticmethod(pretend))
     made = race(recipe)
     assert made.winner() is not None
-    assert not [one for one in made.trials if one.entrant.state is EntrantState.failed]
+    assert not [trial for trial in made.trials if trial.entrant.state is EntrantState.failed]
 
 
 def test_signal_saves_the_runs_and_says_so(recipe, monkeypatch):
@@ -337,7 +337,7 @@ def test_race_with_fewer_evaluations_than_rungs_cuts_once_by_each(recipe):
     with made.opened():
         made.run(lambda: None)
     assert "compared after 3, 6 steps and not 3 times" in told[0]
-    assert [one.entrant.state for one in made.trials].count(EntrantState.done) == 2
+    assert [trial.entrant.state for trial in made.trials].count(EntrantState.done) == 2
 
 
 def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):
@@ -356,5 +356,5 @@ def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):
         made.workers = [InlineWorker({})]
         for trial in made.trials:
             made._find_steps(trial, made.workers[0])
-    sizes = {one.values["train.global_batch_size"]: (one.step_of(1), one.step_of(2)) for one in made.trials}
+    sizes = {trial.values["train.global_batch_size"]: (trial.step_of(1), trial.step_of(2)) for trial in made.trials}
     assert sizes == {4: (6, 12), 8: (3, 6)}

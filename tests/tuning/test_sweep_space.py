@@ -27,7 +27,7 @@ def test_short_names_intervals_and_choices():
     assert only("r=8,16").choices == only("r=choice(8,16)").choices == ((8, "8"), (16, "16"))
     assert only("optimizer.name=choice(adamw,lion)").at(0.7) == "lion"
     both = parse(["sweep.lr=1e-3,2e-3", "sweep.r=8,16"])
-    assert [one.key for one in both] == ["optimizer.lr", "techniques.lora.r"]
+    assert [dimension.key for dimension in both] == ["optimizer.lr", "techniques.lora.r"]
 
 
 @settings(max_examples=20)

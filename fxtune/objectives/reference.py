@@ -50,6 +50,4 @@ class WithReference(Objective):
                 f"objective.reference={self.reference.value}: full fine-tuning has no adapters to switch off, and a "
                 "second copy of all weights would take too much memory. Set objective.reference=stored (or auto)."
             )
-        if self.reference is Reference.start and not continued:
-            return Reference.base  # new adapters start from the base
         return self.reference

@@ -153,7 +153,7 @@ CASES = {
     "dpo_8b_8x1024": Case("8b", 8192, 1, (*FAST, *DPO), pairs=4),
     "dpo_8b_8x1024_stored": Case("8b", 8192, 1, (*FAST, *DPO_STORED), pairs=4),
     "dpo_8b_8x1024_fp8": Case("8b", 8192, 1, (*FP8, *DPO), peer_case="dpo_8b_8x1024", pairs=4),
-    "dpo_8b_8x1024_fp8_stored": Case("8b", 8192, 1, (*FP8, *DPO_STORED), peer_case="dpo_8b_8x1024_stored", pairs=4),
+    "dpo_8b_8x1024_stored_fp8": Case("8b", 8192, 1, (*FP8, *DPO_STORED), peer_case="dpo_8b_8x1024_stored", pairs=4),
     "dpo_8b_chats": Case("8b", 4096, 4, (*FAST, *DPO), chats=True, pairs=16),
     "dpo_8b_chats_stored": Case("8b", 4096, 4, (*FAST, *DPO_STORED), chats=True, pairs=16),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),

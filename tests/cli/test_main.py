@@ -228,6 +228,7 @@ def test_mistake_is_reported_before_model_libraries_are_imported(cwd):
     assert done.stderr == "fxtune: on the command line: unknown key `optimizer.lrr`; did you mean `optimizer.lr`?\n"
 
 
+@pytest.mark.slow
 def test_module_is_the_command(cwd):
     done = fxtune("-m", "fxtune", "+recipe=lama_lora", cwd=cwd)
     assert done.returncode == 2

@@ -19,26 +19,26 @@ from fxtune.tuning import trial
 from fxtune.tuning.trial import Outcome, TrialResult
 
 
-def test_losses_are_those_of_a_training_run_and_no_file_is_left(small, cwd):
-    small.train.max_steps, small.schedule.name = 5, type(small.schedule.name).constant
-    before = copy.deepcopy(small)
-    found = benchmark.measure(small, steps=3, warm_up=2)
-    assert small == before
+def test_losses_are_those_of_a_training_run_and_no_file_is_left(narrow, cwd):
+    narrow.train.max_steps, narrow.schedule.name = 5, type(narrow.schedule.name).constant
+    before = copy.deepcopy(narrow)
+    found = benchmark.measure(narrow, steps=3, warm_up=2)
+    assert narrow == before
     assert [path.name for path in cwd.iterdir() if path.name != "cache"] == []
-    small.run.dir = str(cwd / "run")
-    trainer.run(small)
+    narrow.run.dir = str(cwd / "run")
+    trainer.run(narrow)
     assert found.losses == pytest.approx(losses(cwd / "run"), rel=1e-6)
     assert found.loss == pytest.approx(sum(found.losses[2:]) / 3)
     assert found.skipped_steps == 0
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_document_supervised_and_padding_tokens_are_those_of_the_batches(small, packing):
-    small.data.packing = packing
-    small.data.sequence_length = 96
-    found = benchmark.measure(small, steps=4, warm_up=2)
-    small.train.max_steps, small.train.epochs = 6, None
-    plan = RunBuilder(small).read()[1].training
+def test_document_supervised_and_padding_tokens_are_those_of_the_batches(narrow, packing):
+    narrow.data.packing = packing
+    narrow.data.sequence_length = 96
+    found = benchmark.measure(narrow, steps=4, warm_up=2)
+    narrow.train.max_steps, narrow.train.epochs = 6, None
+    plan = RunBuilder(narrow).read()[1].training
     batches = [plan.batch(step, micro) for step in range(2, 6) for micro in range(plan.micro_batches(step))]
     tokens, room = sum(batch.tokens for batch in batches), sum(batch.input_ids.numel() for batch in batches)
     supervised = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
@@ -49,7 +49,7 @@ def test_document_supervised_and_padding_tokens_are_those_of_the_batches(small, 
 
 
 @pytest.mark.slow
-def test_times_fit_together(small, monkeypatch):
+def test_times_fit_together(narrow, monkeypatch):
     take_step, pauses = TrainStep.__call__, iter([0.0, 0.0, 0.05, 0.05, 1.5, 0.05])
 
     def slower(self, plan, step, lr):
@@ -57,10 +57,10 @@ def test_times_fit_together(small, monkeypatch):
         return take_step(self, plan, step, lr)
 
     monkeypatch.setattr(TrainStep, "__call__", slower)
-    found = benchmark.measure(small, steps=4, warm_up=2)
+    found = benchmark.measure(narrow, steps=4, warm_up=2)
     assert 0 < found.first_step_seconds < found.second_step_seconds
     assert found.step_seconds_p5 < found.step_seconds < found.step_seconds_p95, "the slow step is not the median"
-    plan = RunBuilder(steps_only(small, 6)).read()[1].training
+    plan = RunBuilder(steps_only(narrow, 6)).read()[1].training
     seconds = sum(plan.tokens(step) for step in range(2, 6)) / found.tokens_per_second
     assert seconds > 1.65, "the time of the slow step counts"
     assert 0 <= found.data_wait < 1
@@ -69,17 +69,17 @@ def test_times_fit_together(small, monkeypatch):
     assert next(pauses, None) is None
 
 
-def test_start_up_time_of_a_second_measurement_counts_from_its_own_start(small):
+def test_start_up_time_of_a_second_measurement_counts_from_its_own_start(narrow):
     STARTUP.begin({"imports": 1e6})
-    found = benchmark.measure(small, steps=1, warm_up=2)
+    found = benchmark.measure(narrow, steps=1, warm_up=2)
     assert found.first_step_seconds > 1e6
     assert sum(found.startup_seconds.values()) == found.second_step_seconds
     assert found.startup_seconds["imports"] == 1e6
     assert {"checks", "data", "model", "proofs", "optimizer", "first steps"} <= set(found.startup_seconds)
-    assert benchmark.measure(small, steps=1, warm_up=2).first_step_seconds < 1e6
+    assert benchmark.measure(narrow, steps=1, warm_up=2).first_step_seconds < 1e6
 
 
-def test_a_step_that_is_not_finite_is_counted_and_has_no_loss(small, monkeypatch):
+def test_a_step_that_is_not_finite_is_counted_and_has_no_loss(narrow, monkeypatch):
     take_step = TrainStep.__call__
 
     def broken(self, plan, step, lr):
@@ -88,23 +88,23 @@ def test_a_step_that_is_not_finite_is_counted_and_has_no_loss(small, monkeypatch
         return {**metrics, **bad} if step.index == 3 else metrics
 
     monkeypatch.setattr(TrainStep, "__call__", broken)
-    found = benchmark.measure(small, steps=2, warm_up=2)
+    found = benchmark.measure(narrow, steps=2, warm_up=2)
     assert found.losses[3] is None
     assert found.loss == found.losses[2]
     assert found.skipped_steps == 1
 
 
 @pytest.mark.slow
-def test_a_profile_lists_the_operators_of_a_step(small):
-    plain = benchmark.measure(copy.deepcopy(small), steps=2, warm_up=2)
-    found = benchmark.measure(small, steps=2, warm_up=2, profile=True)
+def test_a_profile_lists_the_operators_of_a_step(narrow):
+    plain = benchmark.measure(copy.deepcopy(narrow), steps=2, warm_up=2)
+    found = benchmark.measure(narrow, steps=2, warm_up=2, profile=True)
     assert plain.kernels is None
     assert found.losses == plain.losses, "profiled steps are not measured ones"
     seconds = [spent for _, spent, _ in found.kernels]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > 0
     calls = {name: count for name, _, count in found.kernels}
-    linears = 7 * small.model.architecture["num_hidden_layers"] + 1 if small.model.architecture else 1
+    linears = 7 * narrow.model.architecture["num_hidden_layers"] + 1 if narrow.model.architecture else 1
     assert calls["aten::mm"] >= 3 * linears, "each linear: forward, and two backward or one and two adapters"
 
 

@@ -54,14 +54,14 @@ def test_another_torch_version_is_noted(unfinished_run, said):
     assert [text for text in said if "machine.torch: 1.0 -> " in text and "may differ in their last digits" in text]
 
 
-def test_another_torch_version_is_refused_in_a_deterministic_run(small, cwd, leave_unfinished):
-    small.run.dir, small.run.deterministic, small.train.max_steps = "run", True, 1
-    leave_unfinished(small)
+def test_another_torch_version_is_refused_in_a_deterministic_run(narrow, cwd, leave_unfinished):
+    narrow.run.dir, narrow.run.deterministic, narrow.train.max_steps = "run", True, 1
+    leave_unfinished(narrow)
     changed("machine", "torch", "1.0")
     with pytest.raises(
         ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "
     ):
-        trainer.run(small)
+        trainer.run(narrow)
 
 
 @pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "products", "cute")])
@@ -172,9 +172,9 @@ def test_resumed_run_keeps_its_packing_and_its_learning_rate(unfinished_run, mon
     assert not [text for text in said if text.startswith("packing: ") or "auto chose 0.00249" in text]
 
 
-def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkeypatch, leave_unfinished):
+def test_every_run_sets_its_threads_before_the_model_is_built(narrow, cwd, monkeypatch, leave_unfinished):
     """Setting the number, even to the number that torch has, changes the order of MKL's sums."""
-    small.run.dir, small.train.max_steps, small.checkpoint.every = "run", 4, 2
+    narrow.run.dir, narrow.train.max_steps, narrow.checkpoint.every = "run", 4, 2
     events: list[int | str] = []
     inner, build = torch.set_num_threads, RunBuilder.build
     monkeypatch.setattr(torch, "set_num_threads", lambda number: (events.append(number), inner(number)))
@@ -182,12 +182,12 @@ def test_every_run_sets_its_threads_before_the_model_is_built(small, cwd, monkey
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("fxtune.system.threads.cores", lambda: 4)
     inner(2)
-    leave_unfinished(small)
+    leave_unfinished(narrow)
     assert set(events[: events.index("build")]) == {2}
     assert events[-1] == "build"
     events.clear()
     inner(3)  # as on a machine with another number of cores
-    trainer.run(small)
+    trainer.run(narrow)
     before = events[: events.index("build")]
     assert before[-1] == 2
     assert events[-1] == "build"

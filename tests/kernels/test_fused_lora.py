@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lora_linears import ACTS, Mlp, Siblings, adapted, group, halves, inputs, mlp, weights
+from support.quantized import KINDS
 from support.runs import SUPPORT, interpreted
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -114,16 +115,7 @@ def test_16_bits_are_as_accurate_as_peft(what, dtype):
         assert 0 < mine < 1.02 * pefts, (mine, pefts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "library", "double"),
-    [
-        ("nf4", "bitsandbytes", True),
-        ("nf4", "bitsandbytes", False),
-        ("nf4", "torchao", True),
-        ("int8", "bitsandbytes", True),
-        ("int8", "torchao", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "library", "double"), KINDS.values(), ids=KINDS)
 def test_quantized_weights_match_lora_over_dequantized_ones(kind, library, double):
     pytest.importorskip(library)
     torch.manual_seed(0)

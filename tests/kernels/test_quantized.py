@@ -6,22 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quantized import KINDS
 from support.runs import SUPPORT, interpreted
 
 from fxtune.kernels.quantized import E2M1, MX_BLOCK, MXFP4, int8_weight, pack_mxfp4, unpack
 from fxtune.techniques.quantized_modules import dequantized, packed, quantized
 
 
-@pytest.mark.parametrize(
-    ("kind", "library", "double"),
-    [
-        ("nf4", "bitsandbytes", True),
-        ("nf4", "bitsandbytes", False),
-        ("nf4", "torchao", True),
-        ("int8", "bitsandbytes", True),
-        ("int8", "torchao", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "library", "double"), KINDS.values(), ids=KINDS)
 def test_unpacked_weight_is_the_dequantized_one(kind, library, double):
     pytest.importorskip(library)
     torch.manual_seed(0)

@@ -105,6 +105,7 @@ def test_compiler_that_fails_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys
     words = [word for word in TWO_STEPS if not word.startswith("techniques.compile")]
     assert main(words) == 0, capsys.readouterr().err
     assert "compile: off, because the layer cannot be one graph" in capsys.readouterr().out
+    assert not (cwd / "run" / "compile.json").exists(), "the loop knows that nothing is compiled"
     assert main([*words, "techniques.compile.enabled=true", "run.dir=demanded"]) == 2
     assert "techniques.compile.enabled: the layer cannot be one graph. Set it to false." in capsys.readouterr().err
 

@@ -4,9 +4,9 @@
     fxtune finish runs/quickstart-2       # or its folder
 
 With schedule.name=wsd the learning rate decays first, from the best weights so far; with other schedules the run ends
-at once. Then the run ends as always: it evaluates, exports and answers its questions. A run that is alive does so by
-itself, and this command returns at once. A run that was stopped goes on here until it is done, on as many ranks as its
-recipe says; under torchrun or srun on theirs.
+at once. Then the run ends as always: it evaluates, exports and answers its questions. A run that is alive ends by
+itself, and this command returns at once. A run that was stopped goes on in this command until it is done, with the
+ranks of its recipe, or with the ranks that torchrun or srun has started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxtune.system.console import say
 from fxtune.training.run_end import FINISH
 
 DONE = "done"
-"""What _prepare() returns for a run that needs no more training here."""
+"""The answer of _prepare() for a run that needs no training by this command."""
 
 
 def run(run: str, *, trust_remote_code: bool = False) -> None:
@@ -62,21 +62,21 @@ def _prepare(folder: Path, config: Config) -> str:
         alive = _is_alive(folder / ".lock")
         if not alive and not stored.paths(folder / CHECKPOINTS):
             raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
-        ranks = 1 if alive else ranks_of(config)  # raises for a run that cannot go on: then there is no file to write
+        ranks = 1 if alive else ranks_of(config)  # an error here comes before the file is written
         (folder / FINISH).touch()
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error
     if alive:
-        say(f"{folder} is running and will end: it says when, at its next line of figures.")
+        say(f"{folder} is running and will end: its next line of figures says when.")
     return DONE if alive else str(ranks)
 
 
 def _is_alive(lock: Path) -> bool:
     """Whether a process holds the lock of a run."""
-    found = FileLock(lock)
+    own = FileLock(lock)
     try:
-        found.acquire(timeout=0)
+        own.acquire(timeout=0)
     except Timeout:
         return True
-    found.release()
+    own.release()
     return False

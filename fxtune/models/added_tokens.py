@@ -22,24 +22,24 @@ MOST = 65536
 
 
 def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
-    """Add special tokens to `tokenizer`, whose model embeds `rows` tokens. `name`: the tokenizer's, for messages.
+    """Add special tokens to `tokenizer`, whose model embeds `rows` tokens. `name`: the tokenizer's name in messages.
 
     Raises ConfigError for a token that the tokenizer and the model have already.
     """
     from tokenizers import AddedToken
 
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     for token in tokens:
         if not token.strip() or tokens.count(token) > 1:
             raise ConfigError(
-                f"model.add_tokens: {token!r} is {'twice in it' if token.strip() else 'no token'}. Remove it."
+                f"model.add_tokens: {token!r} is {'named twice' if token.strip() else 'no token'}. Remove it."
             )
-        if known.get(token, rows) < rows:
+        if vocabulary.get(token, rows) < rows:
             raise ConfigError(
                 f"model.add_tokens: {name} has the token {token} already. Remove it; techniques.lora.train_tokens "
                 "trains the rows of existing tokens."
             )
-    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in known]
+    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in vocabulary]
     tokenizer.add_tokens(new, special_tokens=True)
 
 

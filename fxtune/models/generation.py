@@ -1,7 +1,8 @@
 """Where generation stops: the end tokens of a model's generation config, and the tokens that training has added.
 
-A whole model's generation_config.json holds all of them. PEFT's layout has no place for a generation config. If
-training has added a token, the generation config lies beside the adapter; the model card's code and merging read it.
+A whole model's generation_config.json has all end tokens. PEFT's layout has no place for a generation config. If
+training has added an end token, the generation config lies beside the adapter; the model card's code and merging read
+it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def add_end_tokens(model: PreparedModel, ends: Iterable[int]) -> list[int]:
     generation = getattr(model.module, "generation_config", None)
     if generation is None:
         return []
-    known = end_tokens(generation)
-    new = [end for end in dict.fromkeys(ends) if end not in known]
+    present = end_tokens(generation)
+    new = [end for end in dict.fromkeys(ends) if end not in present]
     if new:
-        generation.eos_token_id = [*known, *new]
+        generation.eos_token_id = [*present, *new]
         model.added_ends += new
     return new
 
@@ -43,13 +44,13 @@ def read_end_tokens(folder: Path) -> list[int]:
     if not file.exists():
         return []
     try:
-        ends = read_json(file).get("eos_token_id")
-        found = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(type(end) is int and end >= 0 for end in found):
-            raise ValueError(f"eos_token_id is {str(ends)[:80]}")
+        value = read_json(file).get("eos_token_id")
+        ends = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(end) is int and end >= 0 for end in ends):
+            raise ValueError(f"eos_token_id is {str(value)[:80]}")
     except (ValueError, AttributeError) as error:
         raise StorageError(
-            f"{file} cannot be used: {first_line(error)}. It names the tokens that end an answer: use a complete "
-            "copy of the adapter."
+            f"{file} cannot be used: {first_line(error)}. This file names the tokens that end an answer: use a "
+            "complete copy of the adapter."
         ) from error
-    return found
+    return ends

@@ -1,7 +1,7 @@
 """Exchanges values between ranks from a thread beside the training loop.
 
-The collectives of one process group must come in the same order on every rank, and a thread has no fixed place among
-those of the loop. So the thread has a gloo group of its own: CPU connections, which never wait for a GPU. A
+The collectives of one process group must come in the same order on every rank, and a thread's collectives have no
+fixed place among the loop's. So the thread has a separate gloo group: CPU connections, which never wait for a GPU. A
 rank that dies closes its connections, and the others get a LostRankError at once.
 """
 
@@ -53,7 +53,7 @@ class BackgroundGroup:
         return values
 
     def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
-        """What work() returns on every rank, by rank.
+        """The results of work() on every rank, by rank.
 
         An `expected` error of any rank is raised on all, with the same text. Any other error is raised on its own
         rank, and the other ranks raise LostRankError.
@@ -67,10 +67,10 @@ class BackgroundGroup:
         except BaseException as problem:  # noqa: BLE001  the other ranks wait for it
             error = problem
         mine = None if error is None else (isinstance(error, expected), str(error) or type(error).__name__)
-        found = self.gather((result, mine), doing)
-        failures = {rank: failure for rank, (_, failure) in enumerate(found) if failure is not None}
+        outcomes = self.gather((result, mine), doing)
+        failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
         if not failures:
-            return [result for result, _ in found]
+            return [result for result, _ in outcomes]
         if error is not None and not isinstance(error, expected):
             raise error
         rank, (usual, words) = min(failures.items(), key=lambda item: (item[1][0], item[0]))

@@ -16,10 +16,10 @@ _STORES: list[Any] = []
 
 
 def of_rank_0(choose: Callable[[], str]) -> str:
-    """choose() of rank 0, on all ranks, which call this in the same order. Raises its UserError there, and
-    LostRankError on the others; RankError if the ranks cannot reach each other.
+    """choose() of rank 0, on all ranks, which call this in the same order. Raises choose()'s UserError on
+    rank 0, and LostRankError on the others; RankError if the ranks cannot reach each other.
 
-    Rank 0 waits until the others have read it, because the store ends with rank 0, which opened it.
+    Rank 0 waits until the others have read the choice, because the store ends with rank 0, which opened it.
     """
     rank, size, _ = place()
     if size == 1:
@@ -29,7 +29,7 @@ def of_rank_0(choose: Callable[[], str]) -> str:
     key = str(len(_STORES))
     try:
         _STORES.append(PrefixStore("choices", failure.find_store(meeting_time())))
-        found = json.loads(_STORES[-1].get(key)) if rank else ""
+        answer = json.loads(_STORES[-1].get(key)) if rank else ""
         if rank:
             _STORES[-1].set(_read_by(rank, key), "")
     except (RuntimeError, ValueError) as error:
@@ -37,10 +37,10 @@ def of_rank_0(choose: Callable[[], str]) -> str:
             f"Rank {rank} of {size} cannot reach rank 0 at MASTER_ADDR and MASTER_PORT: {first_line(error)}. Check "
             "the address, and that no firewall is between the hosts."
         ) from error
-    if found is None:
+    if answer is None:
         raise LostRankError("Rank 0 failed before the ranks met.")
     if rank:
-        return str(found)
+        return str(answer)
     try:
         chosen = choose()
     except UserError:

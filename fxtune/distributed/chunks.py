@@ -1,4 +1,4 @@
-"""Tensors divided over ranks: which part a rank holds, and how to get the whole.
+"""Tensors divided over ranks: the part that a rank holds, and the whole tensor.
 
 A divided parameter is torch's DTensor, as `fully_shard` makes it. A plain tensor counts as a chunk that is the whole.
 `torch.distributed.tensor` is imported where it is used, because that takes half a second and the command line needs
@@ -19,7 +19,7 @@ hold the same chunk; a plain tensor has none."""
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a tensor, held or stored on its own. Each field has an entry for each dimension."""
+    """A rectangular part of a tensor, held or stored separately. Each field has an entry for each dimension."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -37,7 +37,7 @@ class Chunk:
         return 0 in self.size
 
     def overlap(self, other: Chunk) -> Chunk | None:
-        """What both hold; None if that is nothing."""
+        """The part that both chunks hold; None if it is empty."""
         begin = tuple(max(pair) for pair in zip(self.offset, other.offset, strict=True))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         size = tuple(min(a + m, b + n) - start for start, (a, m, b, n) in zip(begin, ends, strict=True))
@@ -77,9 +77,9 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
     shape = tuple(tensor.shape)
     if not is_divided(tensor):
         return Chunk.whole(shape)
-    (found,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's protocol
+    (entry,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # torch.distributed.checkpoint's protocol
     size = tuple(local(tensor).shape)
-    return Chunk(shape, tuple(found.offsets) if 0 not in size else (0,) * len(shape), size)
+    return Chunk(shape, tuple(entry.offsets) if 0 not in size else (0,) * len(shape), size)
 
 
 def coordinates(tensor: torch.Tensor) -> Coordinates:
@@ -95,7 +95,7 @@ def coordinates(tensor: torch.Tensor) -> Coordinates:
 
 @torch.no_grad()
 def divided_like(chunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The tensor of which this rank holds `chunk`, with the shape and the layout of `weight`."""
+    """A tensor with the shape and the layout of `weight`; `chunk` is this rank's part."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(weight, DTensor):

@@ -1,11 +1,11 @@
-"""The failure that ends a run of several ranks: all ranks end with the exit code of the one that failed, and its
-message is printed once.
+"""The failure that ends a run of several ranks: all ranks end with the exit code of the rank that failed,
+and its message is printed once.
 
 A rank that fails announces its failure before it closes its connections. The others then lose their connections to
-it, and take the announced failure as the cause. Where it is announced depends on who started the ranks:
+it, and take the announced failure as the cause. The place of the announcement depends on who started the ranks:
 
-    fxtune's launcher    In a file of the launcher's folder. The launcher prints it, because it also knows which rank
-                         was killed and could announce nothing.
+    fxtune's launcher    In a file of the launcher's folder. The launcher prints it, because it also knows if a rank
+                         was killed and announced nothing.
     torchrun, srun       In the store through which the ranks found each other. The first rank to write there prints
                          its failure; the others print nothing. Ranks that fail before they have found each other (a
                          mistake in a recipe) connect to the store for this.
@@ -28,8 +28,8 @@ from fxtune.distributed.ranks import HEARTBEATS, place
 from fxtune.errors import LostRankError, Stopped, UserError, first_line
 
 PATIENCE = timedelta(seconds=5)
-"""How long a rank that lost another waits for that rank's announcement, and rank 0, if it holds the store, for others
-to read its own."""
+"""How long a rank that lost another rank waits for the other's announcement, and how long rank 0, if it holds the
+store, waits for the others to read its own."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Failure:
     lost: bool = False
     """Whether another rank's end was the cause."""
     bug: bool = False
-    """Whether it is no UserError: the rank prints a traceback."""
+    """Whether the error is no UserError: the rank prints a traceback."""
     at: float = 0.0
     """time.time() of the announcement."""
 
@@ -57,8 +57,8 @@ class Failure:
             return Failure(rank, str(error), error.exit_code, lost=isinstance(error, LostRankError), at=now)
         from fxtune.system.oom import process_out_of_memory
 
-        if found := process_out_of_memory(error):
-            return Failure(rank, str(found), found.exit_code, at=now)
+        if shortage := process_out_of_memory(error):
+            return Failure(rank, str(shortage), shortage.exit_code, at=now)
         return Failure(rank, first_line(error), 1, bug=True, at=now)
 
 
@@ -89,13 +89,13 @@ def find_store(limit: timedelta, opens: bool = True) -> Any:
     # In a thread, because torch waits without limit for the answer of another program that listens there.
     threading.Thread(target=connect, name="fxtune-store", daemon=True).start()
     try:
-        found = answer.get(timeout=limit.total_seconds() + 1)
+        store = answer.get(timeout=limit.total_seconds() + 1)
     except Empty:
         keep_connections()
-        raise RuntimeError(f"what listens there does not answer as a rank would within {limit}") from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+        raise RuntimeError(f"the program that listens there does not answer as a rank would within {limit}") from None
+    if isinstance(store, Exception):
+        raise store
+    return store
 
 
 def begin_run(store: Any) -> Any:
@@ -109,7 +109,7 @@ def begin_run(store: Any) -> Any:
 
 
 def leave_run() -> None:
-    """Between two runs of a sweep: what fails from now on is another failure, also if the ranks do not meet again."""
+    """Between two runs of a sweep: a later error is another failure, also if the ranks do not meet again."""
     _ENDING.clear()
     _LEFT[:] = [True]
 
@@ -140,8 +140,8 @@ def announced(store: Any) -> bool:
 
 
 def announce(error: BaseException) -> Failure:
-    """Announce that `error` ends this rank, and return the failure that ends the run: its own, or an earlier one of
-    another rank."""
+    """Announce that `error` ends this rank, and return the failure that ends the run: this rank's, or an earlier
+    failure of another rank."""
     if _ENDING:
         return _ENDING[0]
     mine = Failure.of(error)
@@ -171,17 +171,17 @@ def conclude(error: BaseException) -> tuple[bool, int]:
 
 def read(folder: Path) -> list[Failure]:
     """The failures that the ranks of fxtune's launcher announced in `folder`, the earliest first."""
-    found = []
+    failures = []
     for path in folder.glob("failure-*"):
         try:
-            found.append(Failure(**json.loads(path.read_text())))
+            failures.append(Failure(**json.loads(path.read_text())))
         except ValueError:  # the rank was killed as it wrote
             continue
-    return sorted(found, key=lambda failure: failure.at)
+    return sorted(failures, key=lambda failure: failure.at)
 
 
 def _first(mine: Failure) -> Failure | None:
-    """The first failure in the store: an earlier one of another rank, or now `mine`. None without a store."""
+    """The first failure in the store: an earlier failure of another rank, or now `mine`. None without a store."""
     try:
         store = _STORES[-1] if _STORES and not _LEFT else begin_run(find_store(PATIENCE))
         if mine.lost:
@@ -196,15 +196,15 @@ def _first(mine: Failure) -> Failure | None:
 
 
 def _wait_for_readers(rank: int, size: int) -> bool:
-    """Count this rank as one that knows the failure. If this rank holds the store, wait until the others know it, too.
+    """Count this rank as a reader of the failure. If this rank holds the store, wait until the others have read it.
     Returns whether the store can be reached."""
     try:
         store = _STORES[-1]
-        known = store.add("known", 1)
+        readers = store.add("known", 1)
         until = time.monotonic() + PATIENCE.total_seconds()
-        while rank == 0 and not _agent_holds_store() and known < size and time.monotonic() < until:
+        while rank == 0 and not _agent_holds_store() and readers < size and time.monotonic() < until:
             time.sleep(0.05)
-            known = store.add("known", 0)
+            readers = store.add("known", 0)
         return True
     except (RuntimeError, IndexError):
         return False

@@ -7,18 +7,18 @@ Gradients are copied into flat buckets, in the order in which the backward pass 
 the last micro-batch is in its backward pass, a hook on each weight counts what has arrived, and the sum of a full
 bucket starts beside the rest of the pass (on a GPU on NCCL's stream). Buckets start in their fixed order, whatever
 order autograd takes, because all ranks must call their collectives in one order. The last bucket, which is full only
-when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So one bucket alone
-has no overlap. It needs none for adapters: those of rank 16 of 8B are 168 MB, which take 0.6 ms over NVLink in a step
-of 930 ms.
+when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So a single
+bucket has no overlap. Adapters need none: at rank 16 the gradients of 8B's adapters are 168 MB, which take 0.6 ms over
+NVLink in a step of 930 ms.
 
-One rank alone may run out of memory in its last backward pass, while the others are already summing. It therefore
-starts its remaining sums (start()) with whatever its buckets hold, which takes no memory, and only then do the ranks
-agree. So each rank takes part in the same sums in each attempt at a step, no rank waits for a sum that another has not
-started, and if the ranks agree that the step failed, all of them drop the result.
+One rank alone may run out of memory in its last backward pass, while the others are already summing. This rank
+therefore starts its remaining sums (start()) with the present content of its buckets, which takes no memory, and only
+then do the ranks agree. So each rank takes part in the same sums in each attempt at a step, no rank waits for a sum
+that another rank has not started, and if the ranks agree that the step failed, all of them drop the result.
 
-There is no overlap where a gradient is not final when its hook runs: a replayed CUDA graph runs no hooks, and
-float16's loss scale is divided out after the pass. There is none either where ranks share rows: their backward passes
-call collectives of their own, and two collectives at once may wait for each other.
+There is no overlap if a gradient is not final when its hook runs: a replayed CUDA graph runs no hooks, and float16's
+loss scale is divided out after the pass. There is no overlap either if ranks share rows: their backward passes call
+other collectives, and two collectives at once may wait for each other.
 
 `reduce_dtype=bfloat16` halves what is sent. Each gradient is rounded to 8 significant bits (by at most 1/256 of its
 value), and so is each partial sum: N ranks round N - 1 times more. The range is float32's, so nothing overflows.
@@ -63,21 +63,21 @@ class Bucket:
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy the gradients of the members into the buffer; None counts as zeros."""
-        found = [
+        present = [
             (part, gradient) for part, gradient in zip(self.parts, gradients, strict=True) if gradient is not None
         ]
-        if len(found) < len(self.parts):
+        if len(present) < len(self.parts):
             self.buffer.zero_()
-        if found:
-            upstream.foreach("copy_", [part for part, _ in found], [gradient for _, gradient in found])
+        if present:
+            upstream.foreach("copy_", [part for part, _ in present], [gradient for _, gradient in present])
 
 
 class GradientSum:
-    """Sums the gradients of `parameters` over the ranks of `world`. Holds a buffer as large as they are, in the dtype
-    that is sent.
+    """Sums the gradients of `parameters` over the ranks of `world`. Holds a buffer as large as all gradients, in the
+    dtype that is sent.
 
-    For each step: backward passes of the micro-batches of arming(), then start(), then a call, or drop() if there is
-    none.
+    For each step: backward passes of the micro-batches of arming(), then start(), then a call of this object, or
+    drop() if the step is given up.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GradientSum:
         )
         self.overlaps = overlap and len(self.buckets) > 1 and self.compression is None
         self._sums: list[dist.Work] = []
-        """The sums that were started and not waited for; the first are those of the first buckets."""
+        """The sums that were started and not waited for, in the order of the buckets."""
         self._started = 0
         """How many buckets of this step were started."""
         self._missing: list[set[int]] = []
@@ -113,8 +113,8 @@ class GradientSum:
                 self.parameters[member].register_post_accumulate_grad_hook(hook)
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last one. Each is yielded
-        when the next is known, so that the last one is recognised."""
+        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last one. A micro-batch is
+        yielded when the next one is known, so that the last one is recognised."""
         self.drop()
         ahead: list[Item] = []
         for item in micro_batches:
@@ -145,8 +145,8 @@ class GradientSum:
         """The sums over the ranks of each gradient, in the dtype that is sent, and of `metrics`, float32 [metrics].
         The next step overwrites them.
 
-        None is a gradient that this rank does not have. Its sum is None if no rank has it, as in one process: an
-        expert that got no token. Only then does the host wait for the device.
+        None is a gradient that this rank does not have, such as of an expert that got no token. The sum is None if no
+        rank has the gradient, as in one process. Only if a gradient is None does the host wait for the device.
         """
         self._missing = []
         while self._started < len(self.buckets):

@@ -1,4 +1,4 @@
-"""What each rank is doing, in a small file that the launcher reads when a rank dies or hangs.
+"""Each rank's present work, in a small file that the launcher reads when a rank dies or hangs.
 
 The file is a memory map of 256 bytes, so a note costs a microsecond and survives a SIGKILL of its writer. A thread
 counts in it every second. If it stops counting, the process or the machine is stopped, or a call holds Python's lock.
@@ -108,7 +108,7 @@ class Heartbeat:
 
 
 def read(folder: Path) -> dict[int, Beat]:
-    """The last beat of each rank that has written one."""
+    """The last beat of each rank that has written any."""
     beats = {}
     for path in folder.iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this host through torch's elastic agent, and reports the one that died or hangs.
+"""Starts the ranks of a run on this host through torch's elastic agent, and reports a rank that died or hangs.
 
 Each rank is the same command again, with RANK, WORLD_SIZE and LOCAL_RANK in its environment. `torchrun` starts ranks
 in the same way, so a run does not know who started it. The agent ends all ranks when one fails. It is told not to
@@ -33,7 +33,7 @@ from fxtune.system.threads import PROCESSES
 
 
 def ranks_here(gpus: str, cpu: bool) -> list[int]:
-    """How many ranks `run.gpus` allows on this host, the most first. `cpu`: they are to be processes on the CPU.
+    """The numbers of ranks that `run.gpus` allows on this host, the largest first. `cpu`: ranks run on the CPU.
 
     Raises HardwareError.
     """
@@ -74,7 +74,7 @@ def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "")
 def launch(ranks: int, argv: list[str]) -> int:
     """Run `fxtune argv` in `ranks` processes on this host and return the exit code of the run.
 
-    Raises the UserError or the Stopped with which a rank ended, or RankError for a rank that was killed or stalled. A
+    Raises the UserError or Stopped that ended a rank, or RankError for a rank that was killed or stalled. A
     code above 0 is returned only if a rank has printed a traceback.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -115,13 +115,13 @@ def launch(ranks: int, argv: list[str]) -> int:
 def _first_cause(failures: list[Failure], otherwise: BaseException) -> BaseException:
     """The error of the first of `failures`, without bugs and errors that another rank's exit caused;
     `otherwise` if there is none."""
-    for found in failures:
-        if found.signal is not None:
-            return Stopped(signal.Signals(found.signal), found.message)
-        if not found.lost and not found.bug:
+    for announced in failures:
+        if announced.signal is not None:
+            return Stopped(signal.Signals(announced.signal), announced.message)
+        if not announced.lost and not announced.bug:
             kinds: list[type[UserError]] = UserError.__subclasses__()
-            kind = next((kind for kind in kinds if kind.exit_code == found.exit_code), UserError)
-            return kind(found.message)
+            kind = next((kind for kind in kinds if kind.exit_code == announced.exit_code), UserError)
+            return kind(announced.message)
     return otherwise
 
 
@@ -133,19 +133,20 @@ def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, 
     """
     if ended:
         raise RankError(f"{ended} {AGAIN}")
-    silent = {rank: death for rank, death in deaths.items() if rank not in {found.rank for found in failures}}
+    silent = {rank: death for rank, death in deaths.items() if rank not in {announced.rank for announced in failures}}
     killed = {
         rank: death for rank, death in silent.items() if death.exitcode not in (-signal.SIGTERM, -signal.SIGABRT)
     }
     first = min((death.timestamp for death in killed.values()), default=float("inf"))
-    causes = [found for found in failures if not found.lost and found.at < first + 1]  # timestamps are whole seconds
-    if any(found.signal is None for found in causes) or not silent:
-        causes = [found for found in causes if found.signal is None] or causes
+    # torch's timestamps are whole seconds.
+    causes = [announced for announced in failures if not announced.lost and announced.at < first + 1]
+    if any(announced.signal is None for announced in causes) or not silent:
+        causes = [announced for announced in causes if announced.signal is None] or causes
         if causes and causes[0].bug:
             return causes[0].exit_code
         raise _first_cause(causes, RankError(f"The ranks of this run lost each other. {AGAIN}"))
     rank, death = min((killed or silent).items(), key=lambda item: item[1].timestamp)
-    if death.exitcode > 0:  # it has printed why
+    if death.exitcode > 0:  # the rank has printed the reason
         return int(death.exitcode)
     name = signal.Signals(-death.exitcode).name
     killer = " Most often the machine ran out of memory (`dmesg` tells)." if name == "SIGKILL" else ""
@@ -160,12 +161,12 @@ ENDING_SECONDS = 30.0
 
 
 def _overdue(failures: list[Failure], beats: dict[int, Beat], now: float) -> set[int]:
-    """The ranks that should have ended: those that announced a failure, and after an error also those that are not
+    """The ranks that should have ended: ranks that announced a failure, and after an error also ranks that are not
     writing files, because their GPUs may wait for a rank that is gone. `now`: time.time()."""
-    late = [found for found in failures if now - found.at > ENDING_SECONDS]
-    failed = {found.rank for found in late}
+    late = [announced for announced in failures if now - announced.at > ENDING_SECONDS]
+    failed = {announced.rank for announced in late}
     stuck = {rank for rank, beat in beats.items() if beat.doing not in WRITING}
-    return (failed | (stuck if any(found.signal is None for found in late) else set())) & beats.keys()
+    return (failed | (stuck if any(announced.signal is None for announced in late) else set())) & beats.keys()
 
 
 def _is_alive(child: int) -> bool:
@@ -177,7 +178,7 @@ def _is_alive(child: int) -> bool:
 
 
 class _LauncherWatch:
-    """A thread that watches the ranks of this host, and kills one that hangs (watch.py)."""
+    """A thread that watches the ranks of this host, and kills a rank that hangs (watch.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._over, self.ended = folder, threading.Event(), ""
@@ -201,8 +202,8 @@ class _LauncherWatch:
                     if _is_alive(beats[rank].process):
                         os.kill(beats[rank].process, signal.SIGKILL)
                 continue
-            if found := watch.look(beats, time.monotonic()):
-                rank, self.ended = found
+            if verdict := watch.look(beats, time.monotonic()):
+                rank, self.ended = verdict
                 with suppress(ProcessLookupError):
                     os.kill(beats[rank].process, signal.SIGKILL)
                 return  # the agent ends the others

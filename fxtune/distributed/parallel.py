@@ -1,5 +1,5 @@
-"""The config group `parallel`: how many ranks replicate, shard and cut rows, what that means for a run, and how
-replicas add up their gradients.
+"""The config group `parallel`: how many ranks replicate, shard and cut rows, and how replicas add up their
+gradients.
 
 The ranks of a run form a grid of replicate x shard x context, and context varies fastest, so that ranks which exchange
 the most are neighbours of one host:
@@ -65,8 +65,8 @@ class ParallelConfig:
             value = getattr(self, name)
             if value != AUTO and not re.fullmatch(r"[1-9]\d{0,4}", value):
                 yield f"`parallel.{name}={value}` must be `auto` or a whole number from 1 on"
-        if len(asked := self.summed_otherwise) > 1:
-            yield f"{' and '.join(f'`{option}`' for option in asked)} exclude each other: keep one of them"
+        if len(keys := self.summed_otherwise) > 1:
+            yield f"{' and '.join(f'`{option}`' for option in keys)} exclude each other: keep one of them"
         if self.powersgd_rank and adapters:
             yield (
                 f"`parallel.powersgd_rank={self.powersgd_rank}` approximates large gradient matrices, and those of "
@@ -76,12 +76,12 @@ class ParallelConfig:
     @property
     def summed_otherwise(self) -> list[str]:
         """The keys that replace the plain sum of gradients in float32."""
-        asked = [
+        options = [
             ("reduce_dtype", self.reduce_dtype.value, self.reduce_dtype is not ReduceDtype.float32),
             ("powersgd_rank", self.powersgd_rank, self.powersgd_rank > 0),
             ("average_every", self.average_every, self.average_every > 1),
         ]
-        return [f"parallel.{name}={value}" for name, value, is_set in asked if is_set]
+        return [f"parallel.{name}={value}" for name, value, is_set in options if is_set]
 
     @property
     def sum_bytes(self) -> int:
@@ -102,12 +102,12 @@ class ParallelConfig:
                 f"parallel.bucket_mib={self.bucket_mib:g}: says how ranks sum gradients, and this run has one rank. "
                 "Leave it out."
             )
-        for asked in self.summed_otherwise:
+        for key in self.summed_otherwise:
             if degrees.ranks == 1:
-                yield f"{asked}: says how ranks exchange gradients, and this run has one rank. Leave it out."
+                yield f"{key}: says how ranks exchange gradients, and this run has one rank. Leave it out."
             elif degrees.shard > 1 or degrees.context > 1:
                 yield (
-                    f"{asked}: is for replicas, and this run has {degrees}. Leave it out, or set parallel.shard=1 and "
+                    f"{key}: is for replicas, and this run has {degrees}. Leave it out, or set parallel.shard=1 and "
                     "parallel.context=1."
                 )
 
@@ -134,7 +134,7 @@ class Degrees:
 
 
 def agrees(config: ParallelConfig, degrees: Degrees) -> bool:
-    """Whether `degrees` are what `config` says, where it gives a number."""
+    """Whether `degrees` equal the numbers that `config` gives."""
     return all(getattr(config, name) in (AUTO, str(getattr(degrees, name))) for name in DEGREES)
 
 
@@ -144,15 +144,15 @@ def decide(config: ParallelConfig, ranks: int, shards: bool = False) -> Degrees:
 
     Raises ConfigError if there are no such degrees.
     """
-    given = {name: int(value) for name in DEGREES if (value := getattr(config, name)) != AUTO}
-    placed = math.prod(given.values())
-    free = [name for name in (("shard", "replicate") if shards else ("replicate", "shard")) if name not in given]
+    fixed = {name: int(value) for name in DEGREES if (value := getattr(config, name)) != AUTO}
+    placed = math.prod(fixed.values())
+    free = [name for name in (("shard", "replicate") if shards else ("replicate", "shard")) if name not in fixed]
     if placed > ranks or ranks % placed or (placed != ranks and not free):
-        asked = " and ".join(f"parallel.{name}={value}" for name, value in given.items())
+        keys = " and ".join(f"parallel.{name}={value}" for name, value in fixed.items())
         raise ConfigError(
-            f"{asked} {'need' if len(given) > 1 else 'needs'} {'a multiple of ' * bool(free)}{placed} ranks, and this "
-            f"run has {ranks}. Change {'them' if len(given) > 1 else 'it'}, or the number of ranks (run.gpus, or "
+            f"{keys} {'need' if len(fixed) > 1 else 'needs'} {'a multiple of ' * bool(free)}{placed} ranks, and this "
+            f"run has {ranks}. Change {'them' if len(fixed) > 1 else 'it'}, or the number of ranks (run.gpus, or "
             "torchrun's --nproc-per-node and --nnodes)."
         )
     rest = {free[0]: ranks // placed} if free else {}
-    return Degrees(**{**dict.fromkeys(DEGREES, 1), **given, **rest})
+    return Degrees(**{**dict.fromkeys(DEGREES, 1), **fixed, **rest})

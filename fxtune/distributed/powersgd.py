@@ -1,14 +1,14 @@
 """PowerSGD (arXiv 1905.13727): sends two thin matrices in place of each gradient matrix, for slow links.
 
 A gradient of [n, m] is approximated by P Q^T of rank r, so (n + m) r numbers are sent and not n m: 1/512 for a matrix
-of 4,096 x 4,096 at rank 4. What the approximation misses on a rank is added to that rank's next gradient (error
+of 4,096 x 4,096 at rank 4. The error of the approximation on a rank is added to the rank's next gradient (error
 feedback). The gradient is therefore late and biased, and the loss falls more slowly. The gradients of the first
 `start` steps are summed whole, because errors at the beginning of a run cost the most.
 
 The arithmetic is torch's own hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which calls four
-methods of a DistributedDataParallel bucket; _TorchBucket has them for a bucket of ours. The hook calls collectives one
-after another from callbacks, whose order over several buckets would differ from rank to rank, so buckets are sent one
-by one, after the backward pass. The hook's result is a mean, so it is given N times the gradient.
+methods of a DistributedDataParallel bucket; _TorchBucket has these methods for a Bucket of gradients.py. The hook
+calls collectives one after another from callbacks, whose order over several buckets would differ from rank to rank, so
+buckets are sent one by one, after the backward pass. The hook's result is a mean, so it is given N times the gradient.
 
 Vectors, and matrices that would not shrink to half, are summed whole in float32. Memory: three times the gradients in
 float32 (bucket, error, and the copy by which the hook computes the error), and until the update a fourth (the error
@@ -63,8 +63,8 @@ class PowerSGD:
             buffer.copy_(result)
 
     def keep(self, counts: torch.Tensor) -> None:
-        """Undo this step's change of the state unless `counts` (a bool scalar on the device): what a non-finite
-        gradient left would otherwise make every later step non-finite."""
+        """Undo this step's change of the state unless `counts` (a bool scalar on the device): otherwise a
+        non-finite gradient in the state would make every later step non-finite."""
         for name, before in self._before.items():
             now = self.hook_state.error_dict if name == "error" else self.hook_state.q_memory_dict
             for number, tensor in now.items():
@@ -76,15 +76,15 @@ class PowerSGD:
         self._before = {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a resumed run needs, by name: of each bucket this rank's error, P and Q; and the count of steps."""
-        found = {"steps": torch.tensor(self.hook_state.iter)}
+        """The state of a resumed run by name: this rank's error, P and Q of each bucket, and the count of steps."""
+        tensors_by_name = {"steps": torch.tensor(self.hook_state.iter)}
         for name, tensors in self._memories().items():
-            found |= {f"{name}/{number}": tensor for number, tensor in tensors.items()}
-        return found
+            tensors_by_name |= {f"{name}/{number}": tensor for number, tensor in tensors.items()}
+        return tensors_by_name
 
     def load(self, ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Restore what state() returned on each rank, by rank. If the number of ranks has changed, each takes the mean
-        of the errors, so that the same error is added to the next sum."""
+        """Restore what state() returned on each rank, by rank. If the number of ranks has changed, each rank takes the
+        mean of the errors, so that the same error is added to the next sum."""
         mine = ranks[self.world.rank] if len(ranks) == self.world.size else _mean(ranks)
         self.hook_state.iter = int(mine["steps"])
         for name, tensors in self._memories().items():
@@ -129,5 +129,5 @@ def _mean(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor
     mine = dict(ranks[0])
     for name in mine:
         if name.startswith("error/"):
-            mine[name] = torch.stack([other[name] for other in ranks]).mean(0)
+            mine[name] = torch.stack([state[name] for state in ranks]).mean(0)
     return mine

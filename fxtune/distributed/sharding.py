@@ -1,14 +1,14 @@
 """Divides the weights of a model over ranks, with torch's `fully_shard` (FSDP2, arXiv 2304.11277).
 
-Each matrix is divided by rows: a rank holds its rows of it, of its gradient and of its optimizer state. Before a
-decoder layer runs, the ranks gather its matrices, and while it runs, those of the next layer. After the layer they are
-freed, and gathered once more for the backward pass. Then the gradients are summed in float32, and each rank gets its
-rows of the sum. So a rank sends 3 times the weights a step where one of `replicate` sends twice the gradients.
+Each matrix is divided by rows: a rank holds some rows of the matrix, its gradient and its optimizer state. Before a
+decoder layer runs, the ranks gather its matrices; while it runs, they gather the next layer's. The matrices are freed
+after the layer and gathered once more for the backward pass. Then the gradients are summed in float32, and each rank
+gets its rows of the sum. So a rank sends 3 times the weights a step; with `replicate` it sends twice the gradients.
 
-What stays whole on every rank: norms, biases and other vectors, and adapters. Together they are small (rank-16
+Norms, biases and other vectors, and adapters stay whole on every rank. Together they are small (rank-16
 adapters of 70B: 0.8 GB in float32), their gradients travel in the one sum of gradients.py, and checkpoints and exports
-of adapters are those of one process. The embedding and the head, read by the first and the last kernel of a pass, are
-groups of their own: the embedding is freed after its use, the head stays until its backward pass has run.
+of adapters are the same as in one process. The embedding and the head, read by the first and the last kernel of a
+pass, are separate groups: the embedding is freed after its use, the head stays until its backward pass has run.
 
 Under autocast the matrices of layers are gathered in autocast's dtype, the one in which they are multiplied: the same
 numbers for half the bytes. Gradients are summed, not averaged: losses are divided by the tokens of all ranks already.
@@ -43,8 +43,8 @@ class Sharding:
         once a step. That sends less, and needs memory for a whole gradient."""
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield the `micro_batches` of a step. If gradients accumulate, only the last one's are summed over the ranks;
-        each is yielded when the next is known, so that the last one is recognised."""
+        """Yield the `micro_batches` of a step. If gradients accumulate, they are summed over the ranks after the last
+        micro-batch only. A micro-batch is yielded when the next one is known, so that the last one is recognised."""
         ahead: list[Item] = []
         self.model.set_requires_gradient_sync(not self.accumulates)
         for item in micro_batches:
@@ -59,7 +59,7 @@ class Sharding:
         return self.world.sum(value, "adding up a norm", self.world.weights_group)
 
     def free_gathered(self) -> None:
-        """Free the whole weights that a forward pass without a backward pass has left gathered."""
+        """Free gathered weights that a forward pass without a backward pass has left."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.model.modules():
@@ -86,8 +86,8 @@ def shard(
     """Divide the weights of `model` over the ranks of `world.weights_mesh`, in place. Weights on the meta device
     become uninitialized memory on world.device.
 
-    `layers`: its decoder layers; `embedding`: that of tokens, None if its weight is also the head's; `whole`:
-    parameters that are not divided; `cast`: the dtype in which linears are multiplied, if not in their own.
+    `layers`: the decoder layers; `embedding`: the embedding of tokens, None if its weight is also the head's;
+    `whole`: parameters that are not divided; `cast`: the dtype in which linears are multiplied, None: the weights'.
     """
     from torch.distributed.fsdp import (
         FSDPModule,
@@ -128,8 +128,8 @@ def shard(
 
 
 class _CodesWithoutGradients(TorchFunctionMode):
-    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 asks for their gradients and withdraws
-    that in the next line, which raises RuntimeError in between; 2.12 does not ask (pytorch#177948)."""
+    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 sets requires_grad on them and resets
+    it in the next line, which raises RuntimeError; 2.12 does not (pytorch#177948)."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.requires_grad_ and not args[0].dtype.is_floating_point:

@@ -1,8 +1,8 @@
-"""Watches the ranks of a run. If all others wait for one rank, a line names it; if that rank hangs, it is ended, and
+"""Watches the ranks of a run. If all others wait for one rank, a line names this rank; if it hangs, it is ended, and
 the run with it.
 
-fxtune's launcher watches the ranks that it started. Under torchrun and srun no process of fxtune's does, so ranks 0
-and 1 watch all ranks, through the store: if one of the two hangs, the other reports it.
+fxtune's launcher watches the ranks that it started. Under torchrun and srun there is no launcher of fxtune, so ranks 0
+and 1 watch all ranks through the store: if rank 0 or 1 hangs, the other reports it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Watch:
             if silent >= (STALL_SECONDS if stopped else STEP_SECONDS):
                 why = f"has not run for {silent:.0f} s" + " (its process is stopped)" * stopped
                 return rank, _sentence(rank, beats[rank], why)
-        if (found := stalled(beats, now)) is None:
+        if (waited_for := stalled(beats, now)) is None:
             return None
-        rank, beat = found
+        rank, beat = waited_for
         if beat.doing == STEP and now - beat.since > STEP_SECONDS:
             why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
             return rank, _sentence(rank, beat, why)
         if is_stopped(beat):
-            return None  # it is ended soon, and named then
+            return None  # the rank is ended soon, and named then
         if beat.since > self._named:
             self._named = now
             print(
@@ -96,9 +96,9 @@ def _sentence(rank: int, beat: Beat, why: str) -> str:
 
 
 class StoreWatch:
-    """Sends the beats of this rank to the others through the store, and watches theirs, where fxtune's launcher does
-    not. If the store does not answer, no rank has a pulse. Whether a rank is stopped is known on its host only, so a
-    stopped rank of another host has the time of a step."""
+    """Sends the beats of this rank to the others through the store, and watches the others' beats, where no launcher
+    of fxtune does. If the store does not answer, no rank has a pulse. Whether a rank is stopped is known on its host
+    only, so a stopped rank of another host has the time of a step."""
 
     def __init__(self, rank: int, processes: Sequence[tuple[int, str]], heartbeat: Heartbeat, run: int) -> None:
         """`processes`: the process id and the host of each rank; `run`: counts the runs of this process."""
@@ -130,8 +130,8 @@ class StoreWatch:
     def _watch(self) -> None:
         watch = Watch()
         while not self._over.wait(PULSE_SECONDS):
-            if found := watch.look(self.beats, time.monotonic()):
-                self._end(*found)
+            if verdict := watch.look(self.beats, time.monotonic()):
+                self._end(*verdict)
 
     def _key(self, rank: int) -> str:
         return f"beat {self.run}/{rank}"
@@ -143,11 +143,11 @@ class StoreWatch:
 
     def _read(self, store: Any) -> dict[int, Beat]:
         written = [rank for rank, beat in self.beats.items() if beat.pulse or store.check([self._key(rank)])]
-        found = dict(self.beats)
+        beats = dict(self.beats)
         for rank, text in zip(written, store.multi_get([self._key(rank) for rank in written]), strict=True):
             step, doing, waits, age, *rest = json.loads(text)
-            found[rank] = Beat(step, doing, waits, time.monotonic() - age, *rest)
-        return found
+            beats[rank] = Beat(step, doing, waits, time.monotonic() - age, *rest)
+        return beats
 
     def _end(self, rank: int, why: str) -> None:
         error = RankError(f"{why} {AGAIN}")

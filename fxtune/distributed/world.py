@@ -1,4 +1,4 @@
-"""The processes of a run: the device of this one, and what they decide and add up together.
+"""The ranks of a run: the device of this rank, the ranks' common decisions, and their sums.
 
 A run has one process (a rank) for each GPU, or several on a CPU. torchrun and fxtune's own launcher (launch.py) start
 them with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in the environment, as torch.distributed defines them. Tensors
@@ -49,10 +49,10 @@ CONTEXT = GIB
 _LIMITED: set[torch.device] = set()
 """GPUs whose memory a run of this process has limited: the next run of a sweep may have another limit, or none."""
 _WATCH: list[StoreWatch] = []
-"""What watches the ranks of the current run, where fxtune's launcher does not."""
+"""The watch of the current run's ranks, if fxtune's launcher did not start them."""
 PATIENCE = timedelta(hours=6)
-"""How long a rank waits for another one before torch gives up. Rank 0 may tokenize, export or answer questions for
-hours while the others wait; a rank that died is noticed by its closed connection, long before."""
+"""How long a rank waits for another rank before torch gives up. Rank 0 may tokenize, export or answer questions for
+hours while the others wait. A dead rank is noticed long before, by its closed connection."""
 
 
 NCCL = {
@@ -66,7 +66,7 @@ NCCL = {
 STUCK = timedelta(seconds=STEP_SECONDS + 600)
 """How long a GPU waits for another GPU. NCCL counts from the moment in which the first rank issues a collective.
 Some are issued before the ranks have agreed on the step: early buckets of gradients, and weights that are gathered.
-So this is longer than the watch gives a rank in a step, and the watch, which names the rank, comes first."""
+So this is longer than the time that the watch gives a rank in a step: the watch, which names the rank, comes first."""
 
 
 class Device(str, Enum):
@@ -85,7 +85,7 @@ class World:
     """From 0 to size - 1, over all hosts."""
     size: int = 1
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
-    """Says what this rank is doing, for the message about a rank that died or hangs."""
+    """Notes this rank's work, for the message about a rank that died or hangs."""
     chosen: Degrees | None = None
     """How the ranks are divided; None: all replicate."""
 
@@ -154,7 +154,8 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_ranks` parts of a step this rank trains on. The ranks of one context group have the same."""
+        """Which of `data_ranks` parts of a step this rank trains on. The ranks of one context group have the same
+        part."""
         return self.rank // self.degrees.context
 
     @property
@@ -215,15 +216,15 @@ class World:
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work:
-        """Start summing `tensor` over the ranks, in place, beside what this process does next. The caller keeps it
+        """Start summing `tensor` over the ranks, in place, while this process goes on. The caller keeps the tensor
         until it has called wait() on the result, within waiting(). All ranks start their sums in the same order."""
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         return work
 
     def agree(self, mine: int, doing: str = "deciding together") -> int:
-        """The largest `mine` of all ranks. What one rank alone could decide (a signal, memory that ran out) becomes
-        everyone's decision by this. The hosts wait for each other, not for their GPUs."""
+        """The largest `mine` of all ranks. This makes one rank's decision (a signal, memory that ran out) the decision
+        of all ranks. The hosts wait for each other, not for their GPUs."""
         if self.size == 1:
             return mine
         value = torch.tensor(mine)
@@ -232,8 +233,8 @@ class World:
         return int(value)
 
     def exchange(self, numbers: list[float], doing: str = "collecting from all ranks") -> list[list[float]]:
-        """The `numbers` of every rank, in the order of the ranks; each has as many. The hosts wait for each other, not
-        for their GPUs."""
+        """The `numbers` of every rank, in the order of the ranks; all ranks give equally many. The hosts wait for each
+        other, not for their GPUs."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         with self.waiting(doing):
@@ -253,13 +254,13 @@ class World:
         """The result of work() on rank 0, on every rank. If it raises a UserError there, all ranks raise it."""
         if self.size == 1:
             return work()
-        found: tuple[UserError | None, Any] = (None, None)
+        outcome: tuple[UserError | None, Any] = (None, None)
         if self.main:
             try:
-                found = (None, work())
+                outcome = (None, work())
             except UserError as problem:
-                found = (problem, None)
-        error, result = self.broadcast(found, doing)
+                outcome = (problem, None)
+        error, result = self.broadcast(outcome, doing)
         if error is not None:
             self.agree(0, "ending together")  # or rank 0 might be gone before the others have its error
             raise error
@@ -275,7 +276,7 @@ class World:
         return values
 
     def main_first(self, work: Callable[[], Result], doing: str) -> Result:
-        """work() on rank 0, then on the others, which find what rank 0 left on the disk. If rank 0 raises a UserError,
+        """work() on rank 0, then on the others, which find rank 0's files on the disk. If rank 0 raises a UserError,
         all ranks raise it."""
         if self.size == 1:
             return work()
@@ -297,7 +298,7 @@ class World:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave the process group: the run of this process is over. `error` is announced first, so that ranks which
-        lose this one know why. After an error on a GPU only the end of the process closes its connections."""
+        lose this rank know why. After an error on a GPU only the end of the process closes its connections."""
         if _WATCH:
             _WATCH.pop().stop()
         if self.size > 1 and error is not None:
@@ -323,7 +324,7 @@ class World:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """If torch loses a connection to another rank in the body, as it does where it gathers weights, that becomes a
+        """In the body (such as gathering weights), a connection to another rank that torch loses becomes a
         LostRankError."""
         try:
             yield
@@ -340,8 +341,8 @@ class World:
         )
 
     def facts(self, deterministic: bool = False) -> MachineFacts:
-        """The device, the memory and the installed packages, the same on all ranks: those of rank 0, with the free
-        memory of the fullest device.
+        """The device, the memory and the installed packages of rank 0, with the free memory of the fullest device: the
+        same facts on all ranks.
 
         `deterministic`: count all memory as free except the driver's. The memory that other processes use differs from
         run to run, and `auto` settings depend on free memory.
@@ -377,7 +378,7 @@ def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether `error` of a collective says that another rank is gone, and not that this one has no more memory."""
+    """Whether `error` of a collective says that another rank is gone, and not that this rank has no more memory."""
     if out_of_memory_reason(error):
         return False
     texts = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
@@ -402,7 +403,7 @@ def _heartbeat(rank: int) -> Heartbeat:
 
 
 def _join(world: World) -> None:
-    """Join the process group, and refuse ranks that differ in what they run."""
+    """Join the process group, and refuse ranks with different packages."""
     if dist.is_initialized():
         return
     for name, value in NCCL.items():
@@ -423,7 +424,7 @@ def _join(world: World) -> None:
             )
             if cuda:
                 group: Any = dist.group.WORLD
-                # Else meshes split this group, and those of a second run of this process crash (pytorch#192109).
+                # Else meshes split this group, and the meshes of a second run of this process crash (pytorch#192109).
                 group.bound_device_id = None
                 # The hosts have more patience than the GPUs.
                 upstream.set_host_timeout(group, PATIENCE)
@@ -448,15 +449,15 @@ def _join(world: World) -> None:
 
 
 BUSY = 0.1
-"""A card of which other processes use more than this share is busy."""
+"""A card is busy if other processes use more than this share of its memory."""
 
 
 def _require_idle_cards(world: World) -> None:
-    """Raise HardwareError on all ranks if a card of one of them is busy: it would slow all ranks down, or run out of
+    """Raise HardwareError on all ranks if the card of any rank is busy: it would slow all ranks down, or run out of
     memory later."""
-    busy = [found for found in world.gather(_other_use(world.device), "comparing cards") if found]
+    busy = [line for line in world.gather(_other_use(world.device), "comparing cards") if line]
     if busy:
-        listed = "\n".join(f"  {found}" for found in busy)
+        listed = "\n".join(f"  {line}" for line in busy)
         raise HardwareError(
             f"Other processes use the cards of this run:\n{listed}\nEnd them, or choose idle cards with "
             "CUDA_VISIBLE_DEVICES."
@@ -465,7 +466,7 @@ def _require_idle_cards(world: World) -> None:
 
 def _other_use(device: torch.device) -> str:
     """A line about a card that other processes use; empty if none does. The driver's figures of memory also hold in a
-    container, where the process ids of others cannot be seen."""
+    container, where other process ids cannot be seen."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)
@@ -479,8 +480,8 @@ def _other_use(device: torch.device) -> str:
 
 
 def _wait_for_all(world: World, store: dist.Store, limit: timedelta) -> None:
-    """Wait until all ranks have come to `store`. Raises RankError after `limit`, and LostRankError at once if one of
-    them has failed before it came."""
+    """Wait until all ranks have come to `store`. Raises RankError after `limit`, and LostRankError at once if a
+    rank has failed before it came."""
     came, until = store.add("came", 1), time.monotonic() + limit.total_seconds()
     while came < world.size:
         if failure.announced(store):
@@ -488,7 +489,7 @@ def _wait_for_all(world: World, store: dist.Store, limit: timedelta) -> None:
         if time.monotonic() > until:
             raise RankError(
                 f"Only {came} of {world.size} ranks came to {_address()} within {limit.total_seconds():.0f} s. Start "
-                f"the others, and check that they reach this address; {MEETING} changes the time."
+                f"the other ranks, and check that they reach this address; {MEETING} changes the time."
             )
         time.sleep(0.02)
         came = store.add("came", 0)

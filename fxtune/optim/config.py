@@ -59,7 +59,7 @@ class OptimizerConfig:
     """The library of `adamw_8bit`. `auto`: torchao on a CPU and with stochastic_rounding, which bitsandbytes does not
     have; otherwise bitsandbytes if it is installed, as it compiles nothing."""
     stochastic_rounding: bool = False
-    """Round updates of bfloat16 weights up or down at random, so that small ones add up instead of being lost. For
+    """Round updates of bfloat16 weights up or down at random, so that small updates add up instead of being lost. For
     `adamw`, and for `adamw_8bit` of torchao."""
     moments: Moments = Moments.float32
     """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16`: half the memory, 4 bytes a weight, and
@@ -105,8 +105,8 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield from no_rule(config, facts)
     eight_bit, chosen = config.name is OptimizerName.adamw_8bit, library(config, facts)
     if eight_bit and chosen is Library.auto:
-        both = [f"{name} {facts.lacks(name)}" for name in ("bitsandbytes", "torchao")]
-        lacking = " and ".join(both) if facts.broken else "neither is installed"
+        reasons = [f"{name} {facts.lacks(name)}" for name in ("bitsandbytes", "torchao")]
+        lacking = " and ".join(reasons) if facts.broken else "neither is installed"
         yield (f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and {lacking}. {QUANT}, or use adamw.")
     elif eight_bit and chosen.value not in facts.packages:
         yield f"optimizer.library: {chosen.value} {facts.lacks(chosen.value)}. {QUANT}, or use another library."

@@ -46,7 +46,7 @@ class DividedMuon(torch.optim.Muon):
         options = self.param_groups[0]
 
         def exchange(parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-            """Send `parts[i]` to rank i; the numbers that each rank sends to this one, `sizes` of them."""
+            """Send `parts[i]` to rank i and return the `sizes[i]` numbers that rank i sends here."""
             sent = torch.cat(parts).view(torch.uint8)
             received = torch.empty(2 * sum(sizes), dtype=torch.uint8, device=sent.device)
             with world.waiting("making updates orthogonal"):
@@ -62,16 +62,16 @@ class DividedMuon(torch.optim.Muon):
             updates += [nothing] * (ranks - len(turn))
             mine = turn[me].shape if me < len(turn) else torch.Size((0, 0))
             sizes = [len(range(mine[0])[rows]) * mine[1] for rows in _rows(mine[0], ranks)]
-            made = exchange([update.flatten() for update in updates], sizes)
+            pieces = exchange([update.flatten() for update in updates], sizes)
             if me < len(turn):
-                whole = torch.cat(made).view(mine)
+                whole = torch.cat(pieces).view(mine)
                 whole = self.orthogonal(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
-                made = [whole[rows].flatten() for rows in _rows(mine[0], ranks)]
-            for matrix, update in zip(turn, exchange(made, [update.numel() for update in updates]), strict=False):
+                pieces = [whole[rows].flatten() for rows in _rows(mine[0], ranks)]
+            for matrix, update in zip(turn, exchange(pieces, [update.numel() for update in updates]), strict=False):
                 self._apply_to(matrix, update, options)
 
     def _update(self, own: nn.Parameter, options: dict[str, Any]) -> torch.Tensor:
-        """The momentum's update of these rows, in bfloat16; zeros without a gradient."""
+        """The momentum's update of this rank's rows, in bfloat16; zeros without a gradient."""
         if own.grad is None or not own.numel():
             return torch.zeros_like(own, dtype=torch.bfloat16)
         state = self.state[own]

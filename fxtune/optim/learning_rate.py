@@ -4,12 +4,12 @@
 
 The first three factors are Thinking Machines' rule, fitted to sweeps of Llama (P = 0.781) and Qwen (P = 0.0775) models
 (the guide to hyperparameters of their tinker-cookbook; "LoRA Without Regret", 2025, has the 10). Other families get
-Llama's exponent, which is the safer one: it gives large models less. The rule is for adapters of alpha / r with
+Llama's exponent, the safer one: it gives large models a lower rate. The rule is for adapters of alpha / r with
 alpha = 32, where the best rate does not depend on r. An adapter's update grows with alpha and with the rate, so
 another alpha divides the rate; with alpha = 2 r it falls as 1 / r (arXiv 2602.06204 finds both). The last factor is
 the guide's for batches; 128 documents are the batch of its sweeps. Here it is between 1 and 2: small batches need no
 such reduction (arXiv 2507.07101, and the built-in model agrees: docs/learning_rate.md), and adapters tolerate large
-ones less than full fine-tuning does ("LoRA Without Regret").
+batches less than full fine-tuning does ("LoRA Without Regret").
 
 It is a first guess. `fxtune lr` tests rates on the data.
 """
@@ -49,7 +49,7 @@ def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
     like = next((name for name in EXPONENTS if family.startswith(name)), "llama")
     exponent = EXPONENTS[like]
     rate = BASE * (HIDDEN / hidden) ** exponent
-    whose = "" if family.startswith(like) else f", as of {like}: {family} has no exponent of its own"
+    whose = "" if family.startswith(like) else f", as of {like}: {family} has no fitted exponent"
     factors = [f"{BASE:g}", f"({HIDDEN} / hidden size {hidden})^{exponent:g}{whose}"]
     if lora.enabled:
         alpha = lora.alpha * (math.sqrt(lora.r) if lora.rslora else 1.0)

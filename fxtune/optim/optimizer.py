@@ -41,8 +41,8 @@ TRAINED = "trained"
 
 
 class Optimizer:
-    """The trainable parameters of a model and the library optimizers that update them: with Muon two, else one. If the
-    caller updates weights one by one, or if updates draw random bits, each weight has its own."""
+    """The trainable parameters of a model and the library optimizers that update them: with Muon two, else one. If
+    the caller updates weights one by one, or if updates draw random bits, each weight has a separate optimizer."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class Optimizer:
         overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
         still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
 
-        `one_by_one`: update() is called for each weight in place of step(). `sharding`: of a model whose weights are
-        divided over ranks.
+        `one_by_one`: update() is called for each weight in place of step(). `sharding`: given if the model's weights
+        are divided over ranks.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
         """Where weights are divided over ranks: the rows that this rank holds and updates, and the parameter."""
         self.names: dict[torch.Tensor, str] = {}
-        """The tensors that are updated and the names of their parameters."""
+        """Updated tensor -> name of its parameter."""
         rows: dict[torch.Tensor, nn.Parameter] = {}
-        """The rows that this rank holds of each divided weight, also where it holds none."""
+        """This rank's rows of each divided weight, perhaps none."""
         for name, weight in trained.items():
             own = weight
             if is_divided(weight):
@@ -78,11 +78,12 @@ class Optimizer:
         self.sharding = sharding
         self.rounds, self.one_by_one = config.stochastic_rounding, one_by_one
         names = list(self.names)
-        together = [[name] for name in names] if self.rounds or one_by_one else [names]
-        self.parts = [part for few in together for part in _library_optimizers(model, config, few, rows, sharding)]
+        groups = [[name] for name in names] if self.rounds or one_by_one else [names]
+        self.parts = [part for group in groups for part in _library_optimizers(model, config, group, rows, sharding)]
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))}
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
-        """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with others."""
+        """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with other
+        optimizers."""
         self.keep_gradients = keep_gradients
         self.reached: set[str] = set()
         """With keep_gradients: names of the weights that have received a gradient since the last step, added by
@@ -165,7 +166,8 @@ class Optimizer:
         seed: int,
         on_host: Callable[[], Any] | None = None,
     ) -> None:
-        """Update the weights of one of `parts`, and keep their gradients. `on_host`: reads `finite` on the host."""
+        """Update the weights of `part`, one of `parts`, and keep their gradients. `on_host`: reads `finite` on the
+        host."""
         for group in part.param_groups:
             if isinstance(group["lr"], torch.Tensor):  # torchao would recompile for a new constant
                 group["lr"].fill_(lr)

@@ -22,7 +22,7 @@ class ScheduleName(str, Enum):
 
 
 EXTENDABLE = (ScheduleName.wsd, ScheduleName.constant)
-"""Schedules of runs that can be extended: the rate before the decay does not depend on where the end is."""
+"""Schedules of runs that can be extended: the rate before the decay does not depend on the end of the run."""
 
 
 @dataclass
@@ -78,11 +78,11 @@ class Schedule:
         """This schedule with the lengths that saved() returned. Raises ValueError for values that are no lengths."""
         if saved.keys() != set(LENGTHS) or any(type(value) is not int or value < 0 for value in saved.values()):
             raise ValueError(f"schedule: {dict(saved)} are not the lengths of a schedule")
-        found = replace(self, **saved)
-        length = found.steps - found.dropped
-        if not (found.dropped <= found.last <= found.steps and found.decay <= length <= found.planned):
+        schedule = replace(self, **saved)
+        length = schedule.steps - schedule.dropped
+        if not (schedule.dropped <= schedule.last <= schedule.steps and schedule.decay <= length <= schedule.planned):
             raise ValueError(f"schedule: {dict(saved)} do not fit together")
-        return found
+        return schedule
 
     def rate(self, step: int) -> float:
         """The learning rate of step `step`.

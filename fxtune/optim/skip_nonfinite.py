@@ -39,9 +39,9 @@ class Guard:
     def __init__(self, part: torch.optim.Optimizer) -> None:
         self.part = part
         self.verdict: torch.Tensor | None = None
-        """Whether the last step was finite; being copied to the host until `arrived`."""
+        """Whether the last step was finite. The value is being copied to the host until `arrived`."""
         self.arrived: Any = None
-        """The event after that copy; None on a CPU."""
+        """The event after the copy of `verdict`; None on a CPU."""
         self.counters: list[dict[str, Any]] = []
         """The dicts that may count the last step: states of weights with a gradient, and groups."""
 

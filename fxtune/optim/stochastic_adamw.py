@@ -40,23 +40,23 @@ def update(
     second: torch.Tensor,
     step: torch.Tensor,
     lr: torch.Tensor,
-    kept: torch.Tensor,
+    decay: torch.Tensor,
     finite: torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `kept` is 1 - lr x weight decay.
+    """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `decay` is 1 - lr x weight decay.
 
-    weight, and first and second, the moments of its shape: each bfloat16 or float32; step, lr, kept, finite: scalars
+    weight, and first and second, the moments of its shape: each bfloat16 or float32; step, lr, decay, finite: scalars
     on the same device, so that a change causes no host sync and no recompilation. `step` includes this step.
     """
     fine = gradient.float()
     mean = torch.lerp(first.float(), fine, 1 - beta1)
     square = second.float() * beta2 + fine * fine * (1 - beta2)
     denominator = (square / (1 - beta2**step)).sqrt() + eps
-    moved = weight.float() * kept - lr / (1 - beta1**step) * mean / denominator
-    if weight.dtype is torch.bfloat16:  # drawing takes longest: one draw of 48 bits serves three tensors
+    moved = weight.float() * decay - lr / (1 - beta1**step) * mean / denominator
+    if weight.dtype is torch.bfloat16:  # drawing takes the longest: one draw of 48 bits serves three tensors
         bits = torch.randint(0, 1 << 48, weight.shape, dtype=torch.int64, device=weight.device)
     for place, (old, new) in enumerate(((weight, moved), (first, mean), (second, square))):
         if old.dtype is torch.bfloat16:
@@ -106,7 +106,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             device = parameters[0].device
             finite = torch.ones((), dtype=torch.bool, device=device) if self.found_inf is None else self.found_inf == 0
             # Filled on the device: a copy from the host would be a sync.
-            lr, kept = (
+            lr, decay = (
                 torch.full((), number, dtype=torch.float32, device=device)
                 for number in (group["lr"], 1 - group["lr"] * group["weight_decay"])
             )
@@ -131,7 +131,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                         state["exp_avg_sq"],
                         state["step"],
                         lr,
-                        kept,
+                        decay,
                         finite,
                         *group["betas"],
                         group["eps"],

@@ -1,4 +1,4 @@
-"""NVIDIA Apex's norms: FusedLayerNorm and FusedRMSNorm, one CUDA C++ kernel each, for users who have Apex.
+"""NVIDIA Apex's norms: FusedLayerNorm and FusedRMSNorm, one CUDA C++ kernel each, for users with Apex.
 
 In eager torch a norm is six kernels that each read and write all hidden states. Apex's is one kernel, as are Liger's
 and torch.compile's, so they exclude each other. Apex is not on PyPI (`apex` there is another project): it is built
@@ -89,8 +89,8 @@ def _rms_epsilon(norm: nn.Module) -> float | None:
     """The epsilon of an RMSNorm if Apex computes the same function, or None."""
     if isinstance(norm, nn.RMSNorm) and norm.weight is not None:
         return norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
-    known = type(norm).__name__.endswith("RMSNorm") and [name for name, _ in norm.named_parameters()] == ["weight"]
-    return getattr(norm, "variance_epsilon", None) if known else None
+    is_llamas = type(norm).__name__.endswith("RMSNorm") and [name for name, _ in norm.named_parameters()] == ["weight"]
+    return getattr(norm, "variance_epsilon", None) if is_llamas else None
 
 
 @torch.no_grad()

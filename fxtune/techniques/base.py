@@ -24,10 +24,10 @@ class Evidence:
 
     technique: str
     asked: str
-    """What the recipe asks for."""
+    """The request of the recipe."""
     observed: str
     acted: bool
-    """Whether the observation shows what was asked for."""
+    """Whether the observation shows that the request was met."""
     key: str = ""
     """The technique's option that was observed, such as `liger.rope`; empty: the technique as a whole."""
 
@@ -55,7 +55,7 @@ class Technique(Options):
         """Edit the Hugging Face config in place, before the model exists."""
 
     def apply(self, model: PreparedModel, world: World) -> None:
-        """Change the module of the built model, or replace it, and fill in the fields of what this learns."""
+        """Change or replace the module of the built model, and fill in the model's fields that this technique owns."""
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Yield observations on the built model. `probe`: keyword arguments of its module for one small packed row.

@@ -56,8 +56,9 @@ def refusals(facts: Facts) -> Iterator[str]:
 def divide(model: Any, world: World, precision: Precision) -> Sharding:
     """Divide the weights of a built model over the ranks, in place. Vectors and adapters stay whole on each."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is None or any(one is other for one in head.parameters() for other in embedding.parameters())
-    whole = [one for one in model.parameters() if one.dim() < 2 or not one.is_meta]
+    shared = {id(parameter) for parameter in embedding.parameters()}
+    tied = head is None or any(id(parameter) in shared for parameter in head.parameters())
+    whole = [parameter for parameter in model.parameters() if parameter.dim() < 2 or not parameter.is_meta]
     autocast = getattr(torch, precision.autocast.value) if precision.casts else None
     return shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast)
 
@@ -65,12 +66,12 @@ def divide(model: Any, world: World, precision: Precision) -> Sharding:
 def observe(model: nn.Module, world: World) -> Evidence:
     """How many bytes of the model each rank holds between two passes. All ranks call it together."""
     parts = world.weights_mesh.size(-1)
-    divided = [one for one in model.parameters() if is_divided(one)]
-    held = sum(local(one).nbytes for one in divided)
-    total = sum(one.nbytes for one in divided)
-    whole = sum(one.nbytes for one in model.parameters() if not is_divided(one))
+    divided = [parameter for parameter in model.parameters() if is_divided(parameter)]
+    held = sum(local(parameter).nbytes for parameter in divided)
+    total = sum(parameter.nbytes for parameter in divided)
+    whole = sum(parameter.nbytes for parameter in model.parameters() if not is_divided(parameter))
     # Rows are not halved: the first ranks may hold one row more than the last.
-    spare = sum(one.nbytes // len(one) for one in divided)
+    spare = sum(parameter.nbytes // len(parameter) for parameter in divided)
     most = max(world.gather(held, "comparing what ranks hold"))
     return Evidence(
         "parallel",

@@ -1,9 +1,9 @@
 """Full fine-tuning with matrix products in fp8: the trained linears of the layers, forward and backward.
 
 Their three products run in e4m3 at nearly twice bfloat16's speed, over weights and activations that each call
-quantizes (kernels/fp8_training.py). The weights stay what they are, under their own names: the optimizer, checkpoints,
-exports and several ranks (parallel.shard) see no difference. Products that stay in 16 bits: the head, embeddings,
-attention, routers, experts, and linears with a size that is no multiple of 16.
+quantizes (kernels/fp8_training.py). Weights keep their dtype and names: the optimizer, checkpoints, exports and
+several ranks (parallel.shard) see no difference. Products that stay in 16 bits: the head, embeddings, attention,
+routers, experts, and linears with a size that is no multiple of 16.
 
 Only training runs in fp8. Evaluation and generation run in 16 bits, as the exported model will.
 
@@ -70,12 +70,12 @@ class Float8(Float8Options, Technique):
             yield from self._check_linears(model)
 
     def _check_linears(self, model: nn.Module) -> Iterator[str]:
-        """Reasons why nothing of this model would be in fp8, or not what `skip` says."""
+        """Reasons why no linear of this model would be in fp8, or why an entry of `skip` has no effect."""
         named = [name for name, _ in _linears(model)]
         for name in self.skip:
-            if not any(is_named(there, name) for there in named):
-                there = ", ".join(sorted({one.rpartition(".")[2] for one in named}))
-                yield f"skip: this model's layers have no linear {name}. Theirs are {there}."
+            if not any(is_named(path, name) for path in named):
+                linears = ", ".join(sorted({path.rpartition(".")[2] for path in named}))
+                yield f"skip: this model's layers have no linear {name}. Their linears are {linears}."
         if not list(self._targets(model)):
             yield (
                 "enabled: this model's layers have no linear with sizes of a multiple of "
@@ -97,7 +97,11 @@ class Float8(Float8Options, Technique):
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         evidence = partial(Evidence, "float8")
         linears = [module for module in model.module.modules() if isinstance(module, Float8Linear)]
-        layers = {id(one): one.numel() for layer in decoder_layers(model.module) for one in layer.parameters()}
+        layers = {
+            id(parameter): parameter.numel()
+            for layer in decoder_layers(model.module)
+            for parameter in layer.parameters()
+        }
         inside = sum(linear.weight.numel() for linear in linears)
         others = [name for name, linear in _linears(model.module) if not isinstance(linear, Float8Linear)]
         rest = f"; not {', '.join(sorted({name.rpartition('.')[2] for name in others}))}" if others else ""
@@ -134,10 +138,10 @@ class Float8Linear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, weight_gradient: WeightGradient) -> Float8Linear:
         with torch.device("meta"):
-            made = cls(linear.in_features, linear.out_features, bias=False)
-        made.weight, made.bias = linear.weight, linear.bias
-        made.fp8_weight_gradient = weight_gradient is WeightGradient.float8
-        return made.train(linear.training)
+            module = cls(linear.in_features, linear.out_features, bias=False)
+        module.weight, module.bias = linear.weight, linear.bias
+        module.fp8_weight_gradient = weight_gradient is WeightGradient.float8
+        return module.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -167,19 +171,19 @@ def _errors(linear: Float8Linear, device: torch.device) -> dict[str, float]:
         )
     )
     exact: list[Tensor] = []
-    found: list[Tensor] = []
+    rounded: list[Tensor] = []
     with torch.enable_grad():
-        for results, dtype in ((exact, torch.float32), (found, torch.bfloat16)):
-            one, other = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        for results, dtype in ((exact, torch.float32), (rounded, torch.bfloat16)):
+            inputs = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
             with torch.autocast(device.type, enabled=False):
-                if results is found:
-                    y = fp8_training.linear(one, other, linear.fp8_weight_gradient)
+                if results is rounded:
+                    y = fp8_training.linear(*inputs, linear.fp8_weight_gradient)
                 else:
-                    y = F.linear(one, other)
-            results += [y.detach(), *torch.autograd.grad(y, (one, other), dy.to(dtype))]
+                    y = F.linear(*inputs)
+            results += [y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))]
     return {
         name: ((ours.float() - theirs).norm() / theirs.norm()).item()
         for name, ours, theirs in zip(
-            ("forward", "gradient of x", "gradient of the weight"), found, exact, strict=True
+            ("forward", "gradient of x", "gradient of the weight"), rounded, exact, strict=True
         )
     }

@@ -3,8 +3,9 @@ before recomputation and compilation, which must see the final layers.
 
     techniques.plugins.use.noisy_embeddings={alpha: 5}
 
-Each answers the same questions as ours (base.py) and must give evidence: one that shows nothing did not act. It takes
-the Hugging Face model itself, and no PreparedModel: apply(model, world) changes that module, or returns another one.
+A plugin's technique answers the same questions as fxtune's techniques (base.py) and must give evidence: a technique
+without evidence did not act. Its apply(model, world) takes the Hugging Face model, not a PreparedModel, and changes
+this module or returns another one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 package may be installed in part, such as flash-attn-4 without its CUDA part. Results on a GPU are recorded, failures
 too, so that a run checks a package once; `doctor` checks and records again.
 
-A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for
+A check runs in a separate process: a broken wheel can end it with a segmentation fault, a kernel that compiles for
 the first time can hang. The last line of output is one JSON object: `state` (works; imports: its kernels need a GPU;
 missing; broken), `seen`, and for torch the `facts` of this machine.
 
@@ -51,13 +51,13 @@ TIMEOUT_GPU = 180.0
 SHARED = ("flash_attn", "apex")
 """Folders of modules that several distributions share: flash-attn and flash-attn-4, NVIDIA's apex and PyPI's."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
-"""Errors that say nothing about the package: another process has the GPU."""
+"""Errors that say nothing about the package: another process uses the GPU."""
 PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM|{THESE_HEADS}", re.IGNORECASE)
-"""Results that may be others a minute later, or with another model."""
+"""Results that may change within a minute, or with another model."""
 RESULTS = "package_checks.json"
 """The file of recorded results in fxtune's cache."""
 METADATA = ".dist-info"
-"""How the folder ends that an installer writes beside a package, NAME-VERSION before it."""
+"""The suffix of the folder that an installer writes beside a package, NAME-VERSION.dist-info."""
 
 
 def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
 
 
 def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
-    """The result of main() in a process of its own. Without `gpu`, a package that needs one is only imported."""
+    """The result of main() in a separate process. Without `gpu`, a package that needs one is only imported."""
     return _answer(_start(name, *(["gpu"] if gpu else [])), Heads(), timeout)
 
 
@@ -137,10 +137,10 @@ def unusable(
     heads: Heads = SOME_HEADS,
     ahead: dict[str, process_group.Captured] | None = None,
 ) -> dict[str, str]:
-    """Why packages cannot be used, for those of `packages` that are installed and do not work on this device. From
-    then on all facts of this process count them as missing.
+    """The reason for each of `packages` that is installed and does not work on this device. From then on all facts of
+    this process count these packages as missing.
 
-    `heads`: of the run's model. `ahead`: the processes of import_ahead(); a check takes its own out.
+    `heads`: the heads of the run's model. `ahead`: the processes of import_ahead(); a check removes its process.
     """
     names = {name: "apex" if name == APEX else name for name in packages if name in facts.packages}
     checks = list(names.values())
@@ -148,14 +148,15 @@ def unusable(
         answers = _check_on_gpu(checks, facts, heads, {} if ahead is None else ahead)
     else:
         answers = {name: _check_here(name) for name in checks}
-    found = {name: answers[check]["seen"] for name, check in names.items() if answers[check]["state"] == "broken"}
-    found = {name: seen for name, seen in found.items() if not OCCUPIED.search(seen)}
-    system_facts.BROKEN.update(found)
-    for name in found:  # other libraries import what is installed, as peft does with bitsandbytes: hide it from them
+    broken = {name: answers[check]["seen"] for name, check in names.items() if answers[check]["state"] == "broken"}
+    broken = {name: seen for name, seen in broken.items() if not OCCUPIED.search(seen)}
+    system_facts.BROKEN.update(broken)
+    # Other libraries import what is installed, as peft does with bitsandbytes: hide the package from them.
+    for name in broken:
         module = CHECKS[names[name]].module
         top = module.partition(".")[0]
         sys.modules[module if top in SHARED else top] = None  # type: ignore[assignment]
-    return found
+    return broken
 
 
 @functools.cache
@@ -184,19 +185,20 @@ def _check_on_gpu(
             ThreadPoolExecutor(len(missing)) as pool,
         ):
             checks = [ahead.pop(name) if name in ahead else _start(name, "gpu", "waits") for name in missing]
-            found = list(pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks))
-        answers |= record(dict(zip(missing, found, strict=True)), facts.device_name)
+            results = list(pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks))
+        answers |= record(dict(zip(missing, results, strict=True)), facts.device_name)
     return answers
 
 
 def record(answers: dict[str, dict[str, Any]], device_name: str) -> dict[str, dict[str, Any]]:
-    """Record results on this machine's GPU for later runs, and return them. What says nothing about the package is
-    not recorded: another process had the GPU, or the machine was too busy to answer.
+    """Record results on this machine's GPU for later runs, and return them. A result that says nothing about the
+    package is not recorded: another process had the GPU, or the machine was too busy to answer.
     """
     from fxtune.system.json_cache import add_cached  # which imports torch
 
     lasting = {name: answer for name, answer in answers.items() if not PASSING.search(answer["seen"])}
-    stamped = {name: {"state": one["state"], "seen": one["seen"], "at": time.time()} for name, one in lasting.items()}
+    now = time.time()
+    stamped = {name: {"state": answer["state"], "seen": answer["seen"], "at": now} for name, answer in lasting.items()}
     keys = _keys(stamped, device_name)
     add_cached(cache_home() / RESULTS, {keys[name]: answer for name, answer in stamped.items()})
     return answers
@@ -208,12 +210,12 @@ def _recorded(names: list[str], device_name: str) -> dict[str, dict[str, Any]]:
     """
     from fxtune.system.json_cache import read_cached
 
-    known = read_cached(cache_home() / RESULTS)
-    found = {name: known[key] for name, key in _keys(names, device_name).items() if key in known}
-    if all(answer["state"] == "works" for answer in found.values()):
-        return found
+    cached = read_cached(cache_home() / RESULTS)
+    recorded = {name: cached[key] for name, key in _keys(names, device_name).items() if key in cached}
+    if all(answer["state"] == "works" for answer in recorded.values()):
+        return recorded
     changed = _last_installed()
-    return {name: answer for name, answer in found.items() if answer["state"] == "works" or answer["at"] >= changed}
+    return {name: answer for name, answer in recorded.items() if answer["state"] == "works" or answer["at"] >= changed}
 
 
 def _keys(names: Iterable[str], device_name: str) -> dict[str, str]:
@@ -236,13 +238,13 @@ def _site_folders() -> Iterator[list[os.DirEntry[str]]]:
     """The content of each folder of sys.path that holds installed packages: no checkout, no working directory."""
     for folder in dict.fromkeys(sys.path):
         with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
-            found = list(entries)
-            if any(entry.name.endswith(METADATA) for entry in found):
-                yield found
+            content = list(entries)
+            if any(entry.name.endswith(METADATA) for entry in content):
+                yield content
 
 
 def _installed(module: str) -> bool:
-    """Whether the package is installed. One that lacks modules of its own counts as installed, but broken."""
+    """Whether the package is installed. A package without some of its modules counts as installed, but broken."""
     top, *inner = module.split(".")
     if (spec := importlib.util.find_spec(top)) is None:
         return False

@@ -77,7 +77,7 @@ class Pipeline(Techniques):
     lora: Lora = field(default_factory=Lora)
     # Changes what routers compute, adapted or not, inside the layers that the next two wrap.
     router: Router = field(default_factory=Router)
-    # What plugins bring: on the adapted model, and before layers are wrapped and traced.
+    # Plugins' techniques: on the adapted model, and before layers are wrapped and traced.
     plugins: PluginTechniques = field(default_factory=PluginTechniques)
     # Wraps whole layers, adapters included.
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
@@ -112,8 +112,8 @@ class Pipeline(Techniques):
         return notes
 
     def of_evaluation(self) -> Pipeline:
-        """The techniques of an evaluation: all except float8, with which only training computes. So an evaluation of
-        weights that float8 trained runs on any device, and its loss is the loss of the exported model."""
+        """The techniques of an evaluation: all except float8, which is for training only. So an evaluation of weights
+        that float8 trained runs on any device, and its loss is the loss of the exported model."""
         return replace(self, float8=Float8())
 
     def packages(self, facts: Facts) -> Iterator[str]:
@@ -124,7 +124,7 @@ class Pipeline(Techniques):
 
     def resolved(self, facts: Facts, refusals: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
         """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises the
-        ConfigError of check(), to which `refusals` go."""
+        ConfigError of check(facts, refusals)."""
         possible, left_out = self.possible(facts)
         possible.check(facts, refusals)
         chosen, notes = possible.decided(facts)
@@ -161,8 +161,8 @@ class Pipeline(Techniques):
         """Raise one ConfigError if there are reasons why these techniques cannot run under `facts`, or `refusals` of
         other parts of the recipe. The error lists them all."""
         facts = replace(facts, techniques=self)
-        every = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
-        reasons = [f"techniques.{name}.{reason}" for name, reason in every]
+        pairs = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
+        reasons = [f"techniques.{name}.{reason}" for name, reason in pairs]
         reasons += self.sharing_refusals(facts)
         reasons += [*self._missing(facts), *self._too_large(facts), *refusals]
         if reasons:
@@ -218,12 +218,13 @@ class Pipeline(Techniques):
         return forecast(replace(facts, techniques=self), recompute_plan(self))
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
-        """Why a run cannot fit into a host's memory: a GPU reports that at once, but a host swaps, or kills late."""
+        """Why a run cannot fit into a host's memory. A GPU reports a lack of memory at once; a host swaps, or kills
+        late."""
         if facts.device != "cpu" or not facts.memory:
             return
         need = self.memory_need(facts)
         fixed = need.weights + need.trained
-        least = replace(need, loss=0).allocated  # whether the loss is fused may still be `auto`
+        least = replace(need, loss=0).allocated  # because `auto` may still fuse the loss
         here = f"and this machine has {facts.memory / GIB:.1f} GiB"
         if fixed > facts.memory:
             taken = (
@@ -256,7 +257,7 @@ class Pipeline(Techniques):
         """Configure and build the model and apply the techniques of a resolved pipeline, in order.
 
         `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the
-        ids of the data's special tokens. techniques.lora.train_tokens=auto is decided here, among these tokens.
+        ids of the data's special tokens. techniques.lora.train_tokens=auto chooses among these tokens.
         """
         if model.adapter and not self.lora.enabled:
             raise ConfigError(
@@ -312,15 +313,15 @@ class Pipeline(Techniques):
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
-        """Whether weights are quantized while they are read. They are if, on some rank, the model fits neither on the
-        device nor in host memory before it is quantized, or if the checkpoint's experts stay in MXFP4."""
+        """Whether weights are quantized while they are read. They are if on some rank the unquantized model
+        fits neither on the device nor in host memory, or if the checkpoint's experts stay in MXFP4."""
         if models.ships_mxfp4(model, hf_config) and self.keeps_mxfp4(hf_config.to_dict()):
             return True
         if not self.quantize.enabled or not takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world.capability)
-        needed, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
-        large = needed > 0.9 * max(facts.free_memory, facts.host_memory)
+        unquantized, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
+        large = unquantized > 0.9 * max(facts.free_memory, facts.host_memory)
         return any(world.gather(large, "choosing how weights are read"))
 
     def keeps_mxfp4(self, hf_config: dict[str, Any]) -> bool:

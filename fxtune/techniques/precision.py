@@ -111,14 +111,14 @@ class Precision(PrecisionOptions, Technique):
             counter,
         ):
             model.module(**probe)
-        wanted = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
+        expected = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())
-        # Requires one matmul a layer, not all of them: float32 adapters and routers may have another dtype.
+        # One matmul a layer is enough: float32 adapters and routers may have another dtype.
         yield Evidence(
             "precision",
             f"autocast {self.autocast.value} over {_name(weights)} weights",
             f"matmuls of a forward pass: {counted or 'none'}",
-            counter.counts[wanted] >= len(decoder_layers(model.module)),
+            counter.counts[expected] >= len(decoder_layers(model.module)),
         )
         if device.type != "cuda":
             return

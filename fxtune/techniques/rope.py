@@ -111,11 +111,13 @@ class Rope(RopeOptions, Technique):
     def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
         """The rope parameters of this scaling, for a model with the parameters `current` and the context
         `original`."""
-        kept: dict[str, Any] = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
-        kept |= {"rope_type": self.type.value, "factor": float(self.factor)}
+        parameters: dict[str, Any] = {
+            key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
+        }
+        parameters |= {"rope_type": self.type.value, "factor": float(self.factor)}
         if owned := [name for name, owner in OWNERS.items() if owner is self.type]:
-            kept["original_max_position_embeddings"] = original
-        return kept | {name: value for name in owned if (value := getattr(self, name)) is not None}
+            parameters["original_max_position_embeddings"] = original
+        return parameters | {name: value for name in owned if (value := getattr(self, name)) is not None}
 
     def apply(self, model: PreparedModel, world: World) -> None:
         """Dynamic only: reset the longest row so far before each forward, so that no step depends on earlier ones."""
@@ -173,9 +175,9 @@ class Rope(RopeOptions, Technique):
             return grown ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
         if self.type is RopeType.llama3:
             rotations = original * plain / (2 * math.pi)
-            kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            kept = kept.clamp(0, 1)
-            return kept * plain + (1 - kept) * plain / self.factor, 1.0
+            share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            share = share.clamp(0, 1)  # of the unscaled frequency
+            return share * plain + (1 - share) * plain / self.factor, 1.0
 
         def pair_with(rotations: float) -> float:
             return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -193,8 +195,8 @@ class Rope(RopeOptions, Technique):
         if self.original_max_position_embeddings or positions is None:
             return self.original_max_position_embeddings or positions
         current = _flat(config["rope_parameters"]) or {}
-        kept = positions if self.type is RopeType.dynamic or not self.factor > 1 else round(positions / self.factor)
-        before = current.get("original_max_position_embeddings", kept)
+        trained = positions if self.type is RopeType.dynamic or not self.factor > 1 else round(positions / self.factor)
+        before = current.get("original_max_position_embeddings", trained)
         return before if self._written(current, before) == current else positions
 
 

@@ -3,13 +3,13 @@
 A router that sends most tokens to few experts leaves the others unused. Architectures of transformers have a loss
 against that (Switch Transformers, arXiv 2101.03961, equations 4 to 6): experts x sum over e of f_e P_e, with f_e the
 share of tokens that expert e gets and P_e its mean probability, both over the tokens of all layers. transformers adds
-it, times `router_aux_loss_coef`, if the config has `output_router_logits`. So does fxtune, unless `aux_loss_coef`
-gives another factor.
+the loss, times `router_aux_loss_coef`, if the config has `output_router_logits`. So does fxtune, unless
+`aux_loss_coef` gives another factor.
 
-Loss and gradient are those that transformers computes; models/routers.py says how a compiled layer gives them.
+Loss and gradient equal transformers'; models/routers.py says how a compiled layer gives them.
 
-The loss is that of a micro-batch of a rank, padding left out, as in transformers. A step has their mean, weighted by
-supervised tokens.
+The loss is computed for each micro-batch of a rank without padding, as in transformers. The loss of a step is the mean
+over micro-batches, weighted by supervised tokens.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Router(RouterOptions, Technique):
         finally:
             for hook in hooks:
                 hook.remove()
-        mine, theirs = (loss.item() for loss in (routers.loss(), _own_loss(module, tuple(logits))))
+        own_loss, reference = (loss.item() for loss in (routers.loss(), _own_loss(module, tuple(logits))))
         yield Evidence(
             "router",
             asked,
-            f"{mine:.6g} for a small row, {theirs:.6g} by transformers",
-            abs(mine - theirs) <= CLOSE * abs(theirs),
+            f"{own_loss:.6g} for a small row, {reference:.6g} by transformers",
+            abs(own_loss - reference) <= CLOSE * abs(reference),
         )
 
 

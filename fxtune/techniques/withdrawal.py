@@ -1,4 +1,4 @@
-"""What steps aside: an option that nobody demanded, and that turns out not to act on the built model.
+"""Options that step aside: nobody demanded them, and on the built model they turn out not to act.
 
 An option is a wish if the recipe leaves it to fxtune: it is `auto`, or its whole technique has `enabled=auto` and no
 other option set (so the bundle `fast` is made of wishes). Anything else is a demand, and is refused.
@@ -36,6 +36,6 @@ def without(chosen: Pipeline, key: str) -> Pipeline:
 
 
 def line(key: str, why: str) -> str:
-    """What the user reads."""
+    """The line that the user reads."""
     name, _, option = key.partition(".")
     return f"{name}: {option} off, because {why}" if option else f"{name}: off, because {why}"

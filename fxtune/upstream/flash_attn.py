@@ -13,11 +13,11 @@ def forward(interface: Any) -> Callable[..., Any]:
     Why: torch.compile cannot trace the public functions.
     Gone: not in the release that fxtune asks for; attention/backends/flash4.py refuses every other one.
     """
-    found: Callable[..., Any] = interface._flash_attn_fwd
-    return found
+    kernel: Callable[..., Any] = interface._flash_attn_fwd
+    return kernel
 
 
 def backward(interface: Any) -> Callable[..., Any]:
     """The kernels of the backward pass: _flash_attn_bwd, for the reasons of forward()."""
-    found: Callable[..., Any] = interface._flash_attn_bwd
-    return found
+    kernel: Callable[..., Any] = interface._flash_attn_bwd
+    return kernel

@@ -26,7 +26,7 @@ def alone() -> Iterator[Any]:
     three seconds, because it builds compiled functions at its import and so loads torch's compiler. A model with
     quantized linears has imported their library already. peft has no option for this: the entry None in sys.modules,
     by which Python says that there is no such module, is public, and so are the functions whose answers peft keeps.
-    Without these functions in a version of peft, its answer stays what it is, and only time is lost.
+    In a version of peft without these functions its answers do not change, and only time is lost.
     """
     hidden = [name for name in LIBRARIES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is allowed there
@@ -56,7 +56,7 @@ READ = "convert_peft_config_for_transformers"
 
 # Names of experts.
 #
-# What: convert_peft_config_for_transformers(), by which peft reads the names of linears, such as `down_proj`, as those
+# What: convert_peft_config_for_transformers(), by which peft reads the names of linears, such as `down_proj`, as names
 #   of tensors that hold all experts.
 # Why: peft calls it for each model whose files transformers converts. fxtune needs its answer before there are
 #   adapters, and none of it while adapters are added: then each name is already what it is.
@@ -111,7 +111,7 @@ def _conversion() -> Any:
 
 
 def specialize(layer: nn.Module, behaviour: type) -> None:
-    """Let `layer` have the methods of `behaviour` before those of its own class, which super() calls."""
+    """Let `layer` have the methods of `behaviour` before the methods of its class, which super() calls."""
     kind: Any = type(layer)
     layer.__class__ = _specialized(kind, behaviour)
 

@@ -1,7 +1,8 @@
 """Private parts of torch.
 
 A private part is looked up when it is used, so fxtune still runs with a torch that lacks the part, and trains
-whatever does not need it. What needs the part runs slower, steps aside with a line, or is refused with gone().
+everything that does not need it. A feature that needs the part runs slower, steps aside with a line, or is refused
+with gone().
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ def gone(part: str, change: str) -> ConfigError:
 
 
 class Unobservable(ConfigError):
-    """What runs cannot be seen with this version of a library. It is no sign that something did not act."""
+    """The installed version of a library does not let fxtune observe what runs. This is no sign that something did not
+    act."""
 
 
-def _found(path: str) -> Any:
+def _lookup(path: str) -> Any:
     """The attribute of torch with this path, such as `_dynamo.utils.counters`; None in a version without it."""
-    found: Any = torch
+    part: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        part = getattr(part, name, None)
+    return part
 
 
 # Operators and tensors
@@ -57,7 +59,8 @@ except ImportError:
 
 
 def foreach(name: str, tensors: Sequence[torch.Tensor], *operands: Any) -> None:
-    """Call the in-place method `name` (`copy_`, `mul_`) on each tensor, with its operand of each list of `operands`.
+    """Call the in-place method `name` (`copy_`, `mul_`) on each tensor, with the tensor's entry of each list in
+    `operands`.
 
     What: torch._foreach_NAME, a few kernels for all tensors.
     Why: torch has no public function for several tensors at once.
@@ -100,7 +103,7 @@ def operator_names() -> set[str]:
     Why: torch has no public list of its operators.
     Gone: an empty set, so that only the operators that fxtune knows are suggested.
     """
-    names = _found("_C._dispatch_get_all_op_names")
+    names = _lookup("_C._dispatch_get_all_op_names")
     return set(names()) if names is not None else set()
 
 
@@ -111,7 +114,7 @@ def without_class(tensor: torch.Tensor) -> torch.Tensor:
     Why: a subclass may override detach().
     Gone: a subclass's own detach() runs.
     """
-    disabled = _found("_C.DisableTorchFunctionSubclass")
+    disabled = _lookup("_C.DisableTorchFunctionSubclass")
     with nullcontext() if disabled is None else disabled():
         return tensor.detach().as_subclass(torch.Tensor)
 
@@ -230,7 +233,7 @@ def process_group(name: str) -> Any:
     Why: an operator of torch takes a name, and no group.
     Gone: refused; rows cannot be cut over ranks.
     """
-    find = _found("distributed.distributed_c10d._resolve_process_group")
+    find = _lookup("distributed.distributed_c10d._resolve_process_group")
     if find is None:
         raise gone("_resolve_process_group, which parallel.context needs", "Set parallel.context=1")
     return find(name)
@@ -275,8 +278,8 @@ def without_compile_report() -> str:
     names = ("Unsupported", "UserError", "FailOnRecompileLimitHit", "ShortenTraceback", "TorchDynamoException")
     missing += [f"torch._dynamo.exc.{name}" for name in names if not hasattr(exc, name)]
     if not missing:
-        known = {field.name for field in dataclasses.fields(utils.CompilationMetrics)}
-        missing = [f"CompilationMetrics.{name} ({what})" for name, what in FIGURES.items() if name not in known]
+        fields = {field.name for field in dataclasses.fields(utils.CompilationMetrics)}
+        missing = [f"CompilationMetrics.{name} ({figure})" for name, figure in FIGURES.items() if name not in fields]
     if not missing:
         return ""
     return f"torch {torch.__version__} does not say what its compiler did: it has no {', '.join(missing)}"
@@ -390,8 +393,8 @@ def compiling_with(**options: Any) -> AbstractContextManager[Any]:
     Why: torch.compile's `options` are Inductor's.
     Gone: an option that is gone keeps torch's default, which compiles more often.
     """
-    known = {name: value for name, value in options.items() if hasattr(torch._dynamo.config, name)}
-    context: AbstractContextManager[Any] = torch._dynamo.config.patch(known)
+    supported = {name: value for name, value in options.items() if hasattr(torch._dynamo.config, name)}
+    context: AbstractContextManager[Any] = torch._dynamo.config.patch(supported)
     return context
 
 
@@ -415,7 +418,7 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
 
     What: post_grad_custom_post_pass of Inductor, and the class of such a pass.
     Why: torch.compile takes no `options` beside a `mode`.
-    Gone: False, and compiled layers add residuals in a kernel of their own.
+    Gone: False, and compiled layers add residuals in a separate kernel.
     """
     try:
         from torch._inductor import config
@@ -432,14 +435,14 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
         fxtune_name = name
 
         def __call__(self, graph: Any) -> None:
-            for each in before:
-                each(graph)
+            for graph_pass in before:
+                graph_pass(graph)
             change(graph)
 
         def uuid(self) -> Any:
             # This need not identify the code of `change`: each state of it has its own cache folder
             # (system/compiler_cache.py).
-            names = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in before]
+            names = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in before]
             return (name, *names) if all(names) else None
 
     config.post_grad_custom_post_pass = Pass()
@@ -447,15 +450,16 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
 
 
 def has_activation_budget() -> bool:
-    """Whether the compiler takes a budget of what it keeps for the backward pass; see activation_budget()."""
-    return hasattr(_found("_functorch.config"), "activation_memory_budget")
+    """Whether the compiler takes a budget for the tensors that it keeps for the backward pass; see
+    activation_budget()."""
+    return hasattr(_lookup("_functorch.config"), "activation_memory_budget")
 
 
 def activation_budget() -> float:
-    """The compiler's budget: the share that it keeps for the backward pass of what it would keep.
+    """The compiler's budget: of the tensors that it would keep for the backward pass, the share that it keeps.
 
     What: torch._functorch.config.activation_memory_budget.
-    Why: it is torch's documented way, of which only the name is private.
+    Why: torch documents this setting, but under a private name.
     Gone: techniques.checkpointing.policy=budget is refused.
     """
     return float(torch._functorch.config.activation_memory_budget)
@@ -487,5 +491,5 @@ def attention_operator(name: str) -> Callable[..., Any]:
     Why: scaled_dot_product_attention takes no packed documents, and chooses its kernel itself.
     Gone: AttributeError of the first call, in the proof before the first step; attention/backends does not choose it.
     """
-    found: Callable[..., Any] = getattr(torch.ops.aten, name)
-    return found
+    operator: Callable[..., Any] = getattr(torch.ops.aten, name)
+    return operator

@@ -27,7 +27,7 @@ def gone(part: str) -> UnavailableError:
 
 # The name of a config's attention.
 #
-# What: `_attn_implementation`, a property of configs; and those of the configs inside.
+# What: `_attn_implementation`, a property of configs and of the configs inside them.
 # Why: `attn_implementation=` of from_pretrained() is public, but a config that exists has only this property, and
 #   models are built from configs here.
 # Gone: an error where it is set. As a plain attribute it would be set and never read.
@@ -51,7 +51,7 @@ def set_attention(config: Any, name: str) -> None:
 #
 # What: the code of an attention's forward, which calls `apply_rotary_pos_emb` by that name in its Python module.
 # Why: the function is called inside forward(), and replacing it in the module would change each model of the process.
-#   `use_kernelized_func`, transformers' registry for it, does nothing without the package `kernels`. An attention
+#   transformers' registry `use_kernelized_func` does nothing without the package `kernels`. An attention
 #   forward of fxtune's own would copy what fifteen families do between projections and attention, and each release
 #   changes some of it.
 # Gone: UnavailableError. techniques.liger.rope=auto is off, and RoPE runs in torch's operations.
@@ -78,7 +78,7 @@ def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]], 
     forward = _renamed(forward)
     if ROPE not in forward.__code__.co_names:
         raise no_rotation(kind)
-    # The globals are those of a registered module, because torch.compile looks up a function's globals by their
+    # The globals belong to a registered module, because torch.compile looks up a function's globals by their
     # module's name.
     module = types.ModuleType(f"{forward.__module__}__{getattr(function, '__name__', 'other')}_{id(function):x}")
     module.__dict__.update({**forward.__globals__, ROPE: function, "__name__": module.__name__})
@@ -212,7 +212,7 @@ def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
 def import_code_of_models() -> None:
     """Let this process import the code that came with models.
 
-    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs that folder on the path. Gone: an
+    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs their folder on the path. Gone: an
     ImportError in a worker, for such tokenizers only.
     """
     from transformers.dynamic_module_utils import init_hf_modules

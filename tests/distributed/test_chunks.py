@@ -12,9 +12,9 @@ def test_overlap_is_the_common_rectangle_and_lies_within_both():
     common = upper.overlap(middle)
     assert common == Chunk((6, 4), (2, 1), (2, 2)) == middle.overlap(upper)
     matrix = torch.arange(24).view(6, 4)
-    for one in (upper, middle):
-        held = matrix[one.within(Chunk.whole((6, 4)))]
-        assert torch.equal(held[common.within(one)], matrix[2:4, 1:3])
+    for chunk in (upper, middle):
+        held = matrix[chunk.within(Chunk.whole((6, 4)))]
+        assert torch.equal(held[common.within(chunk)], matrix[2:4, 1:3])
 
 
 def test_neighbours_and_empty_chunks_have_nothing_in_common():

@@ -122,7 +122,7 @@ def test_weight_without_gradient_on_any_rank_has_no_sum():
     list(backward(model, sums))
     assert len(world.started) == 1  # the second bucket is not full, so it and the third wait
     found = result(model, sums)
-    assert [one is None for one in found] == [False, False, True, False]
+    assert [tensor is None for tensor in found] == [False, False, True, False]
 
 
 def test_gradient_that_changes_after_its_sum_began_is_refused():
@@ -213,7 +213,7 @@ def drawn(world, step=0):
     for rank in range(world.size):
         draw = torch.Generator().manual_seed(10 * step + rank)
         ranks.append([torch.randn(shape, generator=draw) for shape in shapes])
-    return weights, ranks[world.rank], [one + other for one, other in zip(*ranks, strict=True)]
+    return weights, ranks[world.rank], [first + second for first, second in zip(*ranks, strict=True)]
 
 
 def _sums(world):
@@ -229,27 +229,27 @@ def _sums(world):
     assert totals.dtype is torch.float32
     assert torch.equal(totals, torch.tensor([1 / 3, 0]) + torch.tensor([1 / 3, 1]))
     _, other, _ = drawn(World(world.device, 1 - world.rank, 2))
-    for rounded, total, one, two in zip(found, exact, mine, other, strict=True):
+    for rounded, total, gradient, further in zip(found, exact, mine, other, strict=True):
         error = (rounded.float() - total).abs()
         assert rounded.dtype is torch.bfloat16
         assert error.max() > 0
-        assert (error <= (one.abs() + two.abs() + total.abs()) / 250).all()
+        assert (error <= (gradient.abs() + further.abs() + total.abs()) / 250).all()
 
 
 def _powersgd(world):
     config = ParallelConfig(powersgd_rank=2, powersgd_start=2)
     weights, mine, exact = drawn(world)
     sums = GradientSum(world, weights, config, 6000)
-    yes, total, compressed = torch.tensor(True), [torch.zeros_like(one) for one in exact], 0.0
+    yes, total, compressed = torch.tensor(True), [torch.zeros_like(tensor) for tensor in exact], 0.0
     for step in range(12):
         found, _ = sums(mine, torch.zeros(1))
         sums.compression.keep(yes)
-        close = [torch.allclose(one, other, atol=1e-5) for one, other in zip(found, exact, strict=True)]
+        close = [torch.allclose(result, expected, atol=1e-5) for result, expected in zip(found, exact, strict=True)]
         assert close == [True] * 5 if step < 2 else [False, True, False, True, False]
         assert step < 2 or all(torch.linalg.matrix_rank(found[number]) == 2 for number in (0, 2, 4))
         compressed += step >= 2
         if step >= 2:
-            total = [one + other for one, other in zip(total, found, strict=True)]
+            total = [first + second for first, second in zip(total, found, strict=True)]
     # What was not sent is in the errors: nothing is lost.
     errors = sums.compression.state()
     assert sorted(key for key in errors if key.startswith("error")) == ["error/0", "error/1"]
@@ -362,10 +362,10 @@ def run_twice(folder: Path, words: list[str], patch: str = REPORT) -> list[int]:
             for rank in range(2)
         ]
         try:
-            return [one.wait(600) for one in both]
+            return [process.wait(600) for process in both]
         finally:
-            for one in both:
-                one.kill()
+            for process in both:
+                process.kill()
 
 
 def weights_of(folder: Path, rank: int) -> list[torch.Tensor]:

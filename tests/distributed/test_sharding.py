@@ -66,7 +66,7 @@ def test_halves_of_the_weights_learn_what_one_process_learns(ranks, forks, tmp_p
     assert ranks.run(made(folder, *words, "parallel.shard=2"), folder, **ONE_THREAD) == [0, 0], tail(folder)
     assert_same_learning(alone, folder, tolerance)
     evidence = json.loads((folder / "run" / "evidence.json").read_text())
-    seen = next(one["observed"] for one in evidence if one["technique"] == "parallel")
+    seen = next(observation["observed"] for observation in evidence if observation["technique"] == "parallel")
     held, total = (int(word.replace(",", "")) for word in re.findall(r"[\d,]+", seen)[:2])
     assert total / 2 <= held < 0.51 * total
 

@@ -124,10 +124,10 @@ def test_gradients_against_finite_differences(window, softcap):
 def test_empty_documents_change_nothing(lengths):
     q, k, v, cu_seqlens = inputs(lengths)
     *_, without = inputs([length for length in lengths if length])
-    for one, other in zip(
+    for result, expected in zip(
         flash4(q, k, v, cu_seqlens, 36, 0.3, 0, 0.0), flash4(q, k, v, without, 36, 0.3, 0, 0.0), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -72,10 +72,10 @@ def test_zeros_and_nonfinite_numbers_stay():
 
 def test_rows_with_gaps_and_no_rows():
     whole = torch.randn(6, 100)
-    for one, other in zip(
+    for result, expected in zip(
         fp8.quantize_rows(whole[:, 8:72]), fp8.quantize_rows(whole[:, 8:72].contiguous()), strict=True
     ):
-        assert torch.equal(one.float(), other.float())
+        assert torch.equal(result.float(), expected.float())
     made, _ = weight(32, 64)
     assert fp8.scaled_mm(fp8.quantize_rows(torch.empty(0, 64)), made.codes, made.scales).shape == (0, 32)
 
@@ -87,7 +87,7 @@ def test_a_weight_and_its_transpose_hold_the_same_numbers():
     assert torch.equal(fp8.dequantize_weight(made.codes, made.scales, torch.bfloat16).float(), stands_for), (
         "bfloat16 holds them"
     )
-    assert sum(one.numel() * one.element_size() for one in made) == 2 * 96 * 160 + 4 * (96 + 160)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in made) == 2 * 96 * 160 + 4 * (96 + 160)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +146,7 @@ def test_only_the_weight_is_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         fp8.linear(torch.randn(40, 160, requires_grad=True), made)
     assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= {
-        one.untyped_storage().data_ptr() for one in made
+        tensor.untyped_storage().data_ptr() for tensor in made
     }
 
 

@@ -34,10 +34,10 @@ def case(ranks: tuple[int, int] = RANKS, uneven: bool = False):
     hidden, weights = draw(TOKENS, SIZE), draw(TOKENS, K, seed=1).abs()
     matrices = draw(EXPERTS, 2 * WIDTH, SIZE, seed=2, scale=0.1), draw(EXPERTS, SIZE, WIDTH, seed=3, scale=0.1)
     if uneven:  # rows of very different sizes, whose scales must not be lost in the gradient
-        matrices = tuple(one * torch.logspace(-1, 1, one.shape[1])[:, None] for one in matrices)
+        matrices = tuple(weight * torch.logspace(-1, 1, weight.shape[1])[:, None] for weight in matrices)
     first = draw(EXPERTS, ranks[0], SIZE, seed=4, scale=0.1), draw(EXPERTS, 2 * WIDTH, ranks[0], seed=5, scale=0.3)
     last = draw(EXPERTS, ranks[1], WIDTH, seed=6, scale=0.1), draw(EXPERTS, SIZE, ranks[1], seed=7, scale=0.3)
-    return [one.requires_grad_() for one in (hidden, weights, *first, *last)], matrices
+    return [tensor.requires_grad_() for tensor in (hidden, weights, *first, *last)], matrices
 
 
 def run(function, matrices, trained, act=SILU) -> list[torch.Tensor]:
@@ -56,8 +56,8 @@ def apart(mine: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("act", [SILU, Activation("gelu_pytorch_tanh", interleaved=True)], ids=lambda act: act.name)
 def test_values_and_gradients_are_near_those_of_the_dequantized_weights(act, transpose):
     trained, matrices = case(uneven=not transpose)
-    made = tuple(quantize_experts(one, transpose) for one in matrices)
-    plain = tuple(dequantize_experts(one.codes, one.scales, torch.float32) for one in made)
+    made = tuple(quantize_experts(matrix, transpose) for matrix in matrices)
+    plain = tuple(dequantize_experts(tensor.codes, tensor.scales, torch.float32) for tensor in made)
     found, wanted = run(fp8_experts, made, trained, act), run(gated_experts, plain, trained, act)
     for name, mine, other in zip(NAMES, found, wanted, strict=True):
         assert apart(mine, other) < 0.06, name
@@ -71,15 +71,15 @@ def test_a_large_rank_is_left_to_torch(rank, monkeypatch):
     monkeypatch.setattr(operators, "expand", lambda *_: None)
     narrow, factor = torch.ones(2, rank), torch.ones(1, rank, 16)
     operators._with_adapter((narrow, narrow), (narrow, narrow), narrow, factor, torch.tensor([2]), operators.TRITON)
-    assert [one[0] for one in asked] == [operators.TRITON if rank == 128 else operators.TORCH]
+    assert [call[0] for call in asked] == [operators.TRITON if rank == 128 else operators.TORCH]
 
 
 @pytest.mark.parametrize("by", [operators.TORCH, operators.TRITON])
 def test_what_is_not_rounded_is_exact(by, monkeypatch):
     """With activations left as they are, only the order of sums differs from the 16-bit operator's."""
     trained, matrices = case()
-    made = tuple(quantize_experts(one, False) for one in matrices)
-    plain = tuple(dequantize_experts(one.codes, one.scales, torch.float32) for one in made)
+    made = tuple(quantize_experts(matrix, False) for matrix in matrices)
+    plain = tuple(dequantize_experts(tensor.codes, tensor.scales, torch.float32) for tensor in made)
 
     def unrounded(x, powers=False, columns=None):
         return (x if columns is None else x * columns), torch.ones(len(x), 1)
@@ -106,8 +106,8 @@ def test_what_is_not_rounded_is_exact(by, monkeypatch):
 
 def test_both_layouts_have_the_same_forward_pass_and_equally_accurate_gradients():
     trained, matrices = case()
-    kept, one = (tuple(quantize_experts(each, transpose) for each in matrices) for transpose in (True, False))
-    plain = tuple(dequantize_experts(each.codes, each.scales, torch.float32) for each in one)
+    kept, one = (tuple(quantize_experts(matrix, transpose) for matrix in matrices) for transpose in (True, False))
+    plain = tuple(dequantize_experts(weights.codes, weights.scales, torch.float32) for weights in one)
     first, second = run(fp8_experts, kept, trained), run(fp8_experts, one, trained)
     assert torch.equal(first[0], second[0])
     wanted = run(gated_experts, plain, trained)[1]
@@ -116,12 +116,12 @@ def test_both_layouts_have_the_same_forward_pass_and_equally_accurate_gradients(
 
 def test_experts_without_adapters():
     trained, matrices = case(ranks=(0, 0))
-    made = tuple(quantize_experts(one) for one in matrices)
-    plain = tuple(dequantize_experts(one.codes, one.scales, torch.float32) for one in made)
+    made = tuple(quantize_experts(matrix) for matrix in matrices)
+    plain = tuple(dequantize_experts(tensor.codes, tensor.scales, torch.float32) for tensor in made)
     found, wanted = run(fp8_experts, made, trained), run(gated_experts, plain, trained)
     for name, mine, other in zip(NAMES[:3], found, wanted, strict=False):
         assert apart(mine, other) < 0.06, name
-    assert [one.shape for one in found[3:]] == [one.shape for one in trained[2:]]
+    assert [tensor.shape for tensor in found[3:]] == [tensor.shape for tensor in trained[2:]]
 
 
 def test_quantized_weights():
@@ -146,8 +146,8 @@ def test_quantized_weights():
 @pytest.mark.parametrize("transpose", slow_but([True, False], True))
 def test_the_operators_are_described_to_the_compiler(transpose):
     trained, matrices = case()
-    routing, made = routing_of(), [quantize_experts(one, transpose) for one in matrices]
-    first, last = ([tensor for tensor in one if tensor is not None] for one in made)
+    routing, made = routing_of(), [quantize_experts(matrix, transpose) for matrix in matrices]
+    first, last = ([tensor for tensor in weights if tensor is not None] for weights in made)
     hidden, weights, *adapters = trained
     given = hidden, weights, routing.order, routing.back, routing.ends, first, last, *adapters
     torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *SILU, "torch", ""))

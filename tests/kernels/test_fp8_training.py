@@ -41,7 +41,7 @@ def products(function, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) 
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    wide = [one.detach().float().requires_grad_() for one in (x, weight)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in (x, weight)]
     return products(F.linear, *wide, dy.float())
 
 
@@ -51,9 +51,9 @@ def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> list[torch
 def test_three_products_are_near_those_of_float32(in_fp8, dtype, rows):
     given = drawn(rows, dtype=dtype)
     found = products(lambda x, weight: fp8_training.linear(x, weight, in_fp8), *given)
-    assert [one.dtype for one in found] == [torch.bfloat16, torch.bfloat16, dtype]
-    for one, other in zip(found, exact(*given), strict=True):
-        assert apart(one[1:], other[1:]) < 0.05
+    assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.bfloat16, dtype]
+    for result, expected in zip(found, exact(*given), strict=True):
+        assert apart(result[1:], expected[1:]) < 0.05
     assert apart(found[2], exact(*given)[2]) < (0.05 if in_fp8 else 0.004)
 
 
@@ -61,18 +61,18 @@ def test_a_token_with_large_numbers_does_not_change_the_others():
     x, weight, _ = drawn()
     quiet = x.detach().clone()
     quiet[0, 0] /= 1000
-    loud, calm = (fp8_training.linear(one, weight) for one in (x, quiet))
+    loud, calm = (fp8_training.linear(tensor, weight) for tensor in (x, quiet))
     assert torch.equal(loud.flatten(0, 1)[1:], calm.flatten(0, 1)[1:])
 
 
 def test_zeros_give_zeros_and_nonfinite_numbers_spread_as_in_bfloat16():
     x, weight, dy = drawn()
-    assert all(not one.any() for one in products(fp8_training.linear, x, weight, torch.zeros_like(dy))[1:])
+    assert all(not tensor.any() for tensor in products(fp8_training.linear, x, weight, torch.zeros_like(dy))[1:])
     with torch.no_grad():
         x[0, 3], x[1, 5, 7], x[2, 2, 0] = 0, float("nan"), float("inf")
     y, dx, dweight = products(fp8_training.linear, x, weight, dy)
     assert not y[0, 3].any()
-    assert [tuple(one) for one in y.isfinite().all(-1).logical_not().nonzero().tolist()] == [(1, 5), (2, 2)]
+    assert [tuple(tensor) for tensor in y.isfinite().all(-1).logical_not().nonzero().tolist()] == [(1, 5), (2, 2)]
     assert dx.isfinite().all()
     assert not dweight.isfinite().any(), "so the step is skipped"
 
@@ -105,9 +105,9 @@ def test_one_graph_also_with_recomputation(in_fp8):
             return checkpoint(layer, x, weight, use_reentrant=False, context_fn=context)
 
         for function in (recomputed, torch.compile(recomputed, backend="aot_eager", fullgraph=True)):
-            for one, other in zip(products(function, x, weight, dy), expected, strict=True):
+            for result, other in zip(products(function, x, weight, dy), expected, strict=True):
                 # Traced functions round less often, so some numbers have the next code.
-                assert apart(one, other) <= (0 if function is recomputed else 0.03)
+                assert apart(result, other) <= (0 if function is recomputed else 0.03)
         with FlopCounterMode(display=False) as counter:
             products(recomputed, x, weight, dy)
         assert counter.get_total_flops() == number * 2 * weight.numel() * 96
@@ -136,8 +136,8 @@ for rows, width in ((5, 16), (130, 48), (128, 128), (200, 300)):
         turned.view(torch.uint8).fill_(255)
         fp8_triton.quantize_both(x, factors, mine, others, turned)
         # The interpreter loses the carry where rounding reaches the next power of two (tests/kernels/test_fp8.py).
-        for one, other in ((mine, codes), (turned, back)):
-            assert (one.view(torch.uint8) == other.view(torch.uint8)).float().mean() > 0.93
+        for result, expected in ((mine, codes), (turned, back)):
+            assert (result.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.93
         assert not turned[:, rows:].view(torch.uint8).any()
         alone = torch.empty_like(back)
         fp8_triton.quantize_both(x, None, None, others, alone)

@@ -18,12 +18,14 @@ def test_dense_products_equal_plain_linears_with_adapters(with_bias):
     weights, ranks, scaling = [drawn(5, 7), drawn(3, 7)], [2, 4], [0.5, 2.0]
     a, b = (
         [drawn(rank, 7) for rank in ranks],
-        [drawn(len(one), rank) for one, rank in zip(weights, ranks, strict=True)],
+        [drawn(len(weight), rank) for weight, rank in zip(weights, ranks, strict=True)],
     )
-    bias = [drawn(len(one)) for one in weights] if with_bias else []
+    bias = [drawn(len(weight)) for weight in weights] if with_bias else []
     adapters = Adapters(a, b, bias, scaling, torch.float64)
     base = Dense([augment(weights, ranks, with_bias)], adapters)
-    effective = torch.cat([w + s * two @ one for w, one, two, s in zip(weights, a, b, scaling, strict=True)])
+    effective = torch.cat(
+        [w + s * lora_b @ lora_a for w, lora_a, lora_b, s in zip(weights, a, b, scaling, strict=True)]
+    )
     x, dy, residual = drawn(6, 7), drawn(6, 8), drawn(6, 8)
     whole = x @ effective.t() + (torch.cat(bias) if bias else 0)
     torch.testing.assert_close(base.full(x)[0], whole)

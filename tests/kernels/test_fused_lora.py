@@ -35,10 +35,10 @@ def compare(mine: torch.Tensor, theirs: torch.Tensor, leaves: list[torch.Tensor]
     above = torch.randn_like(theirs)
     found = [mine, *torch.autograd.grad(mine, leaves, above)]
     wanted = [theirs, *torch.autograd.grad(theirs, leaves, above)]
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype is other.dtype
-        largest = other.abs().max().item() if other.numel() else 0
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(largest, 0.05))
+    for result, expected in zip(found, wanted, strict=True):
+        assert result.dtype is expected.dtype
+        largest = expected.abs().max().item() if expected.numel() else 0
+        torch.testing.assert_close(result, expected, rtol=0, atol=tolerance * max(largest, 0.05))
 
 
 sizes = st.integers(1, 33)
@@ -110,8 +110,8 @@ def test_16_bits_are_as_accurate_as_peft(what, dtype):
         (y, *torch.autograd.grad(y, [leaf, *leaves], above.to(y.dtype)))
         for y, leaf, leaves in ((wanted, x32, exact[2]), (ours, x, trained), (theirs, x, trained))
     ]
-    for reference, one, other in zip(*results, strict=True):
-        mine, pefts = ((found.float() - reference).norm() / reference.norm() for found in (one, other))
+    for reference, result, expected in zip(*results, strict=True):
+        mine, pefts = ((found.float() - reference).norm() / reference.norm() for found in (result, expected))
         assert 0 < mine < 1.02 * pefts, (mine, pefts)
 
 
@@ -125,8 +125,8 @@ def test_quantized_weights_match_lora_over_dequantized_ones(kind, library, doubl
     ]
     name = stored[0].stored_as
     plain = Mlp(128, 256, "silu")
-    for linear, one in zip((plain.gate, plain.up, plain.down), stored, strict=True):
-        linear.weight.data = dequantized(one)
+    for linear, weight in zip((plain.gate, plain.up, plain.down), stored, strict=True):
+        linear.weight.data = dequantized(weight)
     model, linears = adapted(plain, [3, 4, 5])
     own = halves(linears)
     trained, x = [*own["a"], *own["b"]], inputs(9, 128)
@@ -149,7 +149,7 @@ def test_quantized_weights_match_lora_over_dequantized_ones(kind, library, doubl
 
 def test_gradcheck_in_float64():
     for parts in (group(5, [3, 4], [2, 1], True, torch.float64), mlp(4, 5, [2, 1, 3], dtype=torch.float64)):
-        trained = [one.detach().double().requires_grad_() for one in parts[2]]
+        trained = [part.detach().double().requires_grad_() for part in parts[2]]
         half = len(trained) // 2
         assert torch.autograd.gradcheck(
             lambda x, *own, parts=parts, half=half: parts[1](x, a=own[:half], b=own[half:]),
@@ -164,13 +164,13 @@ def test_operators_pass_opcheck():
     """Schema, fake implementation, gradients and compilation agree with what the operators do."""
     _, linears = adapted(Siblings(6, [4, 5], True), [2, 3])
     own, x = halves(linears), inputs(7, 6)
-    base, bias = augment(weights(linears), [2, 3], True), [one.base_layer.bias.detach() for one in linears]
+    base, bias = augment(weights(linears), [2, 3], True), [linear.base_layer.bias.detach() for linear in linears]
     given = (own["a"], own["b"], bias, [base], own["scaling"], "dense")
     y, xa = torch.ops.fxtune.lora_linear(
         x, *given, False, None
     )  # which also packs A and B: once more changes no number
     torch.library.opcheck(torch.ops.fxtune.lora_linear.default, (x, *given, False, None))
-    detached = [[one.detach() for one in half] for half in given[:2]]
+    detached = [[tensor.detach() for tensor in half] for half in given[:2]]
     torch.library.opcheck(
         torch.ops.fxtune.lora_linear_backward.default,
         (y.detach(), x.detach(), xa.detach(), *detached, *given[2:], [True] * 3, False),
@@ -182,10 +182,10 @@ def test_operators_pass_opcheck():
         given = (own["a"], own["b"], *bases, own["scaling"], "dense", "dense", "silu", keep, tiles)
         y, *kept = torch.ops.fxtune.lora_mlp(x, *given, None)
         torch.library.opcheck(torch.ops.fxtune.lora_mlp.default, (x, *given, None))
-        detached = [[one.detach() for one in half] for half in given[:2]]
+        detached = [[tensor.detach() for tensor in half] for half in given[:2]]
         torch.library.opcheck(
             torch.ops.fxtune.lora_mlp_backward.default,
-            (y.detach(), x.detach(), *(one.detach() for one in kept), *detached, *given[2:], [True] * 3),
+            (y.detach(), x.detach(), *(tensor.detach() for tensor in kept), *detached, *given[2:], [True] * 3),
         )
 
 
@@ -196,8 +196,8 @@ def test_frozen_inputs_have_no_gradient_and_cost_no_matmul(frozen):
         a, b = trained[: len(trained) // 2], trained[len(trained) // 2 :]
         x = inputs(7, width).requires_grad_(frozen not in ("x", "all"))
         for half, name in ((a, "a"), (b, "b")):
-            for one in half:
-                one.requires_grad_(frozen not in (name, "adapters", "all"))
+            for tensor in half:
+                tensor.requires_grad_(frozen not in (name, "adapters", "all"))
         leaves = [leaf for leaf in (x, *trained) if leaf.requires_grad]
         y = fused(x)
         assert y.requires_grad == bool(leaves)
@@ -218,13 +218,13 @@ def test_autocast_sets_the_compute_dtype():
             mine, theirs = fused(x), model(x)
         assert mine.dtype is theirs.dtype is torch.bfloat16
         above = torch.randn_like(mine)
-        for one, other in zip(
+        for result, expected in zip(
             torch.autograd.grad(mine, [x, *trained], above),
             torch.autograd.grad(theirs, [x, *trained], above),
             strict=True,
         ):
-            assert one.dtype is other.dtype is torch.float32
-            assert (one - other).norm() < 0.02 * other.norm()
+            assert result.dtype is expected.dtype is torch.float32
+            assert (result - expected).norm() < 0.02 * expected.norm()
 
 
 def test_no_grad_gives_the_same_result_and_keeps_nothing():
@@ -255,26 +255,26 @@ def test_any_leading_dimensions_and_strides(shape):
     y = fused(x.t())  # a gradient whose columns lie apart
     theirs = model(x.t())
     above = torch.randn(9, 9).t()
-    for one, other in zip(
+    for result, expected in zip(
         torch.autograd.grad(y, trained, above), torch.autograd.grad(theirs, trained, above), strict=True
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(result, expected)
 
 
 def test_several_forward_passes_before_their_backward_passes():
     """Each call has its own buffer: inputs and adapters of a later call do not change an earlier one's gradients."""
     for (model, fused, trained), width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         xs = [inputs(7, width) for _ in range(2)]
-        others = [torch.randn_like(one).requires_grad_() for one in trained]
+        others = [torch.randn_like(tensor).requires_grad_() for tensor in trained]
         half = len(trained) // 2
         ys = [fused(x) for x in xs]
         wanted = torch.autograd.grad(sum(model(x).sum() for x in xs), trained)
         fused(xs[0], a=others[:half], b=others[half:])  # another adapter over the same weights
-        for one, other in zip(torch.autograd.grad(sum(y.sum() for y in ys), trained), wanted, strict=True):
-            torch.testing.assert_close(one, other)
+        for result, expected in zip(torch.autograd.grad(sum(y.sum() for y in ys), trained), wanted, strict=True):
+            torch.testing.assert_close(result, expected)
         with torch.no_grad():
-            for one in trained:
-                one.mul_(1.5)
+            for parameter in trained:
+                parameter.mul_(1.5)
         compare(fused(xs[0]), model(xs[0]), [xs[0], *trained])
         y = fused(xs[0])
         with torch.no_grad():
@@ -320,8 +320,8 @@ def test_checkpoints_recompute_and_the_compiler_drops_unused_products(monkeypatc
         products.clear()
         found = torch.autograd.grad(forward(x).sum(), [x, *trained])
         assert (products.count("split") + products.count("full"), products.count("split_backward")) == (times, 2)
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        for result, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_compiled_graph_gives_the_same_result():
@@ -358,7 +358,7 @@ def test_a_tile_is_freed_before_the_next_one(monkeypatch):
     own, made, alive = Dense.split, [], []
 
     def split(self, x):
-        alive.append(sum(one() is not None for one in made))
+        alive.append(sum(reference() is not None for reference in made))
         y, narrow = own(self, x)
         assert narrow._base is None  # a view would keep y alive
         made.append(weakref.ref(y))
@@ -395,7 +395,7 @@ class Calls(TorchDispatchMode):
         return out
 
     def named(self, name: str) -> int:
-        return sum(each.startswith("fxtune.") and each.endswith(name) for each in self.names)
+        return sum(operator.startswith("fxtune.") and operator.endswith(name) for operator in self.names)
 
 
 @pytest.mark.vital
@@ -415,7 +415,7 @@ def test_updates_too_small_for_a_bfloat16_sum_act(size, by_peft, monkeypatch):
         return torch.randn(*shape, generator=draw)
 
     def acting(run, b, exact) -> float:
-        with_it, without = (run(given).double() for given in (b, [torch.zeros_like(one) for one in b]))
+        with_it, without = (run(given).double() for given in (b, [torch.zeros_like(tensor) for tensor in b]))
         return float(((with_it - without) * exact).sum() / exact.square().sum())
 
     def exactly(x, weight, a, b):
@@ -446,12 +446,12 @@ def test_updates_too_small_for_a_bfloat16_sum_act(size, by_peft, monkeypatch):
         return (F.silu(gate) * above) @ down.double().t()
 
     both, zero = ([augment(up, [16, 16])], [augment([down], [16])]), torch.zeros(inner, 16)
-    exact = exact_mlp(b) - exact_mlp([0 * one for one in b])
+    exact = exact_mlp(b) - exact_mlp([0 * tensor for tensor in b])
     assert acting(lambda given: lora_mlp(x, a, [*given, zero], *both, [1.0] * 3), b, exact) == pytest.approx(
         1, abs=0.03
     )
 
-    last, zeros = [normal(inner, 16) * size], [torch.zeros_like(one) for one in b]
+    last, zeros = [normal(inner, 16) * size], [torch.zeros_like(tensor) for tensor in b]
     p = F.silu(x.double() @ up[0].double().t()) * (x.double() @ up[1].double().t())
     exact = exactly(p, down, a[2], last[0]) - exactly(p, down, a[2], 0 * last[0])
     stream = 2 * normal(2048, inner).bfloat16()

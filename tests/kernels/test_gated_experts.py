@@ -28,7 +28,7 @@ def case(biased=False):
     first = draw(EXPERTS, RANKS[0], SIZE, seed=4), draw(EXPERTS, 2 * WIDTH, RANKS[0], seed=5)
     last = draw(EXPERTS, RANKS[1], WIDTH, seed=6), draw(EXPERTS, SIZE, RANKS[1], seed=7)
     biases = (draw(EXPERTS, 2 * WIDTH, seed=8), draw(EXPERTS, SIZE, seed=9)) if biased else (None, None)
-    trained = [one.requires_grad_() for one in (hidden, weights, *first, *last)]
+    trained = [tensor.requires_grad_() for tensor in (hidden, weights, *first, *last)]
     return trained, (matrices, biases)
 
 
@@ -36,7 +36,7 @@ def operator(frozen, act, hidden, weights, a1, b1, a2, b2):
     routing = Routing(INDEX, EXPERTS)
     matrices, biases = frozen
     if act.interleaved:  # then a model keeps them transposed, too
-        matrices = tuple(one.mT.contiguous().mT for one in matrices)
+        matrices = tuple(matrix.mT.contiguous().mT for matrix in matrices)
     adapters = Adapter(a1, b1), Adapter(a2, b2)
     rows = routing.order, routing.back, routing.ends
     return gated_experts(hidden, weights, *rows, matrices, adapters, act, biases=biases)
@@ -93,14 +93,14 @@ def packed_case(kind, library="", ranks=RANKS, size=64, width=128):
     made = [draw(TOKENS, size), draw(TOKENS, K, seed=1).abs()]
     for rank, out, inner, seed in ((ranks[0], 2 * width, size, 4), (ranks[1], size, width, 6)):
         made += [draw(EXPERTS, rank, inner, seed=seed) / 8, draw(EXPERTS, out, rank, seed=seed + 1) / 8]
-    trained = [one.float().requires_grad_() for one in made]
+    trained = [tensor.float().requires_grad_() for tensor in made]
     whole = [draw(EXPERTS, 2 * width, size, seed=2).float() / 8, draw(EXPERTS, size, width, seed=3).float() / 8]
-    packs = [packed_matrices(one, kind, library, True, torch.float32, one.device) for one in whole]
+    packs = [packed_matrices(tensor, kind, library, True, torch.float32, tensor.device) for tensor in whole]
     plain = tuple(
-        dequantize(stored, one, of.shape, torch.float32) for (stored, one), of in zip(packs, whole, strict=True)
+        dequantize(stored, pack, of.shape, torch.float32) for (stored, pack), of in zip(packs, whole, strict=True)
     )
     biases = draw(EXPERTS, 2 * width, seed=8).float(), draw(EXPERTS, size, seed=9).float()
-    return trained, packs[0][0], tuple(one for _, one in packs), plain, biases
+    return trained, packs[0][0], tuple(pack for _, pack in packs), plain, biases
 
 
 def computed(trained, matrices, biases, stored):
@@ -126,13 +126,15 @@ def test_packed_experts_are_the_dequantized_ones(kind, library, ranks):
 
 def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():
     trained, stored, matrices, _, biases = packed_case("mxfp4")
-    described([list(one) for one in matrices], trained, biases, GPT_OSS, stored)
+    described([list(matrix) for matrix in matrices], trained, biases, GPT_OSS, stored)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         computed(trained, matrices, biases, stored)
-    of_weights = [one for one in kept if one.dtype is torch.uint8]
-    assert {one.data_ptr() for one in of_weights} == {one.data_ptr() for two in matrices for one in two}
-    largest = max(one.numel() for one in kept if one.is_floating_point())
+    of_weights = [tensor for tensor in kept if tensor.dtype is torch.uint8]
+    assert {weight.data_ptr() for weight in of_weights} == {
+        tensor.data_ptr() for matrix in matrices for tensor in matrix
+    }
+    largest = max(tensor.numel() for tensor in kept if tensor.is_floating_point())
     assert largest < 2 * matrices[0][0].numel() / EXPERTS, "no tensor of all experts"
 
 

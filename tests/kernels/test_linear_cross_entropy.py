@@ -77,7 +77,7 @@ def test_log_probs_and_gradients_equal_plain_autograd(rows, vocabulary, chunk, b
     log_probs = linear_log_probs(hidden, weight, labels, offset, scale=scale, cap=cap, chunk_rows=chunk)
     torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
     leaves = (hidden, weight, offset)
-    pairs = (gradients((one * upstream).sum(), *leaves) for one in (log_probs, expected))
+    pairs = (gradients((tensor * upstream).sum(), *leaves) for tensor in (log_probs, expected))
     for mine, theirs in zip(*pairs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
     with torch.no_grad():
@@ -93,9 +93,9 @@ def test_bfloat16_log_probs_with_upstream_gradients_are_close_to_exact(trained):
     mine = gradients((linear_log_probs(hidden, weight, labels, chunk_rows=100) * upstream).sum(), *leaves)
     exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
     theirs = gradients((reference_log_probs(*exact, labels).double() * upstream).sum(), *exact)
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.dtype is torch.bfloat16
-        assert (one - other).norm() < 1e-2 * other.norm()
+    for result, expected in zip(mine, theirs, strict=True):
+        assert result.dtype is torch.bfloat16
+        assert (result - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -118,8 +118,8 @@ def test_ignored_rows_change_nothing(fill):
     mine = gradients(loss, more, weight, bias)
     torch.testing.assert_close(loss, -reference_log_probs(hidden, weight, labels, bias).sum())
     assert not mine[0][11:].any()
-    for one, other in zip([mine[0][:11], *mine[1:]], wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for result, expected in zip([mine[0][:11], *mine[1:]], wanted, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
     assert not linear_log_probs(more, weight, padded, bias)[11:].any()
 
 

@@ -32,8 +32,8 @@ def test_packed_factors_are_scaled_block_diagonal_and_hold_the_bias():
     x = drawn(6, 7)
     xa = project(x, a.t(), ones=sum(given.ranks))
     plain = [
-        s * (x @ one.t() @ two.t()) + c
-        for one, two, c, s in zip(given.a, given.b, given.bias, given.scaling, strict=True)
+        s * (x @ lora_a.t() @ lora_b.t()) + c
+        for lora_a, lora_b, c, s in zip(given.a, given.b, given.bias, given.scaling, strict=True)
     ]
     torch.testing.assert_close(xa @ b.t(), torch.cat(plain, -1))
     y = drawn(6, 9)
@@ -42,8 +42,11 @@ def test_packed_factors_are_scaled_block_diagonal_and_hold_the_bias():
 
 def test_gradients_summed_over_tiles_equal_autograd():
     given, x, dy = adapters(), drawn(6, 7), drawn(6, 9)
-    leaves = [one.clone().requires_grad_() for one in (*given.a, *given.b)]
-    plain = [s * (x @ one.t() @ two.t()) for one, two, s in zip(leaves[:2], leaves[2:], given.scaling, strict=True)]
+    leaves = [tensor.clone().requires_grad_() for tensor in (*given.a, *given.b)]
+    plain = [
+        s * (x @ lora_a.t() @ lora_b.t())
+        for lora_a, lora_b, s in zip(leaves[:2], leaves[2:], given.scaling, strict=True)
+    ]
     expected = torch.autograd.grad(torch.cat(plain, -1), leaves, dy)
     a, b = torch.empty(given.width, given.inner), torch.empty(sum(given.outs), given.width)
     pack(given, a, b)

@@ -199,9 +199,9 @@ def test_flop_counter_and_profiler_see_a_product(small):
         both = [mm(x, w, into, by, plus) for by in (CUTE, CUBLAS) for into in (None, torch.empty_like(out))]
     assert mode.found == [(20, 32, 24)] * 2
     exact = x.double() @ w.double() + plus.double()
-    for one in both:
+    for result in both:
         # Rounded once. Sums in another order may round differently next to a tie.
-        assert (one == exact.bfloat16()).float().mean() > 0.99
+        assert (result == exact.bfloat16()).float().mean() > 0.99
     with FlopCounterMode(display=False) as counted:
         mm(x, w, by=CUTE)
     assert counted.get_total_flops() == 2 * 20 * 32 * 24
@@ -224,12 +224,12 @@ def test_storage_kind_of_a_group_selects_the_kernel(small, by_op):
         with torch.autocast("cpu", torch.bfloat16):
             y = lora_linear(x, a, b, [made], [2.0, 2.0], kind)
         y.float().square().sum().backward()
-        results.append((y.detach(), x.grad, *(one.grad for one in a + b)))
+        results.append((y.detach(), x.grad, *(tensor.grad for tensor in a + b)))
         assert by_op == ([] if kind == DENSE else [(24, 48, 40), (24, 40, 48)])  # dy B beside dy W
         by_op.clear()
-    for one, other, third in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-        torch.testing.assert_close(one, third, rtol=0, atol=0)
+    for first, second, third in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        torch.testing.assert_close(first, third, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
@@ -280,8 +280,8 @@ def test_head_uses_the_kernel_forward_and_backward(small, by_op):
     weight, labels = torch.randn(64, 32, dtype=torch.bfloat16), torch.arange(20)
     heads.linear_cross_entropy(hidden.detach().requires_grad_(), weight, labels, by=CUTE, chunk_rows=10)
     assert by_op == [(10, 32, 64), (10, 64, 32)] * 2
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_quack_is_called_as_measured_and_caches_in_our_folder(quack, tmp_path):
@@ -324,7 +324,7 @@ def test_kernel_with_wrong_products_is_rejected(quack, tmp_path):
         (replace(H200, dtype="float32"), "techniques.precision.autocast=bfloat16"),
         (replace(H200, techniques=enable(quantize={})), "techniques.quantize.enabled=true"),
         (replace(H200, micro_batch_size=1, rows=(1024,)), "this one has 1,024"),
-        (replace(H200, model={"hidden_size": 576}), "some of 576"),
+        (replace(H200, model={"hidden_size": 576}), "a size of 576"),
     ],
 )
 def test_unavailable_kernel_is_refused_by_name_and_auto_uses_cublas(facts, reason):
@@ -336,12 +336,12 @@ def test_unavailable_kernel_is_refused_by_name_and_auto_uses_cublas(facts, reaso
         techniques=replace(facts.techniques, lora=lora().lora),
     )
     named, auto = lora(matmul=Matmul.cute, fused=Switch.on).lora, lora(fused=Switch.on).lora
-    assert any(one.startswith("matmul: cute, but ") and reason in one for one in named.check(facts))
-    assert not any("matmul" in one for one in auto.check(facts))
+    assert any(refusal.startswith("matmul: cute, but ") and reason in refusal for refusal in named.check(facts))
+    assert not any("matmul" in reason for reason in auto.check(facts))
     note = auto.resolve(facts)
     assert auto.matmul is Matmul.cublas
     assert note is None if facts.device == "cpu" else reason in note
-    assert not any("matmul" in one for one in lora(matmul=Matmul.cublas).lora.check(facts))
+    assert not any("matmul" in reason for reason in lora(matmul=Matmul.cublas).lora.check(facts))
 
 
 def random_shape() -> dict:
@@ -353,12 +353,12 @@ def test_auto_uses_the_kernel_on_a_supported_gpu():
     technique = lora(fused=Switch.on).lora
     assert technique.resolve(facts) == "matmul cute (the faster kernel for large products on this card)"
     assert technique.matmul is Matmul.cute
-    assert not any("matmul" in one for one in lora(matmul=Matmul.cute).lora.check(facts))
+    assert not any("matmul" in reason for reason in lora(matmul=Matmul.cute).lora.check(facts))
     off = lora(fused=Switch.off).lora
     assert (off.resolve(facts), off.matmul) == (None, Matmul.cublas)
-    assert any("fused=off" in one for one in lora(fused=Switch.off, matmul=Matmul.cute).lora.check(facts))
+    assert any("fused=off" in reason for reason in lora(fused=Switch.off, matmul=Matmul.cute).lora.check(facts))
     dropout = replace(facts, techniques=lora(dropout=0.1))
-    assert any("dropout=0.1" in one for one in lora(matmul=Matmul.cute).lora.check(dropout))
+    assert any("dropout=0.1" in reason for reason in lora(matmul=Matmul.cute).lora.check(dropout))
 
 
 def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
@@ -406,9 +406,13 @@ def test_kernel_that_does_not_compile_is_an_error_by_name_and_one_note_with_auto
     assert LanguageModel(model).by == CUBLAS
     assert pipeline.options()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
     with torch.autocast("cpu", torch.bfloat16):
-        found = [one for one in pipeline.lora.verify(model, make_probe(model.module)) if "matmul" in one.asked]
-    assert [one.acted for one in found] == [True]
-    assert found[0].observed == "cuBLAS, since that did not compile here (TypeError: no such architecture)"
+        found = [
+            observation
+            for observation in pipeline.lora.verify(model, make_probe(model.module))
+            if "matmul" in observation.asked
+        ]
+    assert [observation.acted for observation in found] == [True]
+    assert found[0].observed == "cuBLAS, since quack's kernel did not compile here (TypeError: no such architecture)"
 
 
 def test_facts_include_the_package():

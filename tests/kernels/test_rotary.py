@@ -75,7 +75,7 @@ def test_float32_results_equal_transformers_own(rows, length, heads, kv, half, r
     q, k = states(torch.float32, rows, length, heads, kv, 2 * half + rest)
     cos, sin = angles(1 if shared else rows, length, 2 * half, factor=factor)
     for mine, other in zip(
-        *(results(one, q, k, cos, sin, torch.float32) for one in (apply_rotary, theirs)), strict=True
+        *(results(function, q, k, cos, sin, torch.float32) for function in (apply_rotary, theirs)), strict=True
     ):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
@@ -118,12 +118,12 @@ def test_rotary_qkv_splits_rotates_and_copies_one_product(dtype, room):
     for function in (lambda x: qkv(x, cos, sin, HEADS, KV, room), apart):
         leaf = x.clone().requires_grad_()
         out = function(leaf)
-        above = [torch.linspace(-1, 1, one.numel()).view(one.shape).to(dtype) for one in out]
+        above = [torch.linspace(-1, 1, tensor.numel()).view(tensor.shape).to(dtype) for tensor in out]
         (gradient,) = torch.autograd.grad(out, leaf, above)
         found.append([*out, gradient])
     for mine, other in zip(*found, strict=True):
         assert torch.equal(mine, other)
-    (gradient,) = torch.autograd.grad([one.sum() for one in qkv(leaf, cos, sin, HEADS, KV, room)], leaf)
+    (gradient,) = torch.autograd.grad([tensor.sum() for tensor in qkv(leaf, cos, sin, HEADS, KV, room)], leaf)
     assert gradient.stride() == (LENGTH * (x.shape[-1] + room), x.shape[-1] + room, 1)
 
 
@@ -169,9 +169,11 @@ def test_a_model_with_packed_rows_and_a_scaled_rope(family):
     for model in models:
         logits = model(**packed(model)).logits
         gradients = torch.autograd.grad(
-            logits.logsumexp(-1).sum(), [one for one in model.parameters() if one.requires_grad], allow_unused=True
+            logits.logsumexp(-1).sum(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            allow_unused=True,
         )
-        found.append([logits, *(one for one in gradients if one is not None)])
+        found.append([logits, *(gradient for gradient in gradients if gradient is not None)])
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
@@ -207,7 +209,7 @@ def test_compiled_gradients():
         torch.compile(lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16), fullgraph=True),
     ):
         leaf = x.clone().requires_grad_()
-        found.append(torch.autograd.grad(sum(one.square().sum() for one in run(leaf)), leaf)[0])
+        found.append(torch.autograd.grad(sum(tensor.square().sum() for tensor in run(leaf)), leaf)[0])
     torch.testing.assert_close(*found)
 
 
@@ -233,7 +235,10 @@ def ran(run):
 def trained(model):
     def run():
         loss = model(**packed(model)).logits.logsumexp(-1).mean()
-        return [loss, *torch.autograd.grad(loss, [one for one in model.parameters() if one.requires_grad])]
+        return [
+            loss,
+            *torch.autograd.grad(loss, [parameter for parameter in model.parameters() if parameter.requires_grad]),
+        ]
 
     return ran(run)
 
@@ -266,8 +271,8 @@ def test_fused_adapters_return_rotated_projections(family, at_once, policy):
         if at_once
         else {"fxtune::rotary": forwards + 2}
     )
-    for one, other in zip(mine, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for result, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
 def seen_by(monkeypatch, name):
@@ -298,9 +303,9 @@ def test_dy_b_is_written_into_the_padding_of_dy_without_a_copy(family, compiled,
     sizes = [getattr(decoder_layers(model)[0].self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
     room = 64 if family == "qwen2" else 48  # three ranks of 16, and a column for the biases
     assert padded == [(sum(sizes), room)]
-    assert not [one for one in copied if one[1]]
-    for one, other in zip(mine, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert not [call for call in copied if call[1]]
+    for result, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_gradient_without_padding_is_copied():
@@ -317,8 +322,8 @@ def test_gradient_without_padding_is_copied():
         y = torch.ops.fxtune.lora_linear(x, a, b, [], made, [1.0], "dense", True, None)[0]
         found.append(torch.autograd.grad(y, [x, *b], dy))
         assert torch.equal(dy, kept)
-    for one in found[1:]:
-        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-5)
+    for tensor in found[1:]:
+        torch.testing.assert_close(tensor, found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_queries_are_rotated_once_with_adapters_switched_off():

@@ -33,11 +33,11 @@ def learn_divided(world: World) -> list[tuple[Chunk, np.ndarray, np.ndarray]]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     world = world.divided(Degrees(shard=world.size))
-    whole = [distribute_tensor(one, world.weights_mesh, [Shard(0)]) for one in drawn(100)]
-    rows = [nn.Parameter(local(one)) for one in whole]
-    matrices = [Matrix(own, one.shape) for own, one in zip(rows, whole, strict=True)]
+    whole = [distribute_tensor(tensor, world.weights_mesh, [Shard(0)]) for tensor in drawn(100)]
+    rows = [nn.Parameter(local(tensor)) for tensor in whole]
+    matrices = [Matrix(own, tensor.shape) for own, tensor in zip(rows, whole, strict=True)]
     optimizer = DividedMuon(matrices, SimpleNamespace(world=world), **OPTIONS)  # type: ignore[arg-type]
-    chunks = [chunk_of(one) for one in whole]
+    chunks = [chunk_of(tensor) for tensor in whole]
     for step in range(STEPS):
         for own, chunk, gradient in zip(rows, chunks, drawn(step), strict=True):
             own.grad = None if step == 3 else gradient[chunk.within(Chunk.whole(chunk.shape))].clone()
@@ -49,17 +49,17 @@ def learn_divided(world: World) -> list[tuple[Chunk, np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_rows_learn_what_one_process_learns_bit_for_bit(ranks):
-    whole = [nn.Parameter(one) for one in drawn(100)]
+    whole = [nn.Parameter(tensor) for tensor in drawn(100)]
     alone = torch.optim.Muon(whole, **OPTIONS)
     for step in range(STEPS):
-        for one, gradient in zip(whole, drawn(step), strict=True):
-            one.grad = None if step == 3 else gradient
+        for weight, gradient in zip(whole, drawn(step), strict=True):
+            weight.grad = None if step == 3 else gradient
         alone.step()
     covered = 0
     for parts in run_ranks(ranks, learn_divided):
-        for (chunk, own, momentum), one in zip(parts, whole, strict=True):
+        for (chunk, own, momentum), weight in zip(parts, whole, strict=True):
             place = chunk.within(Chunk.whole(chunk.shape))
-            assert np.array_equal(own, one.detach()[place])
-            assert np.array_equal(momentum, alone.state[one]["momentum_buffer"][place])
+            assert np.array_equal(own, weight.detach()[place])
+            assert np.array_equal(momentum, alone.state[weight]["momentum_buffer"][place])
             covered += own.size
-    assert covered == sum(one.numel() for one in whole)
+    assert covered == sum(tensor.numel() for tensor in whole)

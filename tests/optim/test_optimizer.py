@@ -49,8 +49,8 @@ def test_non_finite_first_step_leaves_no_state(name):
     for parameter in optimizer.names:
         parameter.grad = torch.full_like(parameter, float("nan"))
     optimizer.step(1e-2, ~YES)
-    for each, its in ((model, optimizer), (clean, untouched)):
-        backward(each, 1)
+    for trained, its in ((model, optimizer), (clean, untouched)):
+        backward(trained, 1)
         its.step(1e-2, YES)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), clean.parameters(), strict=True))
 
@@ -277,8 +277,8 @@ def test_schedule_free_averages_are_those_of_its_library():
     reference = AdamWScheduleFree([p for p in plain.parameters() if p.requires_grad], betas=(0.9, 0.99))
     reference.train()
     for step in range(5):
-        for each in (model, plain):
-            backward(each, step)
+        for learner in (model, plain):
+            backward(learner, step)
         optimizer.step(1e-2 * (step + 1) / 5, YES)
         reference.param_groups[0]["lr"] = 1e-2 * (step + 1) / 5
         reference.step()

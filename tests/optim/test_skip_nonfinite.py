@@ -28,10 +28,10 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
     guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
     taken = 0
     for seed in range(9):
-        for each, its in ((model, asking), (other, guarded)):
-            backward(each, seed)
+        for trained, its in ((model, asking), (other, guarded)):
+            backward(trained, seed)
             if seed in (0, 3, 4, 6):
-                each.up.weight.grad[0, 0] = float("nan" if seed == 3 else "inf")
+                trained.up.weight.grad[0, 0] = float("nan" if seed == 3 else "inf")
             norm = its.clip(1.0)
             its.step(1e-2, torch.isfinite(norm))
         taken += sum(guard.verdict is not None for guard in guarded.guards.values())
@@ -44,8 +44,8 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
         backward(again, seed)
         resumed.clip(1.0)
         resumed.step(1e-2, YES)
-    for one in (other, again):
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), one.parameters(), strict=True))
+    for optimizer in (other, again):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), optimizer.parameters(), strict=True))
     (tensors, scalars), (others, theirs) = asking.state(), guarded.state()
     assert scalars == theirs
     assert all(torch.equal(value, others[key]) for key, value in tensors.items())
@@ -64,11 +64,11 @@ def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
     )
     guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
     for seed in range(5):
-        for each, its in ((model, asking), (other, guarded)):
-            backward(each, seed)
+        for trained, its in ((model, asking), (other, guarded)):
+            backward(trained, seed)
             if seed in (2, 3):
-                each.wide.weight.grad = None
-                each.up.weight.grad[0, 0] = float("nan")
+                trained.wide.weight.grad = None
+                trained.up.weight.grad[0, 0] = float("nan")
             its.step(1e-2, torch.isfinite(its.clip(1.0)))
         if seed == 3:
             assert counts(asking) == counts(guarded)

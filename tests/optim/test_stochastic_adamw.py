@@ -73,4 +73,4 @@ def test_compiled_update_copies_nothing_from_the_host_and_shares_one_graph():
         with torch.no_grad(), torch._dynamo.config.patch(COMPILING):
             act(weight, gradient, *numbers, torch.empty((), dtype=torch.bool, device="meta"), 0.9, 0.999, 1e-8)
     (given,) = graphs
-    assert {one.device.type for one in given if isinstance(one, torch.Tensor)} == {"meta"}
+    assert {tensor.device.type for tensor in given if isinstance(tensor, torch.Tensor)} == {"meta"}

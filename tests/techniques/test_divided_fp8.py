@@ -73,7 +73,9 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         prepared = builder.build()
         model = prepared.module.train()
     language_model = builder.language_model(prepared)
-    evidence = [one for one in builder.observe(language_model) if one.asked != "products in fp8"]
+    evidence = [
+        observation for observation in builder.observe(language_model) if observation.asked != "products in fp8"
+    ]
     train_step = builder.train_step(language_model, CausalLM())
     own, losses = builder.own(plan), []
     for step in range(STEPS):
@@ -85,14 +87,19 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         losses.append(float(metrics["loss"]))
     if prepared.sharding is not None:
         prepared.sharding.free_gathered()
-    codes = [one for one in model.parameters() if one.dtype is torch.uint8]
+    codes = [parameter for parameter in model.parameters() if parameter.dtype is torch.uint8]
     return {
-        "weights": {name: one.detach().numpy() for name, one in model.named_parameters() if one.requires_grad},
+        "weights": {
+            name: parameter.detach().numpy() for name, parameter in model.named_parameters() if parameter.requires_grad
+        },
         "losses": losses,
-        "evidence": [(one.technique, one.asked, one.observed, one.acted) for one in evidence],
-        "held": sum(local(one).nbytes for one in codes if is_divided(one)),
-        "whole": sum(one.nbytes for one in codes if not is_divided(one)),
-        "codes": sum(one.nbytes for one in codes),
+        "evidence": [
+            (observation.technique, observation.asked, observation.observed, observation.acted)
+            for observation in evidence
+        ],
+        "held": sum(local(code).nbytes for code in codes if is_divided(code)),
+        "whole": sum(code.nbytes for code in codes if not is_divided(code)),
+        "codes": sum(code.nbytes for code in codes),
     }
 
 
@@ -115,13 +122,13 @@ def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words,
     (alone,) = run_ranks(1, learn, words, options, False)
     ranks = run_ranks(2, learn, words, options, old)
     assert len({*alone["losses"]}) == STEPS
-    for one in ranks:
-        assert one["losses"] == alone["losses"]
-        assert one["weights"].keys() == alone["weights"].keys()
-        assert all(np.array_equal(weight, alone["weights"][name]) for name, weight in one["weights"].items())
-        assert all(acted for *_, acted in one["evidence"]), one["evidence"]
-        assert one["whole"] == 0
-        assert one["codes"] / 2 <= one["held"] < 0.52 * one["codes"]
+    for rank in ranks:
+        assert rank["losses"] == alone["losses"]
+        assert rank["weights"].keys() == alone["weights"].keys()
+        assert all(np.array_equal(weight, alone["weights"][name]) for name, weight in rank["weights"].items())
+        assert all(acted for *_, acted in rank["evidence"]), rank["evidence"]
+        assert rank["whole"] == 0
+        assert rank["codes"] / 2 <= rank["held"] < 0.52 * rank["codes"]
     seen = [text for technique, _, text, _ in ranks[0]["evidence"] if technique == "quantize"]
     assert any("in the first rows of" in text for text in seen), seen
 

@@ -45,7 +45,10 @@ def made(model: ModelConfig, pipeline: Pipeline | None = None, **options: Any) -
         ({"device": "cpu"}, "the device is cpu. Set it to false."),
         ({"capability": (8, 0), "device_name": "A100"}, "compute capability 8.9 (Ada, Hopper or newer), and A100 has"),
         ({"dtype": "float32"}, "the others run in float32. Set techniques.precision.autocast=bfloat16 or model.dtype"),
-        ({"techniques": {**FULL, "float8": {"skip": ["o_prj"]}}}, "layers have no linear o_prj. Theirs are down_proj"),
+        (
+            {"techniques": {**FULL, "float8": {"skip": ["o_prj"]}}},
+            "layers have no linear o_prj. Their linears are down_proj",
+        ),
         (
             {"model": {**LLAMA, "hidden_size": 4104, "num_attention_heads": 36, "num_key_value_heads": 4}},
             "no linear with sizes of a multiple of 16",
@@ -54,7 +57,7 @@ def made(model: ModelConfig, pipeline: Pipeline | None = None, **options: Any) -
 )
 def test_what_cannot_run_is_refused_with_a_change(known, reason):
     facts = card(140, 4096, **{"techniques": FULL, **known})
-    found = [f"techniques.float8.{one}" for one in facts.techniques.float8.check(facts)]
+    found = [f"techniques.float8.{reason}" for reason in facts.techniques.float8.check(facts)]
     assert len(found) == 1
     assert reason in found[0]
     fitting = card(140, 4096, techniques=FULL)
@@ -64,29 +67,29 @@ def test_what_cannot_run_is_refused_with_a_change(known, reason):
 def test_the_linears_of_the_layers_train_in_fp8_and_evaluate_as_they_are():
     model = random_model("qwen3")
     mine, plain = made(model), made(model, Pipeline())
-    replaced = {name for name, one in mine.named_modules() if isinstance(one, Float8Linear)}
+    replaced = {name for name, module in mine.named_modules() if isinstance(module, Float8Linear)}
     assert len(replaced) == 14
     assert "lm_head" not in replaced
     assert list(mine.state_dict()) == list(plain.state_dict())
     assert all(torch.equal(mine.state_dict()[name], weight) for name, weight in plain.state_dict().items())
     assert torch.equal(logits(mine), logits(plain))
     gradients = []
-    for one in (mine, plain):
-        one.train()(**make_probe(one)).logits.float().logsumexp(-1).sum().backward()
-        gradients.append({name: weight.grad.float() for name, weight in one.named_parameters()})
+    for compared in (mine, plain):
+        compared.train()(**make_probe(compared)).logits.float().logsumexp(-1).sum().backward()
+        gradients.append({name: weight.grad.float() for name, weight in compared.named_parameters()})
     for name, gradient in gradients[0].items():
         other = gradients[1][name]
         assert 0 < (gradient - other).norm() < 0.25 * other.norm() + 1e-3, name
 
 
 def test_skipped_linears_routers_and_odd_sizes_stay():
-    named = {name for name, one in made(random_model("llama"), skip=["down_proj"]).named_modules()
-             if isinstance(one, Float8Linear)}  # fmt: skip
+    named = {name for name, module in made(random_model("llama"), skip=["down_proj"]).named_modules()
+             if isinstance(module, Float8Linear)}  # fmt: skip
     assert len(named) == 12
     assert not any(name.endswith("down_proj") for name in named)
     for kind in ("mixtral", "deepseek_v3", "llama4_text"):
         mine = made(tiny_model(kind))
-        found = {name for name, one in mine.named_modules() if isinstance(one, Float8Linear)}
+        found = {name for name, module in mine.named_modules() if isinstance(module, Float8Linear)}
         assert found
         assert not any("router" in name or name.endswith("gate") for name in found)
         for name in found:
@@ -103,7 +106,7 @@ def test_the_evidence_has_the_share_of_weights_and_the_errors_of_products(dtype)
     assert errors.acted, errors.observed
     assert float(errors.observed.rpartition(" ")[2]) > (0.02 if dtype == "float8" else 0)
     assert not products.acted, "on a CPU no product is in fp8"
-    assert all(one.training == mine.training for one in mine.modules()), "restored"
+    assert all(module.training == mine.training for module in mine.modules()), "restored"
 
 
 def test_the_forecast_has_less_time_and_memory():
@@ -112,7 +115,7 @@ def test_the_forecast_has_less_time_and_memory():
         card(140, 8192, 2, techniques={**FULL, "float8": {"weight_gradient": dtype}})
         for dtype in ("float8", "bfloat16")
     )
-    plain = card(140, 8192, 2, techniques={name: one for name, one in FULL.items() if name != "float8"})
+    plain = card(140, 8192, 2, techniques={name: options for name, options in FULL.items() if name != "float8"})
     times = [layer_time(facts).wide for facts in (fast, slow, plain)]
     assert times == sorted(times)
     kept = [forecast(facts, plan).kept for facts in (fast, slow, plain)]
@@ -191,7 +194,7 @@ def learn(world: World) -> dict[str, Any]:
         seen.append(float(metrics["loss"]))
     if prepared.sharding is not None:
         prepared.sharding.free_gathered()
-    linears = sum(isinstance(one, Float8Linear) for one in model.modules())
+    linears = sum(isinstance(module, Float8Linear) for module in model.modules())
     return {"losses": seen, "linears": linears, "names": [name for name, _ in model.named_parameters()]}
 
 
@@ -200,5 +203,5 @@ def test_ranks_that_share_the_weights_learn_what_one_process_learns():
     (alone,) = run_ranks(1, learn)
     assert alone["linears"] == 14
     assert alone["losses"][-1] < alone["losses"][0]
-    for one in run_ranks(2, learn):
-        assert one == alone
+    for rank in run_ranks(2, learn):
+        assert rank == alone

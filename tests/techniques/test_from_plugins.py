@@ -73,8 +73,10 @@ def test_technique_is_asked_all_questions_after_the_adapters(plugin):
     built = prepared.module
     assert built.config.bos_token_id == 7
     assert built.seen, "the model has its adapters"
-    evidence = [one for one in chosen.prove(prepared, make_probe(built)) if one.technique == "scaled"]
-    assert [one.observed for one in evidence] == ["by 3"]
+    evidence = [
+        observation for observation in chosen.prove(prepared, make_probe(built)) if observation.technique == "scaled"
+    ]
+    assert [observation.observed for observation in evidence] == ["by 3"]
     names = [name for name, _ in chosen.enabled()]
     assert names.index("lora") + 1 == names.index("plugins")
 

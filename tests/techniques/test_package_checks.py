@@ -73,7 +73,7 @@ def test_a_wrong_result_is_broken(monkeypatch):
 
 def test_attention_is_compared_with_float32():
     def kernel(q, k, v, causal):
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2), "log-sum-exp"
 

@@ -61,7 +61,13 @@ def test_all_techniques_together_act_train_and_reload(family, tmp_path):
     prepared = prepared_model(pipeline, model, sequence_length=256)
     mine = prepared.module
     evidence = pipeline.prove(prepared, make_probe(mine))
-    assert {one.technique for one in evidence} == {"rope", "attention", "precision", "lora", "checkpointing"}
+    assert {observation.technique for observation in evidence} == {
+        "rope",
+        "attention",
+        "precision",
+        "lora",
+        "checkpointing",
+    }
     expected = logits(trained(mine))
     adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(adapter), dtype=torch.float32)

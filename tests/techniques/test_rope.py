@@ -138,7 +138,7 @@ def test_every_family_is_scaled_and_verified(family, kind):
     model = prepared.module
     evidence = list(pipeline.rope.verify(prepared, make_probe(model)))
     assert evidence
-    assert all(one.acted for one in evidence)
+    assert all(observation.acted for observation in evidence)
 
 
 def test_gemma3_keeps_the_frequencies_of_its_sliding_layers():
@@ -171,7 +171,8 @@ def test_verify_finds_a_wrong_original_length():
     prepared = Pipeline().build(random_model("llama"), config, CPU, 0)
     model = prepared.module
     assert not any(
-        one.acted for one in scaled(original_max_position_embeddings=64).rope.verify(prepared, make_probe(model))
+        observation.acted
+        for observation in scaled(original_max_position_embeddings=64).rope.verify(prepared, make_probe(model))
     )
 
 
@@ -203,14 +204,14 @@ def test_verify_finds_a_wrong_attention_factor():
     prepared = prepared_model(pipeline, random_model("llama"))
     model = prepared.module
     model.model.rotary_emb.attention_scaling = 1.0
-    assert not any(one.acted for one in pipeline.rope.verify(prepared, make_probe(model)))
+    assert not any(observation.acted for observation in pipeline.rope.verify(prepared, make_probe(model)))
 
 
 def test_dynamic_scaling_follows_the_row_length_and_is_reset():
     pipeline = scaled(type=RopeType.dynamic)
     prepared = prepared_model(pipeline, random_model("llama"))
     model = prepared.module
-    assert [one.acted for one in pipeline.rope.verify(prepared, make_probe(model))] == [True]
+    assert [observation.acted for observation in pipeline.rope.verify(prepared, make_probe(model))] == [True]
     assert model.config.max_position_embeddings == 64, "else scaling would start later"
     rotary, states = model.model.rotary_emb, torch.zeros(1)
 

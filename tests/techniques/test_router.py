@@ -44,10 +44,10 @@ def plain_loss(model, given) -> torch.Tensor:
 def mine(model: PreparedModel, batches) -> torch.Tensor:
     """The mean of a step over `batches`, its gradients left in the parameters."""
     language, objective = LanguageModel(model), CausalLM()
-    total = sum(each.supervised for each in batches)
+    total = sum(batch.supervised for batch in batches)
     losses = []
-    for each in batches:
-        loss = objective.loss(language, each)[0] / total
+    for part in batches:
+        loss = objective.loss(language, part)[0] / total
         loss.backward()
         losses.append(loss.detach())
     return sum(losses)
@@ -97,15 +97,15 @@ def test_the_auxiliary_loss_is_that_of_transformers(kind, adapters):
     require_same(gradients(model.module), theirs)
     F.cross_entropy(plain(given.input_ids).logits.flatten(0, 1), given.targets.flatten()).backward()
     without = gradients(plain)  # the test can fail: without the auxiliary loss gradients are others
-    assert any((without[name] - one).norm() > 1e-2 * one.norm() for name, one in theirs.items())
+    assert any((without[name] - gradient).norm() > 1e-2 * gradient.norm() for name, gradient in theirs.items())
 
 
 def test_packed_rows_and_micro_batches():
     """A step's auxiliary loss is the mean of its micro-batches', weighted by supervised tokens."""
     model, plain = pair("qwen3_moe", packing=True)
     batches = [batch((9, 14), packed=True), batch((5, 6), packed=True, seed=1)]
-    found, total = mine(model, batches), sum(each.supervised for each in batches)
-    wanted = sum(plain_loss(plain, each) * each.supervised / total for each in batches)
+    found, total = mine(model, batches), sum(batch.supervised for batch in batches)
+    wanted = sum(plain_loss(plain, batch) * batch.supervised / total for batch in batches)
     wanted.backward()
     assert abs(found - wanted) <= 1e-5 * abs(wanted)
     require_same(gradients(model.module), gradients(plain))
@@ -138,7 +138,7 @@ def test_recomputed_layers_choose_the_same_experts():
     loss.backward()
     again = dict(chosen)
     assert again.keys() == forward.keys() == {0, 1}
-    assert all(torch.equal(again[number], one) for number, one in forward.items())
+    assert all(torch.equal(again[number], tensor) for number, tensor in forward.items())
 
 
 def decided(kind: str, **changes) -> tuple[Pipeline, list[str]]:
@@ -161,7 +161,11 @@ def test_a_config_that_asks_for_it_trains_without_transformers_collecting_logits
     made, _ = made.resolved(facts_of(model, packing=False))
     prepared = prepared_model(made, model, packing=False)
     adapted = prepared.module
-    evidence = [one for one in made.prove(prepared, make_probe(adapted, packing=False)) if one.technique == "router"]
+    evidence = [
+        observation
+        for observation in made.prove(prepared, make_probe(adapted, packing=False))
+        if observation.technique == "router"
+    ]
     assert len(evidence) == 1
     assert adapted(torch.arange(5)[None]).router_logits is None
 

@@ -82,7 +82,7 @@ def test_rope_that_cannot_be_replaced_is_off_and_the_run_goes_on(cwd, monkeypatc
     assert main(TWO_STEPS) == 0, capsys.readouterr().err
     output = "".join(capsys.readouterr())
     assert output.count("liger: rope off, because transformers") == 1
-    found = [one for one in evidence(cwd) if one["key"] == "liger.rope"]
+    found = [observation for observation in evidence(cwd) if observation["key"] == "liger.rope"]
     assert len(found) == 1
     assert "off, because" in str(found[0]["observed"])
     assert json.loads((cwd / "run" / "setting.json").read_text())["techniques"]["liger"]["rope"] == "off"

@@ -42,8 +42,8 @@ def test_every_operation_on_several_tensors_has_the_same_bits_without_the_privat
         upstream.foreach("copy_", tensors, theirs)
         results.append(tensors)
     half = len(results) // 2
-    for one, other in zip(results[:half], results[half:], strict=True):
-        assert all(map(torch.equal, one, other))
+    for result, expected in zip(results[:half], results[half:], strict=True):
+        assert all(map(torch.equal, result, expected))
     assert results[0][0].ne(ours[0]).any()
 
 
@@ -129,7 +129,7 @@ def gradients(world):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
         if divided:
-            shard(model, [*model], None, [one for one in model.parameters() if one.dim() < 2], world)
+            shard(model, [*model], None, [weight for weight in model.parameters() if weight.dim() < 2], world)
         torch.manual_seed(1 + world.rank)
         model(torch.randn(3, 4)).square().sum().backward()
         for layer in model:
@@ -288,7 +288,7 @@ def test_what_cannot_be_observed_does_not_end_a_run(monkeypatch):
 
     monkeypatch.setattr(pipeline.precision, "verify", verify)
     found = pipeline.verify(PreparedModel(nn.Linear(2, 2)), {})
-    assert [(one.technique, one.observed, one.acted) for one in found] == [
+    assert [(observation.technique, observation.observed, observation.acted) for observation in found] == [
         ("precision", "seen", True),
         ("precision", "none: no mode", True),
     ]

@@ -99,8 +99,8 @@ def test_routers_of_a_mixture_and_its_loss():
 def test_names_in_files(model, tmp_path):
     state = model.state_dict(keep_vars=True)
     assert set(state) - set(upstream.saved_names(model, state)) == {"lm_head.weight"}
-    assert any(re.search(one, "lm_head.weight") for one in upstream.not_in_files(model))
-    assert not any(re.search(one, "model.norm.weight") for one in upstream.not_in_files(model))
+    assert any(re.search(pattern, "lm_head.weight") for pattern in upstream.not_in_files(model))
+    assert not any(re.search(pattern, "model.norm.weight") for pattern in upstream.not_in_files(model))
     model.save_pretrained(tmp_path)
     read = LlamaForCausalLM.from_pretrained(tmp_path)
     upstream.forget_conversions(read)

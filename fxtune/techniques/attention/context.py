@@ -1,21 +1,22 @@
 """Context parallelism: attention of rows whose tokens are cut into pieces, one on each rank.
 
 Everything in a decoder but attention works on single tokens. So each rank holds one piece of each row (see `cut` of
-data/batches/batch.py), and only attention needs the others. Before it, the ranks exchange tokens for heads: each sends
-the queries, keys and values of its piece, and gets those of the whole row for its share of the heads. After it, they
-exchange back. This is DeepSpeed-Ulysses (arXiv 2309.14509). Attention itself runs as on one card, by any kernel: it
-sees whole rows with the `cu_seqlens` of all their documents, and fewer heads.
+data/batches/batch.py), and only attention needs the other pieces. Before attention the ranks exchange tokens for
+heads: each rank sends the queries, keys and values of its piece, and gets the queries, keys and values of the whole
+row for its share of the heads. After attention they exchange back. This is DeepSpeed-Ulysses (arXiv 2309.14509).
+Attention itself runs as on one card, by any kernel: it sees whole rows with the `cu_seqlens` of all their documents,
+and fewer heads.
 
-The exchange wraps the functions in transformers' registry, and acts in calls that have `context_group`. Others
-(generation, and checks on a row of which a rank has every token) run as before.
+The exchange wraps the functions in transformers' registry, and acts in calls that have `context_group`. Other
+calls (generation, and checks on a whole row) run as before.
 
-Where there are fewer key heads than ranks, or their numbers do not divide, each is sent to all ranks with query heads
-of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on would send
-at least as many bytes of them, none of queries and outputs, and would need the log-sum-exp of every kernel.
+If there are fewer key heads than ranks, or their numbers do not divide, each key head is sent to all ranks that have
+query heads of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on
+would send at least as many bytes of them, none of queries and outputs, and would need the log-sum-exp of every kernel.
 
 Each rank sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece in each layer, where q and k are the
 widths of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the values as
-the keys. The backward pass sends as many. A layer that is recomputed sends them again, because what was received is
+the keys. The backward pass sends the same amount. A recomputed layer sends them again, because received tensors are
 not kept: over NVLink that takes less time than other recomputation for the same memory.
 """
 
@@ -104,21 +105,23 @@ def tokens_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange tokens for heads among the `ranks` ranks of the process group `group`.
 
-    `query` [rows, heads, piece, d], `key` and `value` [rows, key heads, piece, any]: of this rank's piece of each row.
-    Returns those of the whole rows, [rows, heads / ranks, ranks * piece, d] and so on, for this rank's heads.
+    `query` [rows, heads, piece, d], `key` and `value` [rows, key heads, piece, any]: for this rank's piece of each
+    row. Returns the three for whole rows, [rows, heads / ranks, ranks * piece, d] and so on, and this rank's heads.
     """
-    # Norms or RoPE may have made them float32. Attention would cast them, too; casting before sends half the bytes.
+    # Norms or RoPE may have made queries and keys float32. Attention would cast them; casting first sends half the
+    # bytes.
     dtype, rows, piece = compute_dtype(value), len(query), query.shape[2]
     copies = key_copies(query.shape[1], key.shape[1], ranks)
     parts, widths = [], []
-    for x in (query, *(one.repeat_interleave(copies, 1) if copies > 1 else one for one in (key, value))):
+    for x in (query, *(tensor.repeat_interleave(copies, 1) if copies > 1 else tensor for tensor in (key, value))):
         own = x.shape[1] // ranks
         parts.append(x.to(dtype).unflatten(1, (ranks, own)).permute(1, 0, 3, 2, 4).flatten(3))
         widths.append(own * x.shape[-1])
     received = all_to_all(torch.cat(parts, -1), group)  # [ranks, rows, piece, widths]
     whole = received.transpose(0, 1).reshape(rows, ranks * piece, -1).split(widths, -1)
     query, key, value = (
-        one.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2) for one, x in zip(whole, (query, key, value), strict=True)
+        gathered.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
+        for gathered, x in zip(whole, (query, key, value), strict=True)
     )
     return query, key, value
 
@@ -132,7 +135,7 @@ def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is sent, so that every rank gets those of its query heads: the least divisor of
+    """How often each key head is sent, so that every rank gets the key heads of its query heads: the least divisor of
     heads / key_heads with which `ranks` divides key_heads * copies, or heads / key_heads itself."""
     groups = heads // key_heads
     fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
@@ -163,22 +166,22 @@ def refusals(facts: Facts) -> Iterator[str]:
         )
     rope = facts.techniques.rope
     types = {rope.type.value} if rope.enabled else _rope_types(text.get("rope_parameters") or {})
-    if found := types & BY_LONGEST:
+    if by_longest := types & BY_LONGEST:
         yield (
-            f"RoPE of type {found.pop()} depends on the longest row, and a rank sees a piece. Use "
+            f"RoPE of type {by_longest.pop()} depends on the longest row, and a rank sees a piece. Use "
             "techniques.rope.type=yarn, or parallel.context=1."
         )
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[str]:
     """The types in a config's rope parameters, which are for all layers or by kind of layer."""
-    nested = [one for one in parameters.values() if isinstance(one, dict)]
-    return {str(one.get("rope_type")) for one in nested or [parameters]}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(options.get("rope_type")) for options in nested or [parameters]}
 
 
 def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evidence:
-    """Whether each of the `layers` that attend exchanges, and a small row that is cut gives the logits of the whole
-    row. All ranks of `world` call it together, under training's autocast. `packing`: with documents to separate."""
+    """Whether each of the `layers` attention layers exchanges, and a small row gives the same logits cut and whole.
+    All ranks of `world` call it together, under training's autocast. `packing`: with documents to separate."""
     ranks, device = world.context_ranks, next(model.parameters()).device
     length = PROBE * ranks
     ids = kind_of(model.config).small_row(model, length)["input_ids"]

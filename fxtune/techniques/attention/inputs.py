@@ -25,20 +25,20 @@ def model_inputs(
     Documents are separated by `position_ids`, from which transformers builds a mask, or by `cu_seqlens` for attention
     that takes documents of any length. `use_cache=False`: compiled layers would be compiled again for a cache's state.
 
-    `pieces`: into how many pieces each row is divided (Batch.pieces). The tensors are one piece; the other ranks of
-    the process group `group` have the others.
+    `pieces`: into how many pieces each row is divided (Batch.pieces). The tensors are one piece; the other ranks
+    of the process group `group` have the other pieces.
     """
-    given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     backend = called(attention_of(model.config))
     if not (backend.given_bounds or pieces > 1):
-        return given
+        return inputs
     if backend.core is not None or pieces > 1:  # context.py makes the masks of whole rows
-        given["attention_mask"] = no_mask(input_ids)
+        inputs["attention_mask"] = no_mask(input_ids)
     if pieces > 1:
-        given.update(context_group=group, context_ranks=pieces)
+        inputs.update(context_group=group, context_ranks=pieces)
     if backend.core is None and backend.given_bounds and torch.are_deterministic_algorithms_enabled():
-        given["deterministic"] = True  # transformers passes it to the FlashAttention package
+        inputs["deterministic"] = True  # transformers passes it to the FlashAttention package
     # The row's length and not the longest document's: it is the same in all batches, so nothing is compiled again.
     longest = pieces * input_ids.shape[1]
-    given.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
-    return given
+    inputs.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
+    return inputs

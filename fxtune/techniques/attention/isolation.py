@@ -61,7 +61,7 @@ def is_isolated(moved: float, leaked: float) -> bool:
 
 
 class Trial(NamedTuple):
-    """What a small model showed."""
+    """The observations on a small model."""
 
     packed: str | None
     """Why documents in one row may see each other; None if they do not."""
@@ -71,7 +71,8 @@ class Trial(NamedTuple):
 
 def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
     """Why documents in one row may see each other in a model of this config, or None if they do not, because the mask
-    of transformers separates them. `by_bounds`: it is enough if a kernel of packed.py does, by their bounds."""
+    of transformers separates them. `by_bounds`: it is enough if a kernel of packed.py separates them, by their
+    bounds."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN:
         return None
@@ -128,7 +129,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                     row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
-    except Exception as error:  # noqa: BLE001  a key that depends on a changed one: anything may happen here
+    except Exception as error:  # noqa: BLE001  keys may depend on the changed keys: anything may happen
         unknown = f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
         return Trial(unknown, float("nan"))
     apart = is_isolated(moved, leaked)
@@ -136,7 +137,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
 
 
 def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:
-    """How far the logits of all tokens but the last move when that one is changed, relative to its own movement."""
+    """How far a changed last token moves the logits before it, relative to the movement of its own logits."""
     before, changed = model(input_ids=ids, use_cache=False).logits.float(), ids.clone()
     changed[:, -1] += 1
     shift = (model(input_ids=changed, use_cache=False).logits.float() - before).abs()
@@ -147,7 +148,7 @@ def _small(config: Any) -> Any:
     """`config` with as many layers as show each kind of layer once, and narrow parts where the rest does not depend on
     their width."""
     config = copy.deepcopy(config)
-    name = next((one for one in ("layer_types", "layers_block_type") if getattr(config, one, None)), "layer_types")
+    name = next((key for key in ("layer_types", "layers_block_type") if getattr(config, key, None)), "layer_types")
     name = getattr(config, "attribute_map", {}).get(name, name)
     kinds = getattr(config, name, None) or []
     layers = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)

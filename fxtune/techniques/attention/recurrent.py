@@ -1,14 +1,14 @@
 """Keeps packed documents apart in recurrent layers: state-space models, linear attention, short convolutions.
 
 Such a layer carries a state from token to token. In a packed row the state would pass from one document into the next.
-So each document becomes a row of its own, padded to the longest; the layer runs on these rows as transformers has it,
-and its outputs are put back. Each starts from an empty state, whatever the kernel, and no token reads one of another
-document. The padding comes last, and a state does not flow back to the tokens before it.
+So each document becomes a separate row, padded to the longest document; the layer's own code runs on these rows, and
+its outputs are put back. Each document starts from an empty state, whatever the kernel, and no token reads a token of
+another document. The padding comes last, and a state does not flow back to the tokens before it.
 
-It costs the layer's work on the padding (documents times the longest one), and each forward pass waits for the device
-to know the number and the lengths of the documents. So `data.packing=auto` pads these models; `true` packs them. The
-small model of isolation.py says whether it is enough: layers that mix tokens in another way (attention to chunks of
-earlier tokens) are still refused.
+The cost is the layer's work on the padding (documents times the longest document), and each forward pass waits for the
+device to know the number and the lengths of the documents. So `data.packing=auto` pads these models; `true` packs
+them. The small model of isolation.py shows whether this is enough: layers that mix tokens in another way (attention to
+chunks of earlier tokens) are still refused.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Documents:
 
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The recurrent parts of the layers: modules that own a convolution over tokens or the decay of a state."""
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for module in (module for layer in decoder_layers(model) for module in layer.modules()):
         convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
         if convolves or any(hasattr(module, name) for name in DECAYS):
-            found.append(module)
-    inner = {id(part) for module in found for part in module.modules() if part is not module}
-    return [module for module in found if id(module) not in inner]
+            parts.append(module)
+    inner = {id(part) for module in parts for part in module.modules() if part is not module}
+    return [module for module in parts if id(module) not in inner]
 
 
 def has_mixers(config: dict[str, Any]) -> bool:
@@ -71,13 +71,17 @@ def has_mixers(config: dict[str, Any]) -> bool:
 
 
 def kinds_without(config: dict[str, Any], text: dict[str, Any], kinds: set[str]) -> set[str]:
-    """Those of `kinds` (entries of `layer_types`) whose layers have no recurrent part that separate() knows."""
+    """The entries of `kinds` (values of `layer_types`) whose layers have no recurrent part that separate() knows."""
     model = skeleton(config)
     if model is None:
         return kinds
-    known = {id(part) for part in mixers(model)}
+    known_parts = {id(part) for part in mixers(model)}
     layers = zip(text.get("layer_types") or (), decoder_layers(model), strict=False)
-    return {kind for kind, layer in layers if kind in kinds and not any(id(part) in known for part in layer.modules())}
+    return {
+        kind
+        for kind, layer in layers
+        if kind in kinds and not any(id(part) in known_parts for part in layer.modules())
+    }
 
 
 def separate(model: nn.Module) -> int:

@@ -60,7 +60,7 @@ class Attention(AttentionOptions, Technique):
 
     def __post_init__(self) -> None:
         self._running: Backend | None = None
-        """What runs where the recipe asks for `backend`, once resolve() knows."""
+        """The backend that runs for the recipe's `backend`; resolve() sets it."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")
@@ -93,8 +93,8 @@ class Attention(AttentionOptions, Technique):
         of_hub = self.backend.startswith(HUB)
         if not of_hub and self.backend not in BACKENDS:
             near = nearest(self.backend, BACKENDS)
-            known = f"There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
-            yield f"backend: there is no {self.backend}. {f'Did you mean {near}?' if near else known}"
+            names = f"There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
+            yield f"backend: there is no {self.backend}. {f'Did you mean {near}?' if near else names}"
             return
         if of_hub and not PINNED.fullmatch(self.backend.removeprefix(HUB)):
             yield (
@@ -140,8 +140,8 @@ class Attention(AttentionOptions, Technique):
         """Whether the backend that resolve() takes reads the bounds of documents (packed.py)."""
         if not attention_layers(facts.text):
             return False
-        asked = [backend for name, backend in BACKENDS.items() if self.backend in ("auto", name)]
-        chosen = next((backend for backend in asked if not backend.why_passed_over(facts)), None)
+        candidates = [backend for name, backend in BACKENDS.items() if self.backend in ("auto", name)]
+        chosen = next((backend for backend in candidates if not backend.why_passed_over(facts)), None)
         return chosen is not None and chosen.running(facts).core is not None
 
     def configure(self, hf_config: Any) -> None:
@@ -157,7 +157,7 @@ class Attention(AttentionOptions, Technique):
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         backend = self._backend(model.module.config)
-        wanted = backend.implementation
+        implementation = backend.implementation
         text = model.module.config.get_text_config()
         layers = attention_layers(text.to_dict())
         evidence = []
@@ -166,8 +166,8 @@ class Attention(AttentionOptions, Technique):
             if layers:
                 seen, observation = _operators(model.module, probe, layers)
                 # Not every config of a hybrid says how many of its layers attend.
-                some = self._by_auto and [*seen] == [wanted] and text.model_type not in isolation.PROVEN
-                acted = seen.get(wanted, 0) >= layers or some
+                some = self._by_auto and [*seen] == [implementation] and text.model_type not in isolation.PROVEN
+                acted = seen.get(implementation, 0) >= layers or some
                 evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
             if (probe["position_ids"] == 0).sum() > 1:
                 evidence.append(self._isolation(model.module, probe))
@@ -207,19 +207,19 @@ def attention_layers(text: dict[str, Any]) -> int:
 def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[dict[str, int], str]:
     """The calls of each implementation in one forward pass, by the profiler; and a description of them."""
     own = called(attention_of(model.config))
-    known = {backend.implementation: backend for backend in (*ALL, own)}
-    patterns = {name: backend.ran for name, backend in known.items() if backend.ran}
+    backends = {backend.implementation: backend for backend in (*ALL, own)}
+    patterns = {name: backend.ran for name, backend in backends.items() if backend.ran}
     with own.counting() as count:
         ran = observe_operators(lambda: model(**probe), patterns)
         if count[0]:
             ran[own.implementation] = Observed(count[0] // 2)  # observe_operators() calls the model twice
     ran = {name: seen for name, seen in ran.items() if seen.calls}
     # Do not count the kernel that sdpa chose a second time.
-    ran = {name: seen for name, seen in ran.items() if known[name].part_of not in ran}
+    ran = {name: seen for name, seen in ran.items() if backends[name].part_of not in ran}
     if len(ran) > 1:
-        ran = {name: seen for name, seen in ran.items() if not known[name].elsewhere}
+        ran = {name: seen for name, seen in ran.items() if not backends[name].elsewhere}
     calls = (
-        " and ".join(f"{seen.calls} calls of {known[name].what}" for name, seen in ran.items())
+        " and ".join(f"{seen.calls} calls of {backends[name].what}" for name, seen in ran.items())
         or "no attention operator"
     )
     kernels = sorted({short_name(kernel) for seen in ran.values() for kernel in seen.kernels})

@@ -34,13 +34,13 @@ MIN_BYTES = 1 << 20
 
 
 class Offload:
-    """Sends the tensors that `layers` save, except for those of the last layer, to the host and fetches them.
+    """Sends the tensors that `layers` save, except for the last layer's, to the host and fetches them.
 
     On a CPU it copies within memory.
 
-    `all_saved`: not only the layers' inputs, but all that autograd saves of their calls, except for storages of less
-    than `min_bytes` and tensors that have one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
-    (World.context_ranks): attention has the tokens of all of them.
+    `all_saved`: send not only the layers' inputs, but all that autograd saves in their calls, except storages of less
+    than `min_bytes` and tensors with one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
+    (World.context_ranks), because attention has the tokens of all these ranks.
     """
 
     def __init__(
@@ -120,16 +120,16 @@ class Offload:
         if self.pool:  # all free pieces are too small: drop one piece to make space
             self.pinned -= self.pool.pop().numel()
         try:
-            made = torch.empty(size, dtype=torch.uint8, pin_memory=self.side is not None)
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.side is not None)
         except RuntimeError as error:
             raise MemoryShortError(
                 f"techniques.checkpointing.offload: the host cannot pin more memory: {self.pinned / GIB:.1f} GiB are "
-                f"pinned, and {size / GIB:.2g} more were refused ({str(error).splitlines()[0]}). Lower offload_layers "
-                "there, or set offload_what=inputs or offload=false; or shorten data.sequence_length. The cause may "
-                "be a limit: `ulimit -l`, or the container's."
+                f"pinned, and {size / GIB:.2g} more were refused ({str(error).splitlines()[0]}). Lower "
+                "techniques.checkpointing.offload_layers, or set offload_what=inputs or offload=false; or shorten "
+                "data.sequence_length. The cause may be a limit: `ulimit -l`, or the container's."
             ) from error
         self.pinned += size
-        return made
+        return buffer
 
 
 def _unpack(packed: Any) -> torch.Tensor:
@@ -152,13 +152,14 @@ class _LayerCall:
         self.tokens, self.device = hidden.numel() // hidden.shape[-1], hidden.device
         others = [leaf for leaf in leaves(others) if isinstance(leaf, torch.Tensor)]
         stays = [*layer.parameters(), *layer.buffers(), *others] if owner.all_saved and not last else []
-        self.stays = {one.untyped_storage().data_ptr() for one in stays if type(one) in (torch.Tensor, nn.Parameter)}
+        plain = (tensor for tensor in stays if type(tensor) in (torch.Tensor, nn.Parameter))
+        self.stays = {tensor.untyped_storage().data_ptr() for tensor in plain}
         """Addresses of storages that are not sent."""
         # Recorded before the layer computes, so that the copy of its input overlaps with the computation.
         self.ready = torch.cuda.current_stream().record_event() if owner.side is not None else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd stores in place of `tensor`."""
+        """The object that autograd stores in place of `tensor`."""
         tensor = tensor.detach()  # an operator that saves its own result would otherwise be part of a reference cycle
         if self.hidden is None:
             return tensor
@@ -202,7 +203,7 @@ class _LayerCall:
 class _SentStorage:
     """One storage that is being copied to the host, is there, or is being copied back.
 
-    `ready`: the event after which it may be copied; None: after all present work of the computing stream.
+    `ready`: the copy starts after this event; None: after all present work of the computing stream.
     """
 
     def __init__(self, owner: Offload, tensor: torch.Tensor, ready: Any, is_input: bool) -> None:
@@ -212,7 +213,7 @@ class _SentStorage:
         """How many tensors of this storage autograd still holds."""
         self.buffers: list[torch.Tensor] = []
         self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        """Its bytes on the device, until release(), and again from fetch() on."""
+        """The bytes of the storage on the device, until release(), and again from fetch() on."""
         self.event: Any = None
         """The end of the latest copy. The computing stream waits for it before it reads or releases `on_device`."""
         self.buffers = owner.buffers(self.bytes)

@@ -12,7 +12,7 @@ graph, and it can be part of the compiler's cache key. It cannot distinguish two
 
 Products of adapters: x A is saved, it is as narrow as the rank. (x A) B is recomputed: it costs only rank
 multiplications an element. Fused adapters (kernels/fused_lora.py) compute the products of a group of linears in one
-operator, which is recognised by the size of all its linears together; another operator computes a whole MLP.
+operator, recognised by the joint size of the linears; another operator computes a whole MLP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STANDS_FOR = {
     "fxtune.gated_experts": "aten._grouped_mm",
     "fxtune.fp8_experts": "aten._scaled_grouped_mm",
 }
-"""Operators of fxtune -> the operator whose name decides about them, if no list names them."""
+"""fxtune's operator -> torch's operator, whose entry in a list counts if no list names fxtune's."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
 """Names that are valid even before the package that registers the operator is imported."""
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
     """Ranks of the adapters."""
 
     def saves(self, name: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether the result of the operator `name`, called with `arguments`, is saved."""
+        """Whether a call of the operator `name` with `arguments` saves its result."""
         if group_of(name) == "matmuls" and (shape := weight_shape(name, arguments)):
             for in_features, out_features, saved in self.linears:
                 if shape == (in_features, out_features):
@@ -68,18 +68,18 @@ class Rule(NamedTuple):
 
     def saves_by_name(self, name: str) -> bool:
         """saves() for an operator whose shapes are unknown."""
-        for one in (name, STANDS_FOR.get(name, name)):
-            if one in self.saved or one in self.recomputed:
-                return one in self.saved
+        for key in (name, STANDS_FOR.get(name, name)):
+            if key in self.saved or key in self.recomputed:
+                return key in self.saved
         group = group_of(name)
         return group in self.saved and group not in self.recomputed
 
     def contexts(self) -> Any:
         """The `context_fn` for torch.utils.checkpoint. It can be pickled, and torch.compile's cache distinguishes
         rules by it."""
-        made: Any = functools.partial(_contexts, *self)
-        made.cache_hash = repr(tuple(self))
-        return made
+        context_fn: Any = functools.partial(_contexts, *self)
+        context_fn.cache_hash = repr(tuple(self))
+        return context_fn
 
 
 def _contexts(*fields: Any) -> Any:
@@ -115,10 +115,12 @@ def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | Non
     """(in, out) of a product's second operand; None if that is not a matrix."""
     if name.startswith("fxtune.lora_"):  # x, then each linear's A [rank, in] and B [out, rank]
         a, b = arguments[1:3]
-        return (int(a[0].shape[1]), sum(int(one.shape[0]) for one in b)) if name == "fxtune.lora_linear" else None
+        if name != "fxtune.lora_linear":
+            return None
+        return int(a[0].shape[1]), sum(int(lora_b.shape[0]) for lora_b in b)
     if name in EXPERT_OPERATORS:  # two tensors of all experts
         return None
-    packed = name.startswith("bitsandbytes.")  # stored as [out, in]; in 4 bits the shape is an argument of its own
+    packed = name.startswith("bitsandbytes.")  # stored as [out, in]; in 4 bits the shape is a separate argument
     at = 2 if packed and ("4bit" in name or "mixed" in name) else SECOND_OPERAND.get(name, 1)
     second: Any = arguments[at] if len(arguments) > at else None
     shape = second if isinstance(second, (list, tuple)) else getattr(second, "shape", ())
@@ -129,13 +131,13 @@ def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | Non
 
 def linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
     """(in, out) of each linear of a layer except for adapters, by the last part of its name."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for path, module in layer.named_modules():
         parts = [part for part in path.split(".") if part != "base_layer"]
         in_features, out_features = getattr(module, "in_features", None), getattr(module, "out_features", None)
         if in_features and out_features and parts and not any(part.startswith("lora_") for part in parts):
-            found[parts[-1]] = (in_features, out_features)
-    return found
+            sizes[parts[-1]] = (in_features, out_features)
+    return sizes
 
 
 def ranks(layer: nn.Module) -> tuple[int, ...]:
@@ -145,6 +147,6 @@ def ranks(layer: nn.Module) -> tuple[int, ...]:
 
 
 def operators() -> Iterator[str]:
-    """The names of all operators that torch knows in this process, and those in KNOWN."""
+    """The names of all operators that torch knows in this process, and the names in KNOWN."""
     registered = {name.partition(".")[0].replace("::", ".") for name in operator_names()}
     yield from sorted(KNOWN | registered)

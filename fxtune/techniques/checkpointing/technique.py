@@ -1,9 +1,9 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save.
 
-What layers may keep, from little to much, is in plan.py. Beside that, host memory can hold what they keep (offload.py,
-no more time if a layer computes for longer than the copy takes, from some thousand tokens on), and the MLP can run in
-parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest of all these
-that fits the free memory (techniques/estimate).
+The levels, from keeping little to keeping much, are in techniques/estimate/recomputation.py. Host memory can hold what
+layers keep (offload.py; free if a layer computes longer than the copy takes, from some thousand tokens on). The MLP
+can run in parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest
+combination that fits the free memory (techniques/estimate).
 
 Layers are wrapped here and not by transformers' own switch, which changed its name and its meaning within the
 supported versions, and acts only in training mode. torch's non-reentrant checkpoint needs no input that requires a
@@ -88,7 +88,7 @@ class Checkpointing(CheckpointingOptions, Technique):
 
     def _check_names(self, facts: Facts) -> Iterator[str]:
         for name in sorted(set(self.save) & set(self.recompute)):
-            yield f"recompute: {name} is in save, too. Remove it from one of them."
+            yield f"recompute: {name} is in save, too. Remove it from one of the lists."
         layer = layer_of(facts.model)
         shapes = selective.linears(layer) if layer else {}
         known = [*GROUPS, *shapes, *selective.operators()]
@@ -103,8 +103,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             same = sorted(other for other in self.save if name in shapes and shapes[name] == shapes.get(other))
             if same:
                 yield (
-                    f"recompute: {name} has the shape of {', '.join(same)} in save, {shapes[name]}, by which products "
-                    "are known. Put them in the same list."
+                    f"recompute: {name} has the shape of {', '.join(same)} in save, {shapes[name]}, and products are "
+                    "recognised by their shapes. Put both names in the same list."
                 )
 
     def _check_mix(self, layers: int | None) -> Iterator[str]:
@@ -114,7 +114,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         if any(count < 0 for count in self.mix.values()):
             yield f"mix: {min(self.mix.values())} layers are less than none. Use 0 or more."
         if not any(self.mix.values()):
-            yield "mix: counts no layer. Say how many layers keep what, such as {narrow: 12, wide: 20}."
+            yield "mix: counts no layer. Give the number of layers of each level, such as {narrow: 12, wide: 20}."
         elif layers and sum(self.mix.values()) > layers:
             yield f"mix: counts {sum(self.mix.values())} layers, and the model has {layers}. Lower one of the numbers."
         tiled = [level for level in ("everything", "wide") if self.mix.get(level)]
@@ -201,7 +201,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             smallest = [
                 step_time.limit_senders(facts, replace(plan, level=levels[0]), host) for plan, levels in candidates
             ]
-            plan, need = min((one for one in smallest if one[1].host <= host), key=lambda one: one[1].device)
+            fitting = ((plan, need) for plan, need in smallest if need.host <= host)
+            plan, need = min(fitting, key=lambda pair: pair[1].device)
             self._adopt(plan, facts)
             return (
                 f"{self.description()}: the smallest plan, and it needs some {_used(facts, need)}. It may run out of "
@@ -217,8 +218,8 @@ class Checkpointing(CheckpointingOptions, Technique):
         )
 
     def _candidates(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:
-        """The plans that `auto` tries, with and without sending and tiles, each with the levels that are possible with
-        it. Options that the recipe sets stay."""
+        """The plans that `auto` tries, with and without sending and tiles, each with its possible levels.
+        Options that the recipe sets stay."""
         several = (facts.text.get("num_hidden_layers") or 2) > 1
         can_send = facts.device == "cuda" and scope_of(facts) != "model" and several
         all_kept = ["kept"] if facts.techniques.compile.enabled else []

@@ -5,11 +5,11 @@ bfloat16, and the backward pass holds six of them. An MLP treats each token alon
 tile: the forward pass saves only its input, and the backward pass recomputes each tile first (the tiled MLP of ALST,
 arXiv 2506.13996). A tile should have some thousand tokens, so that its matmuls fill the GPU.
 
-In eager mode this is an autograd function. It saves its input before it computes
-(kernels/save_input.py), so that a checkpoint around the layer runs the MLP twice in all and not three times.
-torch.compile cannot trace a backward pass that calls autograd, so in a compiled layer the tiles are a plain loop. The
-checkpoint around the layer (or one around each tile, if there is none) marks the operators of each tile for
-recomputation, and the compiler frees each tile before the next one begins.
+In eager mode an autograd function runs the tiles. It saves its input before it computes (kernels/save_input.py), so
+that a checkpoint around the layer runs the MLP twice in all and not three times. torch.compile cannot trace a backward
+pass that calls autograd, so in a compiled layer the tiles are a plain loop. The checkpoint around the layer (or one
+around each tile, if there is none) marks the operators of each tile for recomputation, and the compiler frees each
+tile before the next one begins.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class _EagerTiles:
                 out = self.run(piece.unsqueeze(0)).squeeze(0)
                 inputs = [*([piece] if needed[0] else []), *trained]
                 with torch.autocast(flat.device.type, enabled=False):
-                    found = torch.autograd.grad(out, inputs, above, allow_unused=True)
+                    gradients = torch.autograd.grad(out, inputs, above, allow_unused=True)
                 if dflat is not None:
-                    dflat[start : start + len(piece)] = found[0]
-                for index, part in enumerate(found[needed[0] :]):
+                    dflat[start : start + len(piece)] = gradients[0]
+                for index, part in enumerate(gradients[needed[0] :]):
                     if part is not None:
                         # In float32: a bfloat16 sum would round once a tile.
                         before = sums[index]
                         sums[index] = part.float() if before is None else before.add_(part)
                 start += len(piece)
         totals = zip(sums, trained, strict=True)
-        return dflat, *(None if total is None else total.to(one.dtype) for total, one in totals)
+        return dflat, *(None if total is None else total.to(parameter.dtype) for total, parameter in totals)

@@ -39,17 +39,17 @@ class OperatorCount:
     shape: tuple[int, int] | None
     """(in, out) of a product's second operand."""
     saved: bool
-    """Whether the rule says that its results are saved."""
+    """Whether the rule saves the operator's results."""
     forward: int = 0
     recomputed: int = 0
     bytes: int = 0
-    """Of its results in the forward pass."""
+    """Bytes of the operator's results in the forward pass."""
 
 
 class Proof:
     """Runs a model on `probe`, forward and backward, and compares what it observes with what the options ask for.
 
-    `plan`: of the layers; `rules`: of each level; `named`: operators, groups and linears that must have run.
+    `plan`: what layers keep; `rules`: the rule of each level; `named`: operators, groups and linears that must run.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class Proof:
         self.offload, self.probe, self.plan, self.named = prepared.offload, probe, plan, named
         self.layers, self.tokens = decoder_layers(model), probe["input_ids"].numel()
         self.levels, self.sending = plan.levels(len(self.layers)), plan.sending(len(self.layers))
-        self.each = self.tokens * len(self.layers)
-        self.trained = next(one for one in model.parameters() if one.requires_grad and not is_divided(one))
+        self.layer_tokens = self.tokens * len(self.layers)
+        self.trained = next(
+            parameter for parameter in model.parameters() if parameter.requires_grad and not is_divided(parameter)
+        )
         self.counts = Counts([rules[level] for level in self.levels])
 
     def forward(self) -> Any:
@@ -93,12 +95,14 @@ class Proof:
 
     def _layers_ran_twice(self, recomputed: list[bool]) -> Evidence:
         # Layers below the first trained parameter have no backward pass, so they are not recomputed.
-        own = (
-            index for index, layer in enumerate(self.layers) if any(one is self.trained for one in layer.parameters())
+        trained = (
+            index
+            for index, layer in enumerate(self.layers)
+            if any(parameter is self.trained for parameter in layer.parameters())
         )
-        first = next(own, 0)
-        calls = [1 + (again and index >= first) for index, again in enumerate(recomputed)]
-        twice = f"{sum(calls > 1 for calls in self.counts.first)} of {len(calls)}"
+        first = next(trained, 0)
+        calls = [1 + (is_recomputed and index >= first) for index, is_recomputed in enumerate(recomputed)]
+        twice = f"{sum(count > 1 for count in self.counts.first)} of {len(calls)}"
         return _evidence(
             f"{sum(recomputed)} of {len(calls)} layers recomputed",
             f"{twice} layers ran twice in one forward and backward",
@@ -111,23 +115,25 @@ class Proof:
         sizes, ranks = policy.linears(layer) | dict(fuse.group_sizes(layer)), policy.ranks(layer)
         shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
         totals: dict[str, list[int]] = {}
-        for name, one in counted:
-            total = totals.setdefault(f"{name} ({shapes.get(one.shape, 'adapters')})" if one.shape else name, [0, 0])
-            total[0] += one.forward
-            total[1] += one.recomputed
+        for name, count in counted:
+            label = f"{name} ({shapes.get(count.shape, 'adapters')})" if count.shape else name
+            total = totals.setdefault(label, [0, 0])
+            total[0] += count.forward
+            total[1] += count.recomputed
         runs = ", ".join(f"{name} {forward}+{again}" for name, (forward, again) in totals.items())
-        any_again = any(one.recomputed for _, one in counted)
-        # Tiles also repeat the MLP's adapters, which have the shapes of attention's.
-        tiled = {one.shape for _, one in counted if self.plan.tiles > 1 and one.shape and one.shape[1] in ranks}
-        wrong = [name for name, one in counted if one.saved and one.recomputed and one.shape not in tiled]
+        any_again = any(count.recomputed for _, count in counted)
+        # Tiles also repeat the MLP's adapters, which have the same shapes as attention's adapters.
+        tiles = self.plan.tiles > 1
+        tiled = {count.shape for _, count in counted if tiles and count.shape and count.shape[1] in ranks}
+        wrong = [name for name, count in counted if count.saved and count.recomputed and count.shape not in tiled]
         in_mlp = fuse.MLP if any(isinstance(module, FusedMlp) for module in layer.modules()) else ()
 
         def ran(name: str) -> bool:
             return any(
-                name in (operator, policy.STANDS_FOR.get(operator), one.group)
-                or one.shape == sizes.get(name, ())
+                name in (operator, policy.STANDS_FOR.get(operator), count.group)
+                or count.shape == sizes.get(name, ())
                 or (name in in_mlp and operator == "fxtune.lora_mlp")
-                for operator, one in counted
+                for operator, count in counted
             )
 
         missing = [name for name in self.named if not ran(name)]
@@ -141,37 +147,38 @@ class Proof:
     def _bytes_saved(self) -> Iterator[Evidence]:
         """The bytes that autograd saves in the layers, compiled if they are, and the bytes that the rules allow."""
         everything, arguments, saved, one_graph = self._measure_bytes()
-        inputs = arguments * (len(self.layers) + 4 * one_graph)  # one graph has the last norm's in it, too
+        # The only graph contains the last norm, too.
+        inputs = arguments * (len(self.layers) + 4 * one_graph)
         if set(self.levels) - {"input"} and saved == everything:
             return  # layers are not compiled: torch's selective policy then stores tensors outside of these hooks
-        by_rules = sum(one.bytes for _, one in self.counts.all() if one.saved)
+        by_rules = sum(count.bytes for _, count in self.counts.all() if count.saved)
         allowed = inputs + by_rules + everything * ("everything" in self.levels)
         yield _evidence(
-            f"at most {allowed / self.each:,.0f} bytes a token and layer kept for the backward pass",
-            f"{saved / self.each:,.0f} bytes",
+            f"at most {allowed / self.layer_tokens:,.0f} bytes a token and layer kept for the backward pass",
+            f"{saved / self.layer_tokens:,.0f} bytes",
             saved <= allowed,
         )
 
     def _budget_in_force(self) -> Evidence:
-        """The compiler's budget while layers run. In a row as short as the probe weights dominate, so the bytes prove
+        """The compiler's budget while layers run. In the probe's short row weights dominate, so the bytes prove
         little."""
         everything, _, saved, one_graph = self._measure_bytes()
-        found: list[float] = []
+        budgets: list[float] = []
         hook = (backbone(self.model) if one_graph else self.layers[0]).register_forward_pre_hook(
-            lambda *_: found.append(upstream.activation_budget())
+            lambda *_: budgets.append(upstream.activation_budget())
         )
         self.forward()
         hook.remove()
         return _evidence(
             f"a budget of {self.plan.budget:g} for the compiler",
-            f"{found[-1]:g} while layers run; {saved / self.each:,.0f} of {everything / self.each:,.0f} bytes a token "
-            "and layer of the probe kept",
-            found[-1] == self.plan.budget,
+            f"{budgets[-1]:g} while layers run; {saved / self.layer_tokens:,.0f} of "
+            f"{everything / self.layer_tokens:,.0f} bytes a token and layer of the probe kept",
+            budgets[-1] == self.plan.budget,
         )
 
     def _measure_bytes(self) -> tuple[int, int, int, bool]:
-        """The bytes that are saved without compiled code, those of one layer's arguments, those that are saved as the
-        model runs, and whether all layers are one graph."""
+        """Bytes saved without compiled code, bytes of one layer's arguments, bytes saved as the model runs, and
+        whether all layers are one graph."""
         with torch.compiler.set_stance("force_eager"):
             everything, arguments = saved_bytes(self.model, self.layers, self.tokens, self.forward)
         decoder = backbone(self.model)
@@ -195,28 +202,28 @@ class Proof:
             sent == fetched == senders,
         )
         if self.plan.sent == "kept":
-            each = size / senders / self.tokens
+            sent_bytes = size / senders / self.tokens
             inputs = self.model.config.get_text_config().hidden_size * next(self.model.parameters()).element_size()
             yield _evidence(
-                f"what else they keep waits there, too: more than {inputs:,} bytes a token and layer",
-                f"{each:,.0f} bytes",
-                each > inputs,
+                f"the other tensors of these layers wait there, too: more than {inputs:,} bytes a token and layer",
+                f"{sent_bytes:,.0f} bytes",
+                sent_bytes > inputs,
             )
 
     def _tiled(self) -> Evidence:
         pieces = -(-self.tokens // -(-self.tokens // self.plan.tiles))
-        found = sorted({tuple(calls) for calls in self.counts.tiles})
-        # Twice as many if something in the layer follows its MLP (Gemma 2's norm): recomputing that runs the MLP, too.
-        fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in found)
+        tile_calls = sorted({tuple(calls) for calls in self.counts.tiles})
+        # Twice as many if something in the layer follows its MLP (Gemma 2's norm): recomputing the norm runs the MLP.
+        fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in tile_calls)
         return _evidence(
             f"each MLP in {pieces} tiles (of the probe's {self.tokens} tokens)",
-            " or ".join(f"{forward} forward and {again} again" for forward, again in found),
-            fits and any(again for _, again in found),
+            " or ".join(f"{forward} forward and {again} again" for forward, again in tile_calls),
+            fits and any(again for _, again in tile_calls),
         )
 
 
 class Counts(upstream.TorchDispatchMode):
-    """Counts what runs while it is entered. `rules`: of each layer."""
+    """Counts the operators that run in its body. `rules`: the rule of each layer."""
 
     supports_higher_order_operators = True
 
@@ -224,11 +231,11 @@ class Counts(upstream.TorchDispatchMode):
         super().__init__()
         self.rules, self.backward = rules, False
         self.operators: list[dict[tuple[str, Any], OperatorCount]] = [{} for _ in rules]
-        """Of each layer, by name and shape."""
+        """The operators of each layer, by name and shape."""
         self.first = [0] * len(rules)
         """Calls of the module that ran first in each layer: a norm or a linear."""
         self.tiles = [[0, 0] for _ in rules]
-        """Forward and backward calls of each MLP's first linear; if the MLP is one operator, its tiles."""
+        """Forward and backward calls of each MLP's first linear; the tiles of an MLP that is one operator."""
         self.running: list[int] = []
         """Indices of the layers whose parts are being called."""
         self.leaves: dict[int, nn.Module] = {}
@@ -237,7 +244,7 @@ class Counts(upstream.TorchDispatchMode):
         Divided weights keep their storage when its memory is freed and gathered again."""
 
     def all(self) -> list[tuple[str, OperatorCount]]:
-        return [(name, one) for layer in self.operators for (name, _), one in layer.items()]
+        return [(name, count) for layer in self.operators for (name, _), count in layer.items()]
 
     def run(
         self, layers: list[nn.Module], forward: Callable[[], Any], backward: Callable[[torch.Tensor], Any]
@@ -308,14 +315,14 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
     the bytes of one layer's arguments. Parameters do not count, and a tensor that several layers save counts once.
     """
     weights = set(_addresses(model))
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     inside: list[nn.Module] = []
     arguments = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if inside and tokens in tensor.shape and address not in weights:
-            found[address] = max(found.get(address, 0), _bytes_of([tensor]))
+            sizes[address] = max(sizes.get(address, 0), _bytes_of([tensor]))
         # An operator that saves its own result would otherwise be part of a reference cycle that Python cannot
         # collect, and with it the graph, its checkpoints and the model.
         return tensor.detach()
@@ -330,20 +337,20 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = forward()  # held, so that no storage is used twice
+            result = forward()  # kept until the end, so that no storage is used twice
             del result
     finally:
         for hook in hooks:
             hook.remove()
-    return sum(found.values()), arguments
+    return sum(sizes.values()), arguments
 
 
 def _addresses(module: nn.Module) -> Iterator[int]:
-    """Where the parameters of a module are in memory, of divided ones the gathered weights."""
+    """The addresses of a module's parameters. A divided parameter has none; its gathered weight has."""
     for parameter in module.parameters():
         if not is_divided(parameter):
             yield parameter.untyped_storage().data_ptr()
 
 
 def _bytes_of(values: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in values if isinstance(one, torch.Tensor))
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

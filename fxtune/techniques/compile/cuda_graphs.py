@@ -6,11 +6,11 @@ backward, and the addition to the gradients.
 
 A recording reads and writes the same memory each time. Therefore:
 
-- each shape of a batch has its own recording with its own inputs, into which a batch is copied;
-- gradients stay in memory of their own (`Optimizer.keep_gradients`), to which every pass adds;
+- each shape of a batch has its own recording, and a batch is copied into the inputs of that recording;
+- gradients stay in separate memory (`Optimizer.keep_gradients`), and every pass adds to it;
 - the returned scalar is copied out;
-- the names of the weights that gradients reached, which a pass collects on the host (`Optimizer.reached`), are added
-  again at each replay.
+- a pass collects the names of weights with a gradient on the host (`Optimizer.reached`); each replay adds these names
+  again.
 
 Random numbers continue as in plain code: torch passes the generator's seed and offset to a replay. The first pass of a
 shape runs without recording, on the stream that records: this compiles kernels and loads libraries. The second pass is

@@ -40,7 +40,7 @@ class CompileReport:
     scope: str
     mode: str
     graphs: int
-    """Forward graphs; each one that is trained has a backward graph, too."""
+    """Forward graphs; in training each has a backward graph, too."""
     breaks: list[GraphBreak]
     recompiles: list[str]
     """One line for each reason: which function, why, how many times."""
@@ -59,7 +59,7 @@ class CompileReport:
 
     @property
     def recompilations(self) -> int:
-        """How often a length of rows that had been compiled was compiled again."""
+        """How often rows of an already compiled length were compiled again."""
         return sum(self.lengths.values()) - len(self.lengths)
 
     def lines(self) -> Iterator[str]:
@@ -71,8 +71,8 @@ class CompileReport:
             f"{len(self.breaks)} graph breaks, {self.recompilations} recompilations; rows {rows}; disk cache {state} "
             f"({self.cache})"
         )
-        yield from (f"  graph break at {each.where}: {each.reason}" for each in self.breaks)
-        yield from (f"  compiled again: {each}" for each in self.recompiles)
+        yield from (f"  graph break at {graph_break.where}: {graph_break.reason}" for graph_break in self.breaks)
+        yield from (f"  compiled again: {reason}" for reason in self.recompiles)
         if self.skipped_cuda_graphs:
             yield f"  not recorded as CUDA graphs: {self.skipped_cuda_graphs}. " + "; ".join(self.why_skipped)
 
@@ -95,7 +95,7 @@ class CompileMonitor:
     since: float = field(default_factory=time.time)
     """When counting began. torch's ids start again after a reset, so the time excludes earlier compilations."""
     skips_before: int = 0
-    """Graphs that torch did not record as CUDA graphs before."""
+    """Graphs that torch had not recorded as CUDA graphs when counting began."""
     counted_failures: dict[Any, int] = field(default_factory=dict)
     """By code object: how many of torch's guard failures are counted already, or belong to others' code."""
 
@@ -113,7 +113,7 @@ class CompileMonitor:
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """compiled(...). Raises ConfigError if it cannot be compiled as the recipe says, or if a limit is exceeded."""
         stats, reasons = upstream.counters()["stats"], upstream.graph_breaks()
-        graphs, known, begun = stats["unique_graphs"], len(reasons), time.time()
+        graphs_before, breaks_before, begun = stats["unique_graphs"], len(reasons), time.time()
         _UNKNOWN_WRITES.take()  # left by another function
         try:
             result = compiled(*args, **kwargs)
@@ -126,9 +126,9 @@ class CompileMonitor:
         # With dynamic shapes torch compiles the backward pass now, and only logs its errors.
         if message := _UNKNOWN_WRITES.take():
             raise ConfigError(message)
-        if stats["unique_graphs"] != graphs or len(reasons) != known:
-            self.graphs += stats["unique_graphs"] - graphs
-            self._count(_shape(args, kwargs), reasons[known:], begun)
+        if stats["unique_graphs"] != graphs_before or len(reasons) != breaks_before:
+            self.graphs += stats["unique_graphs"] - graphs_before
+            self._count(_shape(args, kwargs), reasons[breaks_before:], begun)
             self._check_limits()
         return result
 
@@ -174,21 +174,21 @@ class CompileMonitor:
 
     def _check_limits(self) -> None:
         if len(self.breaks) > self.max_graph_breaks:
-            places = "\n".join(f"  {each.where}: {each.reason}" for each in self.breaks)
+            places = "\n".join(f"  {place.where}: {place.reason}" for place in self.breaks)
             raise ConfigError(
                 f"techniques.compile.max_graph_breaks={self.max_graph_breaks}, and there are graph breaks at "
-                f"{len(self.breaks)} places:\n{places}\nChange that code, or allow as many breaks."
+                f"{len(self.breaks)} places:\n{places}\nChange the code there, or raise this limit."
             )
         shape, graphs = self.lengths.most_common(1)[0]
         if graphs - 1 > self.max_recompiles:
             raise ConfigError(
                 f"techniques.compile.max_recompiles={self.max_recompiles}, and rows of {shape} were compiled again "
                 f"{graphs - 1} times:\n{self._reasons()}\nA value in a guard changes from call to call: keep it "
-                "constant, use dynamic=always if it is a length, or allow as many."
+                "constant, use dynamic=always if it is a length, or raise this limit."
             )
 
     def _reasons(self) -> str:
-        return "\n".join(f"  {each}" for each in self.report().recompiles)
+        return "\n".join(f"  {reason}" for reason in self.report().recompiles)
 
     def _explain(self, error: BaseException) -> str:
         if isinstance(error, upstream.recompile_limit_error()):
@@ -203,7 +203,8 @@ class CompileMonitor:
         return (
             f"techniques.compile.fullgraph: the {self.scope} cannot be one graph.\n  {where}{first}\n"
             + "".join(f"  {line}\n" for line in hints[:3])
-            + "Set fullgraph=false and max_graph_breaks to how many you accept, or turn off what runs there."
+            + "Set fullgraph=false and max_graph_breaks to the number you accept, or "
+            "turn off the option that runs there."
         )
 
 
@@ -221,7 +222,7 @@ class _UnknownWrites(logging.Filter):
         self.message = (
             f"techniques.compile.enabled: torch {torch.__version__} cannot determine what the Triton kernel "
             f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}), and would compute "
-            "wrong numbers. Turn off what runs that kernel, or set this to false."
+            "wrong numbers. Turn off the option that runs this kernel, or set techniques.compile.enabled=false."
         )
         raise upstream.unwrapped_error(ConfigError)(self.message)
 

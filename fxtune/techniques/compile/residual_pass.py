@@ -39,7 +39,7 @@ def fold(graph: fx.Graph) -> int:
     number of sums that were replaced."""
     folded, order = 0, {node: index for index, node in enumerate(graph.nodes)}
     for total in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        if total.kwargs or not all(isinstance(one, fx.Node) for one in total.args):
+        if total.kwargs or not all(isinstance(term, fx.Node) for term in total.args):
             continue
         for result, residual in (total.args, total.args[::-1]):
             fused = _fused_operator(result)
@@ -64,14 +64,14 @@ def _fused_operator(node: fx.Node) -> Optional[fx.Node]:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
         return None
-    operator_call: Any = node.args[0]
-    known = operator_call.target in _KIND_ARGUMENT
-    kind = operator_call.args[_KIND_ARGUMENT[operator_call.target]] if known else DENSE
-    return operator_call if kind != DENSE and operator_call.args[-1] is None else None
+    call: Any = node.args[0]
+    is_fused = call.target in _KIND_ARGUMENT
+    kind = call.args[_KIND_ARGUMENT[call.target]] if is_fused else DENSE
+    return call if kind != DENSE and call.args[-1] is None else None
 
 
-def _same_layout(one: fx.Node, other: fx.Node) -> bool:
+def _same_layout(left: fx.Node, right: fx.Node) -> bool:
     """The same static shape, dtype and device."""
-    first, second = one.meta["val"], other.meta["val"]
+    first, second = left.meta["val"], right.meta["val"]
     static = all(isinstance(size, int) for size in (*first.shape, *second.shape))
     return static and (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)

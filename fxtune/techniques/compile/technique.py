@@ -14,7 +14,7 @@ costs time and changes no number, so nobody would notice: it is reported with it
 run fails beyond `max_graph_breaks` and `max_recompiles`.
 
 CUDA graphs write their results to the same memory each time. So each call of a decoder is marked as a new step, and
-gradients are added to memory of the optimizer's own (`keep_gradients`): torch would take the recorded backward pass's
+gradients are added to memory that the optimizer owns (`keep_gradients`): torch would take the recorded backward pass's
 memory as the first micro-batch's gradient and add nothing to it (pytorch#169545, #96693).
 
 Compiled code is kept on disk for later starts (system/compiler_cache.py). A forward pass with a KV cache (generation)
@@ -54,9 +54,9 @@ from fxtune.upstream import torch as upstream
 
 MAX_LENGTHS = 8
 LAUNCH_SECONDS = 2e-3
-"""The host takes this long to launch the kernels, some 150, of a layer's forward and backward pass."""
+"""The host takes this long to launch the some 150 kernels of a layer's forward and backward pass."""
 FLOPS = 4e14
-"""FLOP/s in training that `auto` assumes, those of an H200. A slower device is busy for longer."""
+"""FLOP/s that `auto` assumes: an H200 in training. A slower device is busy for longer."""
 UNRECORDABLE_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
 tensor."""
@@ -125,9 +125,9 @@ class Compile(CompileOptions, Technique):
         if not facts.rows:
             yield "each length of a row is recorded, and rows have any length. Set data.packing=true, or data.buckets"
         if self.mode is CompileMode.reduce_overhead:
-            yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default"
+            yield "mode=reduce_overhead records its own CUDA graphs. Set mode=default"
         if facts.in_backward:
-            yield "a replayed graph calls no hooks, in which weights are updated. Set optimizer.in_backward=off"
+            yield "weights are updated in hooks, and a replayed graph calls no hooks. Set optimizer.in_backward=off"
         if facts.degrees.context > 1:
             yield "ranks exchange pieces of rows inside a pass (parallel.context). Set parallel.context=1"
         if facts.degrees.shard > 1:
@@ -187,7 +187,7 @@ class Compile(CompileOptions, Technique):
         torch.compiler.reset()
         self._monitor = self._new_monitor()
         self._monitor.start()
-        lengths = MAX_LENGTHS + 1  # the probe has a length of its own
+        lengths = MAX_LENGTHS + 1  # and the probe's length
         limit = lengths * (self.max_recompiles + 1) + 1  # higher than max_recompiles, which is to fail first
         upstream.raise_recompile_limit(limit)
         for part in self._parts(model.module):
@@ -247,7 +247,7 @@ class Compile(CompileOptions, Technique):
         yield evidence(
             f"at most {self.max_graph_breaks} graph breaks",
             f"{report.graphs} graphs in {report.seconds:.1f} s, {len(report.breaks)} graph breaks"
-            + "".join(f"; {each.where}: {each.reason}" for each in report.breaks),
+            + "".join(f"; {graph_break.where}: {graph_break.reason}" for graph_break in report.breaks),
             report.graphs > 0 and len(report.breaks) <= self.max_graph_breaks,
         )
         if records:
@@ -274,7 +274,7 @@ def _rope_types(facts: Facts) -> list[str]:
     if facts.techniques.rope.enabled:
         return [facts.techniques.rope.type.value]
     own = facts.text.get("rope_parameters") or {}  # one for all layers, or by the type of layer
-    return [str(one.get("rope_type", "default")) for one in (own, *own.values()) if isinstance(one, dict)]
+    return [str(options.get("rope_type", "default")) for options in (own, *own.values()) if isinstance(options, dict)]
 
 
 def _dropout_in_recomputed_head(facts: Facts) -> bool:

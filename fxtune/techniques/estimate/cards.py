@@ -45,7 +45,7 @@ A10G = Rates(56e12, 56e12, 40e12, 0.5e12, 24e9, 10e9)
 L4 = Rates(60e12, 110e12, 40e12, 0.25e12, 12e9, 10e9)
 RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9, 20e9)
 CPU = Rates(140e9, 140e9, 70e9, 7e9, 50e9, 2e9)
-"""Of one core: what the quickstart reaches on two cores of a Xeon."""
+"""Rates of one core: the quickstart reaches them on two cores of a Xeon."""
 GENERATIONS = {8: A100, 9: H200, 10: B200, 12: L40S}
 """Rates by the major number of the compute capability."""
 
@@ -61,7 +61,7 @@ class Card:
     half: float | None = None
     """float16, where it differs from bfloat16."""
     rates: Rates | None = None
-    """None: those of the generation."""
+    """None: the rates of the generation."""
 
 
 CARDS = (
@@ -117,8 +117,8 @@ def rates(machine: MachineFacts) -> Rates:
     """The rates of the machine's device."""
     if machine.device != "cuda":
         cores = machine.cores * machine.cpu_speed
-        each = {name: cores * getattr(CPU, name) for name in ("matmul", "fp8", "attention", "memory")}
-        return replace(CPU, **each)
+        scaled = {name: cores * getattr(CPU, name) for name in ("matmul", "fp8", "attention", "memory")}
+        return replace(CPU, **scaled)
     card = _card(machine.device_name)
     if card and card.rates:
         return card.rates

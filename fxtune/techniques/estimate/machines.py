@@ -1,7 +1,7 @@
 """Machines that a run can be planned for without having one: the cards that people rent and buy.
 
-Memory is what torch reports (`torch.cuda.get_device_properties().total_memory`), which is less than the name on the
-card says. Of it the driver and the process's context take CONTEXT_MIB.
+Memory is the figure that torch reports (`torch.cuda.get_device_properties().total_memory`), less than the name on the
+card says. The driver and the process's context take CONTEXT_MIB of this memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
 
 CONTEXT_MIB = 600
-"""What the driver and a process's context take of a card's memory."""
+"""MiB of a card's memory that the driver and a process's context take."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ PACKAGES = {
 
 
 def machine(name: str, host_gib: float, free_gib: float | None = None) -> MachineFacts:
-    """The facts of a machine with cards of this name and fxtune's packages for GPUs; `cpu`: of this machine without
-    its cards, whose cores are timed.
+    """The facts of a machine with cards of this name and fxtune's packages for GPUs; `cpu`: the facts of this
+    machine without its cards; its cores are timed.
 
     `host_gib`: a rank's share of the host's memory; `free_gib`: the part of the card that the run may use (None: all
     but the context). Raises ConfigError for a name that is not in MODELS.
@@ -79,16 +79,16 @@ def machine(name: str, host_gib: float, free_gib: float | None = None) -> Machin
             cpu_speed=cpu_speed(cores()),
             packages=installed_packages(),
         )
-    found = {known.lower(): model for known, model in MODELS.items()}.get(name.lower())
-    if found is None:
+    card = {key.lower(): model for key, model in MODELS.items()}.get(name.lower())
+    if card is None:
         names = [*MODELS, "cpu"]
         raise ConfigError(f"--gpu {name}: no such card{did_you_mean(name, names)} Known are {', '.join(names)}.")
-    total = int(found.gib * GIB)
+    total = int(card.gib * GIB)
     free = total - CONTEXT_MIB * 2**20
     return MachineFacts(
         device="cuda",
-        device_name=found.device_name,
-        capability=found.capability,
+        device_name=card.device_name,
+        capability=card.capability,
         memory=total,
         free_memory=min(free, int(free_gib * GIB)) if free_gib else free,
         host_memory=int(host_gib * GIB),

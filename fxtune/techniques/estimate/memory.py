@@ -1,13 +1,13 @@
 """A forecast of the memory that a training step needs, computed from the model's shape before a weight is loaded.
 
-In the code h is the hidden size, q and k the widths of all query and of all key heads, i that of the MLP (of all
-experts that a token visits), and a number has 2 or 4 bytes in matmuls. `LayerBytes` says per token what a layer keeps
-from its forward to its backward pass (kept) and what its backward pass holds beside that (working). A compiled layer
-keeps what matmuls and attention read; an eager one also float32 copies of its norms' inputs and a copy of the input
-for each adapter. Trained linears with products in fp8 keep their inputs as codes, a byte a number, also where
-attention keeps the same in 16 bits.
+In the code h is the hidden size, q and k are the widths of all query heads and of all key heads, and i is the width of
+the MLP (of all experts that a token visits). A number has 2 or 4 bytes in matmuls. `LayerBytes` counts, per token, the
+bytes that a layer keeps from its forward to its backward pass (kept) and the bytes that its backward pass adds
+(working). A compiled layer keeps the inputs of matmuls and attention. An eager layer also keeps float32 copies of its
+norms' inputs and a copy of the input for each adapter. Trained linears with products in fp8 keep their inputs as
+codes, a byte a number, even if attention keeps the same tensor in 16 bits.
 
-A mixture also keeps what its router computed. The backward pass of its experts holds two tensors with a hidden state
+A mixture also keeps its router's results. The backward pass of its experts holds two tensors with a hidden state
 for each expert of each token, and adapters of experts have a copy in 16 bits.
 
 Fused adapters never keep the MLP's product, act(gate) * up. The backward pass of a fused MLP holds these buffers:
@@ -18,11 +18,11 @@ Fused adapters never keep the MLP's product, act(gate) * up. The backward pass o
 
 Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
-those of two layers. Outside the layers there are weights, for each trained parameter its gradient and the optimizer's
-moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the layers' backward
-pass begins.
+the tensors of two layers. Outside the layers there are weights, for each trained parameter its gradient and the
+optimizer's moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the
+layers' backward pass begins.
 
-Gradients do not exist together with all that the layers keep: the backward pass frees a layer's tensors and leaves
+Gradients do not exist together with all kept tensors: the backward pass frees a layer's tensors and leaves
 its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
 the head and of the layers behind it; the end of the backward pass; and the optimizer's step. Steps of several
 micro-batches and CUDA graphs hold all gradients all the time. If weights are updated in the backward pass
@@ -30,12 +30,12 @@ micro-batches and CUDA graphs hold all gradients all the time. If weights are up
 embedding has two. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments before
 their step (`Facts.undo_limit`).
 
-The forecast is that of one rank. Replicas add up their gradients in a buffer as large as all of them, in float32
-unless the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights,
-gradients and moments, and beside it, whole and in the dtype of matmuls: the head, two layers (one is fetched while the
-other computes), and of one layer its gradients, which are added up in float32. Adapters are whole on
-each rank. Ranks that share rows hold their part of the activations. On
-two H100 the forecast of divided weights is 3 to 4 % too high (benchmarks/baselines/h100_two_cards.json).
+The forecast is for one rank. Replicas add up their gradients in a buffer as large as all gradients, in float32 unless
+the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights, gradients and
+moments. They also hold, whole and in the dtype of matmuls: the head, two layers (one is fetched while the other
+computes), and the gradients of one layer, which are added up in float32. Adapters are whole on each rank. Ranks that
+share rows hold their part of the activations. On two H100 the forecast of divided weights is 3 to 4 % too high
+(benchmarks/baselines/h100_two_cards.json).
 
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.
@@ -61,9 +61,9 @@ from fxtune.techniques.quantized_modules import bytes_per_weight
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Numbers that an optimizer keeps for each parameter: of the parameter's dtype, of `Facts.moments` for stochastic
-rounding, float32 for 8-bit optimizers. Muon's are for the hidden matrices that it updates; AdamW updates the rest (see
-optim/optimizer.py)."""
+"""Numbers that an optimizer keeps for each parameter, in the parameter's dtype; with stochastic rounding in
+`Facts.moments`, in float32 for 8-bit optimizers. Muon's number counts for hidden matrices; AdamW updates the other
+parameters (see optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
 WORKSPACES = 3 << 28
@@ -86,7 +86,7 @@ PEAKS = {
     "narrow": ((11, 3, 0), (6, 2, 0)),
     # Also the rest of the recomputed layer, held for attention.
     "rest": ((11, 6, 2), (6, 5, 2)),
-    # Those of one tile, and parts of the input's gradient.
+    # The tensors of one tile, and parts of the input's gradient.
     "tiles": ((11, 9, 2), (6, 8, 2)),
 }
 """The peak of a compiled layer's MLP by level, with and without adapters: multiples of i, of h, and of q + k."""
@@ -100,18 +100,18 @@ class Need:
     trained: int
     """Gradients and the optimizer's moments."""
     kept: int
-    """What all layers keep for the backward pass, on the device."""
+    """Bytes that all layers keep for the backward pass, on the device."""
     layer: int
-    """What the layers' backward pass adds to that at its peak, with the gradients that exist there."""
+    """Bytes that the layers' backward pass adds to `kept` at its peak, with the gradients that exist then."""
     loss: int
     host: int = 0
     """Pinned host memory."""
     exchange: int = 0
-    """What is held to exchange weights and gradients with other ranks."""
+    """Buffers for exchanging weights and gradients with other ranks."""
     gradients: int = 0
-    """Those of `trained` that exist only after the loss: all, unless they are held from step to step."""
+    """Gradients in `trained` that exist only after the loss: all, unless gradients are held from step to step."""
     update: int = 0
-    """What the end of the backward pass or the optimizer's step adds to the gradients."""
+    """Bytes that the end of the backward pass or the optimizer's step adds to the gradients."""
 
     @property
     def passing(self) -> int:
@@ -120,7 +120,7 @@ class Need:
 
     @property
     def allocated(self) -> int:
-        """The peak of what torch's allocator hands out (`torch.cuda.max_memory_allocated()`)."""
+        """The peak of allocated memory (`torch.cuda.max_memory_allocated()`)."""
         return self.weights + self.trained - self.gradients + self.exchange + self.passing
 
     @property
@@ -148,7 +148,7 @@ class Trained:
 
     moments: int
     gradients: int
-    """Of all trained weights."""
+    """Gradients of all trained weights."""
     layer: int
     """Gradients of one layer."""
     end: int
@@ -160,8 +160,7 @@ class Trained:
 
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
-    """The bytes that a step needs under `facts` if its layers keep what `plan` says. The module's docstring explains
-    it."""
+    """The bytes that a step needs under `facts` with the recomputation of `plan`; see the module's docstring."""
     layer, tokens = LayerBytes(facts, plan), facts.tokens
     shape, number = layer.shape, layer.number
     levels = plan.levels(shape.layers)
@@ -186,7 +185,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
     most += unpacked_bytes(facts, shape)
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
-    update = max(undone, trained.end if shape.tied and not freed else 0)  # the tied weight has two, which are added up
+    # A tied weight has two gradients, which are added up.
+    update = max(undone, trained.end if shape.tied and not freed else 0)
     return Need(
         weights,
         trained.moments + gradients,
@@ -201,8 +201,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
 
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:
-    """Bytes of the copies from which an optimizer undoes a bad step: those of all weights, or in the backward pass
-    those of the largest part. 0 if the weights that are updated together have more than `Facts.undo_limit` bytes."""
+    """Bytes of the copies from which an optimizer undoes a bad step: copies of all weights, or of the largest part if
+    weights are updated in the backward pass. 0 if the weights that are updated together exceed `Facts.undo_limit`."""
     whole = trained.gradients if not facts.in_backward else max(trained.end, trained.layer)
     if whole > facts.undo_limit:
         return 0
@@ -255,14 +255,14 @@ class LayerBytes:
         # Ranks that share rows hold queries, keys and values as sent and as received.
         exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
         if self.fused:
-            again = tiles > 1 or level not in ("wide", "everything")
+            recomputes = tiles > 1 or level not in ("wide", "everything")
             fp8 = quantized_type(self.facts) == "fp8"
-            inside = (3 + 2 * again + fp8) * i + (2 + 4 * again) * self.facts.techniques.lora.r
+            inside = (3 + 2 * recomputes + fp8) * i + (2 + 4 * recomputes) * self.facts.techniques.lora.r
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
             if self.shape.expert_count > 1:  # the gradient of each row, and what adapters add to it
                 mlp += 2 * self.shape.used * h
             if not self.compiled:
-                return kept_before + self.number * (mlp - 2 * i * (again and tiles == 1))
+                return kept_before + self.number * (mlp - 2 * i * (recomputes and tiles == 1))
             attention = 2 * h + 3 * q + 3 * k + exchanged
             if level in ("input", "attention", "budget"):
                 mlp, attention = mlp + h + 3 * q + 3 * k, attention + 2 * q + 2 * k
@@ -332,18 +332,18 @@ def quantizes_experts(facts: Facts) -> bool:
 
 def unpacked_bytes(facts: Facts, shape: Shape) -> int:
     """Bytes in 16 bits of one layer's experts, gate and up, which are dequantized for each use."""
-    packed = quantizes_experts(facts) and shape.expert_count > 1 and quantized_type(facts) != "fp8"
-    return number_bytes(facts) * shape.expert_count * 2 * shape.hidden * shape.expert_inner if packed else 0
+    is_packed = quantizes_experts(facts) and shape.expert_count > 1 and quantized_type(facts) != "fp8"
+    return number_bytes(facts) * shape.expert_count * 2 * shape.hidden * shape.expert_inner if is_packed else 0
 
 
 def linears_stay(facts: Facts) -> bool:
-    """Whether linears stay in 16 bits beside quantized experts: those of attention, and of a dense MLP."""
+    """Whether the linears of attention and of a dense MLP stay in 16 bits beside quantized experts."""
     others = (inward * out for name, (inward, out) in Shape.of(facts.text).linears.items() if name not in MLP)
     return leaves_linears(facts.techniques.quantize, quantizes_experts(facts), max(others))
 
 
 def linears_in_fp8(facts: Facts) -> bool:
-    """Whether attention's linears, and those of a dense MLP, are stored in fp8."""
+    """Whether the linears of attention and of a dense MLP are stored in fp8."""
     return quantized_type(facts) == "fp8" and not linears_stay(facts)
 
 
@@ -366,18 +366,19 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     """Bytes of weights, and of gradients and moments."""
     number, lora, quantize = BYTES.get(facts.dtype, 4), facts.techniques.lora, facts.techniques.quantize
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
-    each = BYTES[facts.moments] if facts.stochastic_rounding else number
-    each = 4 if "8bit" in facts.optimizer else each
+    moment = BYTES[facts.moments] if facts.stochastic_rounding else number
+    moment = 4 if "8bit" in facts.optimizer else moment
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
     if not lora.enabled:
         # Divided weights are gathered in autocast's dtype, so nothing is copied.
         cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
         copies = 2 * total if cast else 0
-        # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW, but no linears' adapters.
+        # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW, but no adapters of
+        # linears.
         rest = shape.other_parameters + shape.expert_parameters if facts.optimizer == "muon" else 0
-        extra = rest * (MOMENTS["adamw"] - moments) * each
+        extra = rest * (MOMENTS["adamw"] - moments) * moment
         layer = shape.linear_parameters // shape.layers
-        trained = Trained(int(total * moments * each + extra), number * total, number * layer, number * end)
+        trained = Trained(int(total * moments * moment + extra), number * total, number * layer, number * end)
         return number * total + copies, trained
     adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
@@ -406,11 +407,11 @@ def exchange_bytes(facts: Facts) -> int:
         return 0
     if degrees.shard == 1:
         return facts.sum_bytes * trained_parameters(facts)
-    # The embedding is whole in its own forward pass alone, where nothing else is at its peak; the head's weight, which
-    # may be the same, from the end of the forward pass to its gradient.
+    # The embedding is whole in its own forward pass only, far from any peak. The head's weight, which may be the same
+    # tensor, is whole from the end of the forward pass to its gradient.
     head, layer = shape.vocabulary * shape.hidden, shape.linear_parameters / shape.layers
     gradients = layer * (number_bytes(facts) + 4)
-    if facts.techniques.lora.enabled:  # as of replicas
+    if facts.techniques.lora.enabled:  # as replicas do
         gradients = facts.sum_bytes * trained_parameters(facts)
     return int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts) + gradients)
 
@@ -431,23 +432,23 @@ def trained_parameters(facts: Facts) -> int:
 
 
 def _ranks(lora: LoraOptions, path: str, layers: Sequence[int], rank: int | None = None) -> int:
-    """The sum of rank_of() over `layers`. A choice of a plan asks for it thousands of times."""
+    """The sum of rank_of() over `layers`. Choosing a plan calls this thousands of times."""
     if not lora.rank_pattern:
         return len(layers) * (lora.r if rank is None else rank)
     return sum(rank_of(lora, path, layer, rank) for layer in layers)
 
 
 def rank_of(lora: LoraOptions, path: str, layer: int = 0, rank: int | None = None) -> int:
-    """The rank of the adapter of `path` in a layer: `rank` (None: techniques.lora.r), or that of rank_pattern, whose
-    patterns peft compares with the end of the full name."""
+    """The rank of the adapter of `path` in a layer: the entry of rank_pattern, whose patterns peft compares with the
+    end of the full name, or else `rank` (None: techniques.lora.r)."""
     full = f"model.layers.{layer}.{path}"
-    found = (one for pattern, one in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", full))
-    return next(found, lora.r if rank is None else rank)
+    ranks = (value for pattern, value in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", full))
+    return next(ranks, lora.r if rank is None else rank)
 
 
 def _expert_parameters(facts: Facts, shape: Shape) -> int:
-    """Parameters of the adapters of all layers' experts: two for each expert, since gate and up are one product. peft
-    may give that one a multiple of the rank."""
+    """Parameters of the adapters of all layers' experts: two adapters for each expert, since gate and up are one
+    product. peft may give the adapter of gate and up a multiple of the rank."""
     lora = facts.techniques.lora
     if (
         shape.expert_count == 1
@@ -465,7 +466,7 @@ def _expert_parameters(facts: Facts, shape: Shape) -> int:
 
 
 def linear_bytes(facts: Facts) -> float:
-    """Bytes of each weight of the layers' linears as they are multiplied and sent."""
+    """Bytes of each weight of the layers' linears as the weights are multiplied and sent."""
     quantize = facts.techniques.quantize
     return _quantized_bytes(quantize) if quantize.enabled else number_bytes(facts)
 
@@ -476,17 +477,17 @@ def _quantized_bytes(quantize: QuantizeOptions) -> float:
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
-    """The loss's peak: the last hidden states, their norm and its gradient, the logits and what is computed from them.
-    Without Liger's kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, four
-    more."""
+    """The loss's peak: the last hidden states, their norm and its gradient, the logits and their softmax and gradient.
+    Without Liger's kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, needs
+    four more."""
     number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
     copies = 0 if _liger_runs(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
     if not _liger_runs(facts, "fused_linear_cross_entropy"):
         return max(states + logits * (2 * number + 8), 5 * copies)
     rows = facts.techniques.liger.chunk_rows
-    held = rows * shape.vocabulary * number if rows else BUFFER
+    chunk = rows * shape.vocabulary * number if rows else BUFFER
     # The gradient is summed in float32 and then copied to the weight's dtype.
     size = BYTES.get(facts.dtype, 4)
     head = 0 if lora.enabled else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
-    return max(states + min(logits * number, held) + 4 * min(logits, BLOCK) + head, 5 * copies)
+    return max(states + min(logits * number, chunk) + 4 * min(logits, BLOCK) + head, 5 * copies)

@@ -1,7 +1,7 @@
 """What decoder layers keep from their forward to their backward pass.
 
 A layer keeps one of five levels, here with KB a token (Llama-3-8B, LoRA, compiled) and the policy that selects it.
-What it does not keep, it computes a second time:
+Everything else it computes a second time:
 
     input          8   policy=full: only its input, a third more time
     attention     16   selective with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
@@ -37,8 +37,7 @@ class RecomputePlan:
     mix: tuple[tuple[str, int], ...] = ()
     """How many layers have each level, in place of `level` and `every`. The others keep their input."""
     sent: str = ""
-    """What is sent to host memory: nothing; layers' `inputs`; or `kept`: also what else they keep except gate and
-    up."""
+    """The tensors sent to host memory: none; layers' `inputs`; or `kept`: all kept tensors except gate and up."""
     senders: int | None = None
     """How many layers send, from the first; None: all except the last one, whose tensors are needed at once."""
     tiles: int = 1
@@ -67,11 +66,12 @@ class RecomputePlan:
         if not self.mix:
             return [self.level if index % self.every == 0 else "everything" for index in range(layers)]
         counts = dict(self.mix)
-        found = [level for level in LEVELS for _ in range(counts.get(level, 0))]
-        return (["input"] * (layers - len(found)) + found)[:layers]  # check() refuses a mix of more layers
+        counted = [level for level in LEVELS for _ in range(counts.get(level, 0))]
+        return (["input"] * (layers - len(counted)) + counted)[:layers]  # check() refuses a mix of more layers
 
     def sending(self, layers: int) -> list[bool]:
-        """Which of `layers` layers send. One that keeps everything does not, nor does the last one that could."""
+        """Which of `layers` layers send. A layer that keeps everything does not send, nor does the last layer that
+        could."""
         able = [index for index, level in enumerate(self.levels(layers)) if self.sent and level != "everything"]
         chosen = able[:-1] if self.senders is None else able[:-1][: self.senders]
         return [index in chosen for index in range(layers)]

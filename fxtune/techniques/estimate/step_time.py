@@ -44,10 +44,11 @@ NARROW_HEADS = 0.85
 GATED_PASSES = 10.6
 """Numbers that gated activations read and write per token, as multiples of the MLP's width."""
 ADAPTER_PASSES = 1.4
-"""The same of adapters, as a multiple of the widths of all linears' inputs and outputs."""
+"""Numbers that adapters read and write per token, as a multiple of the widths of all linears' inputs and outputs."""
 EXPERT_GATED_PASSES = 25.0
-"""The gated activation of a mixture's experts. This and the next two are from a step of a quarter of Qwen3-30B-A3B by
-kernel, on one H200 (docs/performance.md). Grouped products of its frozen weights reach the rate of ordinary ones."""
+"""The gated activation of a mixture's experts. This and the next two numbers are from a step of a quarter of
+Qwen3-30B-A3B by kernel, on one H200 (docs/performance.md). Grouped products of frozen weights reach the rate of
+ordinary products."""
 EXPERT_ADAPTER_PASSES = 2.2
 """The adapters of experts, as a multiple of the numbers that their 7 products and two sums read and write."""
 ROW_PASSES = 5.0
@@ -58,12 +59,12 @@ EIGHT_BIT_BYTES = 150.0
 """torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
 (full fine-tuning of 8B: 0.3 s)."""
 UNPACKING = 3.8
-"""Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of those of
-gate and up in 16 bits: twice, 1.5 with down, and a quarter more for the codes (by calculation)."""
+"""Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
+gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""
 LAUNCH = 0.4e-3
 """Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
 WORTH = 0.005
-"""The share of a step's time that a mix of levels must save: each level is one more graph to compile."""
+"""The share of a step's time that a mix of levels must save, because each level is one more graph to compile."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,16 @@ class Choice:
 def layer_time(facts: Facts) -> LayerTime:
     shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
-    product = of_mlp = tokens * 2 / (card.fp8 if linears_in_fp8(facts) else card.matmul)
+    product = mlp_product = tokens * 2 / (card.fp8 if linears_in_fp8(facts) else card.matmul)
     if shape.expert_count > 1:
         experts_in_fp8 = quantized_type(facts) == "fp8" and quantizes_experts(facts)
-        of_mlp = tokens * 2 / (card.fp8 if experts_in_fp8 else card.matmul)
+        mlp_product = tokens * 2 / (card.fp8 if experts_in_fp8 else card.matmul)
     elif facts.techniques.float8.enabled and shape.expert_count == 1:
         slow = 1 / 3 if facts.techniques.float8.weight_gradient == "bfloat16" else 0.0
-        product = of_mlp = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
+        product = mlp_product = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
     attended = tokens * 2 * sum(_spans(facts, facts.row_length)) / shape.layers * q / card.attention
     moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if is_fused(facts) else 3 * i)) / card.memory
-    return LayerTime(attended, product * h * (2 * q + 2 * k), of_mlp * 2 * h * i, of_mlp * h * i, moved)
+    return LayerTime(attended, product * h * (2 * q + 2 * k), mlp_product * 2 * h * i, mlp_product * h * i, moved)
 
 
 def micro_batch_seconds(
@@ -148,9 +149,9 @@ def update_seconds(facts: Facts) -> float:
 
 
 def _elementwise(facts: Facts) -> float:
-    """Seconds of one layer that reading and writing take beside its matmuls, attention and `LayerTime.rest`, forward
-    and backward: gated activations, adapters' own products, which read each linear's input and add to its output, and
-    for a mixture the router, the rows of tokens, and packed experts."""
+    """Seconds of one layer for reading and writing, forward and backward, without matmuls, attention and
+    `LayerTime.rest`: gated activations, adapters' own products, which read each linear's input and add to its output,
+    and for a mixture the router, the rows of tokens, and packed experts."""
     shape, lora = Shape.of(facts.text), facts.techniques.lora.enabled
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
@@ -165,8 +166,8 @@ def _elementwise(facts: Facts) -> float:
 
 
 def _spans(facts: Facts, length: float) -> list[float]:
-    """For each layer, the length of a row of which attention takes as long as of a document of `length` tokens: layers
-    with a sliding window compute at most its tokens, and rows half of theirs."""
+    """For each layer, the row length with the same attention cost as a document of `length` tokens. Layers with a
+    sliding window compute at most the window's tokens for each token, rows on average half of the row."""
     layers, kinds = Shape.of(facts.text).layers, facts.text.get("layer_types") or []
     window = 2.0 * (facts.text.get("sliding_window") or length)
     narrow = min(kinds[:layers].count("sliding_attention"), layers)
@@ -174,8 +175,8 @@ def _spans(facts: Facts, length: float) -> list[float]:
 
 
 def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:
-    """Seconds by which `plan` makes a micro-batch longer than if layers keep everything on the device. `layer`: the
-    time of a layer, if it is not that of rows of one document."""
+    """Seconds that `plan` adds to a micro-batch whose layers would keep everything on the device. `layer`: the time of
+    a layer; None: for rows of one document."""
     shape, card, layer, tokens = Shape.of(facts.text), rates(facts), layer or layer_time(facts), facts.tokens
     backward, bytes_of = layer.backward(_trained(facts)), LayerBytes(facts, plan)
 
@@ -199,18 +200,18 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
     """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None:
     nothing fits.
 
-    `plans`: combinations of `sent` and `tiles` to try, each with the levels that are possible with it.
+    `plans`: combinations of `sent` and `tiles` to try, each with its possible levels.
     """
     shape, layer = Shape.of(facts.text), layer_time(facts)
     step = shape.layers * (layer.forward + layer.backward(_trained(facts)))
-    found: list[tuple[float, int, Choice]] = []
+    choices: list[tuple[float, int, Choice]] = []
     for plan, levels in plans:
         for low, high in combinations_with_replacement(sorted(levels, key=LEVELS.index), 2):
             choice = _mix(facts, plan, low, high, shape.layers, host, step)
             if choice is not None:
                 price = choice.overhead + (WORTH * step if choice.plan.mix else 0.0)
-                found.append((price, choice.need.host, choice))
-    return min(found, key=lambda entry: entry[:2])[2] if found else None
+                choices.append((price, choice.need.host, choice))
+    return min(choices, key=lambda entry: entry[:2])[2] if choices else None
 
 
 def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[RecomputePlan, Need]:

@@ -103,17 +103,17 @@ class Liger(LigerOptions, Technique):
                     f"{name}: techniques.lora.fused=on runs the MLP, with its product, as one operator. Set one of "
                     "them to off."
                 )
-        theirs = [name for name in possible if name != "rope"]
+        of_liger = [name for name in possible if name != "rope"]
         if PACKAGE in facts.broken:
             for name in demanded:
                 if name != "rope":
                     yield f"{name}: {PACKAGE} {facts.lacks(PACKAGE)}. Or use auto."
-        elif self.enabled != AUTO and facts.device == "cuda" and PACKAGE not in facts.packages and theirs:
-            yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
+        elif self.enabled != AUTO and facts.device == "cuda" and PACKAGE not in facts.packages and of_liger:
+            yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(of_liger)} to off."
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        theirs = _operations(facts.text) - {"rope"}
-        if facts.device == "cuda" and any(getattr(self, name) is not Switch.off for name in theirs):
+        of_liger = _operations(facts.text) - {"rope"}
+        if facts.device == "cuda" and any(getattr(self, name) is not Switch.off for name in of_liger):
             yield PACKAGE
 
     def resolve(self, facts: Facts) -> str | None:
@@ -182,14 +182,14 @@ class Liger(LigerOptions, Technique):
         launches = _launches(model.module, probe)
         layers, config = len(decoder_layers(model.module)), model.module.config.get_text_config()
         for name in enabled:
-            wanted = runs = layers
+            expected = runs = layers
             if name.endswith("norm"):
                 norms = FAMILIES[config.model_type].norms + 2 * bool(getattr(config, "qk_layernorm", False))
-                wanted = runs = 1 + layers * norms
+                expected = runs = 1 + layers * norms
             elif name == "rope" and getattr(config, "no_rope_layers", None):
                 runs = sum(map(bool, config.no_rope_layers))
             replaced = sum(modules.operation_of(module) == name for module in backbone(model.module).modules())
-            asked, observation, acted = f"{name}: {wanted} replaced", f"{replaced} replaced", replaced >= wanted
+            asked, observation, acted = f"{name}: {expected} replaced", f"{replaced} replaced", replaced >= expected
             if launches is None:
                 observation += "; the profiler sees no kernels here, so their runs were not observed"
             else:

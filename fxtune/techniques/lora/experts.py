@@ -4,7 +4,7 @@ transformers keeps the experts of a layer as one tensor for each product, and pe
 B_e A_e to it for every expert e in every pass: a copy of all experts and its gradient. Here tokens are sorted by
 expert once a layer, the frozen experts are one grouped GEMM for gate and up and one for down
 (kernels/grouped_matmul.py), and an adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a linear. So neither
-the adapted weights nor a gradient of the frozen ones exists, and the compiler sees one graph.
+adapted weights nor gradients of frozen weights exist, and the compiler sees one graph.
 
 All classes that transformers decorates with `use_experts_implementation` say how they store their weights and how they
 apply the gate; that interface is followed here, so there is no list of architectures. peft's modules stay, for names,
@@ -43,7 +43,7 @@ def follows_interface(experts: nn.Module) -> bool:
 
 
 def used_experts(model: nn.Module, config: Any) -> int | None:
-    """How many experts a token uses; 0 without experts, None if that or how they are stored is not known."""
+    """How many experts a token uses; 0 without experts, None if the number or the storage of experts is not known."""
     if not any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):
         return 0
     used = next((count for name in EXPERTS_USED if isinstance(count := getattr(config, name, None), int)), None)
@@ -66,16 +66,16 @@ def wrappers(outermost: Any) -> Iterator[Any]:
 
 
 def group_experts(model: nn.Module) -> int:
-    """Run adapted experts grouped, in place, where that is possible. Returns the number of layers where it is."""
+    """Run adapted experts grouped, in place, where that is possible. Returns the number of such layers."""
     from peft.tuners.lora.layer import ParamWrapper
 
     inner = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
-    found = 0
+    count = 0
     for module in list(model.modules()):
         if isinstance(module, ParamWrapper) and id(module) not in inner and _fits(module):
             run_grouped(module)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 def run_grouped(outermost: Any) -> None:
@@ -102,7 +102,7 @@ class ExpertsSeen:
     reached: int = 0
     """Experts that a token reached."""
     learning: int = 0
-    """Those of them whose adapters all have a gradient."""
+    """Reached experts whose adapters all have a gradient."""
 
 
 def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
@@ -121,31 +121,28 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
 
     hooks = [module.register_forward_pre_hook(note) for module in outermost]
     halves = {
-        module: [(one.lora_B[ADAPTER].weight, one.num_experts) for one in wrappers(module)] for module in outermost
+        module: [(wrapper.lora_B[ADAPTER].weight, wrapper.num_experts) for wrapper in wrappers(module)]
+        for module in outermost
     }
-    every = [half for each in halves.values() for half, _ in each]
+    weights = [weight for pairs in halves.values() for weight, _ in pairs]
     try:
         with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             loss = model(**probe).logits.float().logsumexp(-1).mean()
-            gradients = torch.autograd.grad(loss, every, allow_unused=True)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
-    gradient_of = dict(zip(map(id, every), gradients, strict=True))
-    for module, each in halves.items():
-        count = min(of_tensor for _, of_tensor in each)  # LongCat's identities have higher numbers
+    gradient_of = dict(zip(map(id, weights), gradients, strict=True))
+    for module, pairs in halves.items():
+        count = min(experts for _, experts in pairs)  # LongCat's identities have higher numbers
         seen.experts += count
         reached = {expert for expert in tokens[module] if expert < count}
         seen.reached += len(reached)
         learning = set(range(count))
-        for half, of_tensor in each:
-            gradient = gradient_of[id(half)]
-            moved = (
-                set()
-                if gradient is None
-                else set(gradient.view(len(half), -1, of_tensor).any(0).any(0).nonzero()[:, 0].tolist())
-            )
-            learning &= moved
+        for weight, experts in pairs:
+            gradient = gradient_of[id(weight)]
+            moved = None if gradient is None else gradient.view(len(weight), -1, experts).any(0).any(0)
+            learning &= set() if moved is None else set(moved.nonzero()[:, 0].tolist())
         seen.learning += len(learning & reached)
     return seen
 
@@ -166,9 +163,9 @@ def _fits(outermost: Any) -> bool:
         weight = getattr(experts, wrapper.parameter_name)
         inward, outward = weight.shape[1:] if experts.is_transposed else weight.shape[:0:-1]
         in_16_bits = weight.is_floating_point() and weight.element_size() > 1
-        known = wrapper.parameter_name in (first, LAST) and (in_16_bits or isinstance(experts, OwnExperts))
+        is_product = wrapper.parameter_name in (first, LAST) and (in_16_bits or isinstance(experts, OwnExperts))
         if (
-            not known
+            not is_product
             or ADAPTER not in wrapper.lora_A
             or (wrapper.in_features, wrapper.out_features) != (inward, outward)
         ):
@@ -177,17 +174,17 @@ def _fits(outermost: Any) -> bool:
 
 
 class GroupedExperts:
-    """What peft's outermost wrapper becomes whose experts run grouped; beside it, peft's class is a parent."""
+    """The class of peft's outermost wrapper if its experts run grouped; the other parent is peft's class."""
 
     expert_act: Activation | None
     products_by = CUBLAS
     """The GEMM backend of experts in 16 bits."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        every = list(wrappers(self))
-        if kwargs or len(args) != 2 or _needs_own_forward(every):
+        nested = list(wrappers(self))
+        if kwargs or len(args) != 2 or _needs_own_forward(nested):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]  # peft's
-        adapters = {wrapper.parameter_name: wrapper for wrapper in every}
+        adapters = {wrapper.parameter_name: wrapper for wrapper in nested}
         return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.products_by)
 
 
@@ -203,9 +200,12 @@ class OwnExperts(InPlaceOf):
         raise NotImplementedError
 
 
-def _needs_own_forward(every: list[Any]) -> bool:
+def _needs_own_forward(nested: list[Any]) -> bool:
     """Whether an adapter is off or merged, or another one is active."""
-    return any(one.disable_adapters or one.merged_adapters or one.active_adapters != [ADAPTER] for one in every)
+    return any(
+        wrapper.disable_adapters or wrapper.merged_adapters or wrapper.active_adapters != [ADAPTER]
+        for wrapper in nested
+    )
 
 
 def run_experts(
@@ -217,8 +217,8 @@ def run_experts(
     act: Activation | None = None,
     by: str = CUBLAS,
 ) -> torch.Tensor:
-    """The experts' output [tokens, d] for `hidden` [tokens, d]; of each token its experts `index` and their `weights`,
-    both [tokens, k].
+    """The experts' output [tokens, d] for `hidden` [tokens, d]. `index`, `weights` [tokens, k]: the experts of each
+    token and their weights.
 
     Args:
         adapters: peft's wrappers by the names of the tensors that they adapt.
@@ -260,10 +260,10 @@ def one_operator(experts: Any) -> Activation | None:
         return None
     alpha, limit = _number(experts, "alpha", "swiglu_alpha") or 1.0, _number(experts, "limit", "swiglu_limit")
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * (limit or 4)
-    found = experts._apply_gate(x)
+    gated = experts._apply_gate(x)
     shapes = itertools.product(ACTS, {1.0, alpha}, {0.0, limit}, (0.0, 1.0), (not experts.is_concatenated,))
-    known = (Activation(*shape) for shape in shapes)
-    return next((act for act in known if torch.allclose(found, act_of(x, act), atol=1e-12)), None)
+    candidates = (Activation(*shape) for shape in shapes)
+    return next((act for act in candidates if torch.allclose(gated, act_of(x, act), atol=1e-12)), None)
 
 
 def _number(experts: Any, *names: str) -> float:

@@ -46,7 +46,7 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 def mlp_activation(mlp: nn.Module) -> str | None:
     """The activation of an MLP that computes down(act(gate(x)) * up(x)); None if it computes something else.
 
-    The module runs with small weights of its own, so it may be on the meta device.
+    The module runs with small weights that are drawn here, so it may be on the meta device.
     """
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
@@ -65,14 +65,14 @@ def mlp_activation(mlp: nn.Module) -> str | None:
 
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            found = with_gradient(small.train().forward(x))
+            results = with_gradient(small.train().forward(x))
     except ERRORS:
         return None
     finally:
         mlp.train(was_training)
     for name, activation in ACTIVATIONS.items():
-        wanted = with_gradient((activation(x @ gate.t()) * (x @ up.t())) @ down.t())
-        if all(_close(one, other, 1e-10) for one, other in zip(found, wanted, strict=True)):
+        targets = with_gradient((activation(x @ gate.t()) * (x @ up.t())) @ down.t())
+        if all(_close(result, target, 1e-10) for result, target in zip(results, targets, strict=True)):
             return name
     return None
 
@@ -153,5 +153,5 @@ def _tensor(output: Any) -> torch.Tensor | None:
     return first.detach() if isinstance(first, torch.Tensor) else None
 
 
-def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    return one.shape == other.shape and bool((one - other).norm() <= tolerance * other.norm())
+def _close(result: torch.Tensor, target: torch.Tensor, tolerance: float) -> bool:
+    return result.shape == target.shape and bool((result - target).norm() <= tolerance * target.norm())

@@ -49,7 +49,7 @@ class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
         self.kind = storage_kind(linears[0])
         self.in_size, self.out_sizes = linears[0].in_features, tuple(linear.out_features for linear in linears)
         self.aliased: tuple[Any, ...] = ()
-        """The linears that own the tensors of this module, if it only refers to them."""
+        """The linears that own the tensors, if this module only refers to them."""
         if self.kind == DENSE:
             ranks, bias = [linear.r[ADAPTER] for linear in linears], bases[0].bias is not None
             tensors = [augment([base.weight for base in bases], ranks, bias)]
@@ -87,7 +87,7 @@ class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
         return [getattr(self, name) for name in self.names]
 
     def view(self, name: str, rows: slice) -> torch.Tensor:
-        """The part of tensor `name` that belongs to one linear, whose outputs are `rows` of the group's."""
+        """The part of tensor `name` that belongs to the linear with the outputs `rows` of the group."""
         tensor: torch.Tensor = getattr(self, name)
         if is_dense(self.kind):
             return tensor[rows, : self.in_size]
@@ -95,7 +95,8 @@ class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Called by .to(), .half() and the like. Raises ConfigError where it would cast a quantized weight."""
-        if not is_dense(self.kind) and any(fn(one.new_empty(0)).dtype is not one.dtype for one in self.tensors()):
+        casts = any(fn(tensor.new_empty(0)).dtype is not tensor.dtype for tensor in self.tensors())
+        if casts and not is_dense(self.kind):
             raise ConfigError(
                 f"techniques.quantize: a base in {self.kind} cannot be cast, since its scales have the dtype that "
                 "its kernels read. Set model.dtype before it is built."
@@ -128,12 +129,12 @@ class WeightView(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        mine, other = ((tuple(one.shape), one.dtype, one.device) for one in (self, value))
-        if mine != other:
+        own, given = ((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in (self, value))
+        if own != given:
             raise ValueError(
                 "weight.data of a linear with a fused adapter is part of a larger matrix, so it takes a tensor of "
-                f"shape {mine[0]}, {mine[1]}, on {mine[2]}; this one has shape {other[0]}, {other[1]}, on {other[2]}. "
-                "With techniques.lora.fused=off each linear has a matrix of its own."
+                f"shape {own[0]}, {own[1]}, on {own[2]}; the new one has shape {given[0]}, {given[1]}, on {given[2]}. "
+                "With techniques.lora.fused=off each linear has a separate matrix."
             )
         with torch.no_grad():
             self.copy_(value)
@@ -153,7 +154,7 @@ def _view_of(name: str) -> property:
 
 
 class _Viewed(InPlaceOf):
-    """A linear whose weight is a view of its group's. `rows`: the outputs of the group that are this linear's."""
+    """A linear whose weight is a view of its group's weight. `rows`: this linear's outputs among the group's."""
 
     frozen_weights: FrozenWeights
     rows: slice
@@ -165,7 +166,7 @@ class _Viewed(InPlaceOf):
         self.__dict__.update(frozen_weights=owner, rows=rows)
 
     def _save_to_state_dict(self, *given: Any) -> None:
-        if is_divided(self.frozen_weights.weight):  # its rows on this rank are not those of one linear
+        if is_divided(self.frozen_weights.weight):  # this rank's rows are not the rows of one linear
             return
         with own_weight(self):
             super()._save_to_state_dict(*given)
@@ -187,8 +188,8 @@ class ViewedFp8Linear(_Viewed, Fp8Linear):
 
 @contextmanager
 def own_weight(base: Any) -> Iterator[None]:
-    """Give a linear its view as a parameter, for code that looks for one. If that code replaces the parameter, the new
-    one is copied into the view.
+    """Give a linear its view as a parameter, for code that looks for a parameter. If that code replaces the parameter,
+    the new values are copied into the view.
     """
     view = base.frozen_weights.view("weight", base.rows)
     parameters = dict(base._parameters)

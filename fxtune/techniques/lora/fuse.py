@@ -1,10 +1,10 @@
 """Fuses the adapters of a PeftModel: a few large operators replace peft's linear-by-linear computation.
 
-peft wraps each frozen linear in a module of its own. That is right for names, saving and merging, and slow to run. So
-the modules stay, and the modules that call them change (fused_modules.py). One operator of kernels/fused_lora.py runs
-a whole gated MLP whose three linears are adapted, another one the projections of an attention that read the same
-hidden states, and another one each remaining adapted linear. families.py decides which modules can run so. A group's
-frozen weights become one parameter (frozen_weights.py), one group at a time.
+peft wraps each frozen linear in a separate module. That is right for names, saving and merging, and slow to run. So
+peft's modules stay, and the modules that call them change (fused_modules.py). One operator of kernels/fused_lora.py
+runs a whole gated MLP whose three linears are adapted, another one the projections of an attention that read the same
+hidden states, and another one each remaining adapted linear. families.py decides which modules can run fused. A
+group's frozen weights become one parameter (frozen_weights.py), one group at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def refusal(facts: Facts) -> str | None:
         return "techniques.lora.dora=true scales each weight anew in every step"
     if quantize.enabled and quantize.compute_dtype.value not in ("auto", facts.compute_dtype):
         dtype = quantize.compute_dtype.value
-        return f"techniques.quantize.compute_dtype={dtype} is not what the rest computes in, {facts.compute_dtype}"
+        return (
+            f"techniques.quantize.compute_dtype={dtype} differs from {facts.compute_dtype}, the other products' dtype"
+        )
     return None
 
 
@@ -86,17 +88,18 @@ def fuse(model: Any) -> Fusion:
 
     config, attentions = model.config.get_text_config(), {}
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    done, where = Fusion(experts=experts), places(model)
+    fusion, where = Fusion(experts=experts), places(model)
     in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
     for module in list(model.modules()):
         mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
-        if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and all(one.get_base_layer().bias is None for one in mlp):
+        biased = any(linear.get_base_layer().bias is not None for linear in mlp)
+        if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and not biased:
             if act := mlp_activation(module):
                 put(where, module, FusedMlp(module, MLP, act))
-                done.operators["mlp"] += 1
+                fusion.operators["mlp"] += 1
                 in_group.update(mlp)
             else:
-                done.note(f"{type(module).__name__} does not compute down(act(gate(x)) * up(x))")
+                fusion.note(f"{type(module).__name__} does not compute down(act(gate(x)) * up(x))")
         elif len(projections) > 1:
             attentions[module] = [name for name in ATTENTION if getattr(module, name, None) in projections]
     for module, call in (observe_attentions(model, attentions) if attentions else {}).items():
@@ -106,21 +109,21 @@ def fuse(model: Any) -> Fusion:
             rotary = config.model_type in ROPE_FOLLOWS and rotation_of(type(module)) is apply_rotary
             rotated = rotary and names == [*ATTENTION] and runs_on_given(module, names, call, rotated=True)
             put(where, module, FusedAttention(module, names, rotated))
-            done.operators["attention"] += 1
+            fusion.operators["attention"] += 1
             in_group.update(linears)
         else:
             names = []
         alone = [name for name in attentions[module] if name not in names]
         if alone and _can_stack([getattr(module, name) for name in attentions[module]]):
-            done.note(f"{title} does more with {', '.join(alone)} than project its own input")
+            fusion.note(f"{title} does more with {', '.join(alone)} than project its own input")
     for module in list(model.modules()):
         if isinstance(module, LoraLayer) and module not in in_group:
             if why := refusal_of_module(module):
-                done.left[why] += 1
+                fusion.left[why] += 1
             else:
-                done.operators["linear"] += 1
+                fusion.operators["linear"] += 1
                 fuse_linear(module)
-    return done
+    return fusion
 
 
 def refusal_of_module(module: Any) -> str | None:
@@ -150,7 +153,7 @@ def _fusible(module: nn.Module, names: Sequence[str]) -> list[Any]:
 
 def _can_stack(linears: Sequence[Any]) -> bool:
     """Whether the frozen weights of these linears can be stacked."""
-    bases = [(storage_kind(one), one.in_features, one.get_base_layer()) for one in linears]
+    bases = [(storage_kind(linear), linear.in_features, linear.get_base_layer()) for linear in linears]
     return len({(kind, size, base.weight.dtype, base.bias is None) for kind, size, base in bases}) == 1
 
 

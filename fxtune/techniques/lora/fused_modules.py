@@ -2,14 +2,14 @@
 
 An attention and an MLP are replaced by a module with the same parts (models/replacement.py). A single linear stays
 peft's, for its names, saving and merging, and gets a subclass of its class (upstream/peft.py). fuse.py decides which
-modules run so. All layers share a class, so they share a compiled graph too.
+modules run fused. All layers share a class, so they share a compiled graph too.
 
 An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. If
-techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, these
-return q and k rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
+techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, the
+projections return q and k rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
 
-A fused operator does not call the linears that it replaces. So if one of them has a hook (peft's `adapter_names`
-argument sets some), or if its adapter is off or merged, the module's own forward runs and calls them one by one.
+A fused operator does not call the linears that it replaces. So if a linear has a hook (peft's
+`adapter_names` argument sets some), or if its adapter is off or merged, the module's own forward calls each linear.
 """
 
 from __future__ import annotations

@@ -31,18 +31,18 @@ ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
 
 def refusal(facts: Facts) -> str | None:
     """Why quack's kernel cannot multiply for fused adapters under `facts`, and what to change; None if it can."""
-    found, tokens = facts.packages.get(PACKAGE), facts.tokens
+    installed, tokens = facts.packages.get(PACKAGE), facts.tokens
     sizes = [int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)]
     if facts.device != "cuda" or facts.capability != CAPABILITY:
         card = (
             f"{facts.device_name}, {facts.capability[0]}.{facts.capability[1]}" if facts.capability else facts.device
         )
         return f"its kernel is for a GPU of compute capability 9.0 (H100, H200), and this is {card}"
-    if found != VERSION:
+    if installed != VERSION:
         if PACKAGE in facts.broken:
             return f"{PACKAGE} {facts.lacks(PACKAGE)}"
         return (
-            f"it calls inner functions of {PACKAGE} {VERSION}, and {found or 'none'} is installed: "
+            f"it calls inner functions of {PACKAGE} {VERSION}, and {installed or 'none'} is installed: "
             f"pip install '{PACKAGE}[cu13]=={VERSION}'"
         )
     if facts.compute_dtype not in ("bfloat16", "float16"):
@@ -60,7 +60,7 @@ def refusal(facts: Facts) -> str | None:
             "train.micro_batch_size or data.sequence_length"
         )
     if sizes and min(sizes) < MIN_SIZE:
-        return f"it is for linears whose sizes are {MIN_SIZE:,} or more, and this model has some of {min(sizes):,}"
+        return f"it is for linears whose sizes are {MIN_SIZE:,} or more, and this model has a size of {min(sizes):,}"
     return None
 
 
@@ -69,7 +69,7 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
     and its head. If it does not compile: return the reason if it is `optional`, else raise HardwareError.
     """
     dtype = compute_dtype(next(model.parameters()).new_empty(0, device=device))  # weights may have no memory yet
-    # Broad on purpose: it is a compiler of another package, with errors of its own.
+    # Broad on purpose: the compiler of another package has its own errors.
     try:
         prepare(device, dtype, cache_home() / "quack")
         if mixtures := grouped(model):

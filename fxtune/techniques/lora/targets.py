@@ -48,19 +48,21 @@ def matches(path: str, entry: str) -> bool:
 def select(model: Any, lora: LoraOptions) -> AdapterTargets:
     """What `lora` adapts of `model`, which has no adapters yet and may be on the meta device.
 
-    Raises ConfigError for target_modules that name a part of what one tensor of experts holds.
+    Raises ConfigError for target_modules that name a part of a tensor of all experts.
     """
-    named, every = dict(model.named_modules()), ALL_LINEAR in lora.target_modules
+    named, all_linear = dict(model.named_modules()), ALL_LINEAR in lora.target_modules
     weights = [path for path, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in path]
     chosen, adaptable = AdapterTargets(), list[str]()
     if weights or _files_are_converted(model):
         config, names = _read_as_experts(model, lora)
         chosen.taken = frozenset(names - config.target_modules)
         targets = config.target_parameters or () if weights else ()
-        adaptable = [path for path, _ in model.named_parameters() if any(matches(path, one) for one in targets)]
+        adaptable = [path for path, _ in model.named_parameters() if any(matches(path, entry) for entry in targets)]
         # peft knows the experts' names of some families only, and never the names of their tensors.
-        asked = [path for path in weights if every or any(matches(path, one) for one in lora.target_modules)]
-        adaptable += [path for path in asked if path not in adaptable and is_described(named, path)]
+        selected = [
+            path for path in weights if all_linear or any(matches(path, entry) for entry in lora.target_modules)
+        ]
+        adaptable += [path for path in selected if path not in adaptable and is_described(named, path)]
     decoder, head = _path(model, backbone(model)), model.get_output_embeddings()
     layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
 
@@ -76,7 +78,7 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
     def untargeted(path: str) -> str:
         if _inside(path, lora.modules_to_save):
             return "trained in full"
-        if not every:
+        if not all_linear:
             return "" if any(matches(path, entry) for entry in lora.target_modules) else "target_modules"
         if named[path] is head:
             return "the head"
@@ -90,14 +92,14 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
 
     for path, module in named.items():
         is_linear = _is_linear(module) or (is_router(path, named) and hasattr(module, "weight"))
-        if not path or (every and not is_linear):
+        if not path or (all_linear and not is_linear):
             continue
         if not (why := untargeted(path) or reason(path)):
             chosen.modules.append(path)
         elif is_linear:
             chosen.left[why].append(path)
     for path in dict.fromkeys([*adaptable, *weights]):
-        unknown = "experts in a tensor that peft does not know" if every else "target_modules"
+        unknown = "experts in a tensor that peft does not know" if all_linear else "target_modules"
         if why := reason(path) if path in adaptable else unknown:
             chosen.left[why].append(path)
         else:
@@ -110,8 +112,8 @@ def refusals(model: Any, lora: LoraOptions, token_ids: Sequence[int] = ()) -> li
 
     `token_ids`: the tokens whose rows are trained, where they are known.
     """
-    if found := list(_mismatches(model, lora, bool(lora.train_tokens or token_ids))):
-        return found
+    if mismatches := list(_mismatches(model, lora, bool(lora.train_tokens or token_ids))):
+        return mismatches
     chosen = select(model, lora)
     nothing = f"target_modules: nothing is adapted{chosen.describe()}. Name other modules."
     return [] if chosen.modules or chosen.experts else [nothing]
@@ -181,8 +183,8 @@ def add_adapters(
     device: torch.device,
     revision: str | None = None,
 ) -> Any:
-    """The PeftModel with an adapter on each module of `chosen`, in which the rows of `token_ids` are trained. Raises
-    ValueError as peft does.
+    """The PeftModel with an adapter on each module of `chosen` and trained rows for `token_ids`. Raises ValueError as
+    peft does.
 
     `revision`: the base's commit, which the saved adapter names.
     """
@@ -194,7 +196,7 @@ def add_adapters(
     config.trainable_token_indices = trained_tokens.indices(model, [*token_ids]) if token_ids else None
     plain = all(NAME.fullmatch(entry) for entry in lora.target_modules)
     as_written = plain and named_by(lora.target_modules, model.named_modules()) == chosen.modules
-    of_modules = {one for one in lora.target_modules if named_by([one], model.named_modules())}
+    of_modules = {entry for entry in lora.target_modules if named_by([entry], model.named_modules())}
     config.target_modules = of_modules if as_written else set(chosen.modules)
     names = sorted(config.target_parameters or ())
     as_named = named_by(names, model.named_parameters()) == chosen.experts
@@ -224,25 +226,25 @@ def require_loadable(adapted: Any, chosen: AdapterTargets) -> None:
     import peft
     import transformers
 
-    without = [path.removesuffix(".base_layer") for path in lost]
-    every = [*chosen.modules, *(path.rpartition(".")[0] for path in chosen.experts)]
-    kept = [path for path in every if path not in without]
-    entries = sorted({_entry_without(path, kept) for path in without})
+    not_loaded = [path.removesuffix(".base_layer") for path in lost]
+    adapted_paths = [*chosen.modules, *(path.rpartition(".")[0] for path in chosen.experts)]
+    loaded = [path for path in adapted_paths if path not in not_loaded]
+    entries = sorted({_entry_without(path, loaded) for path in not_loaded})
     change = f"Set techniques.lora.exclude_modules=[{','.join(entries)}], or name other modules in target_modules."
-    if not kept:
+    if not loaded:
         change = "Use another version of peft or transformers, or train without adapters."
     raise ConfigError(
         f"techniques.lora.target_modules: peft {peft.__version__} with transformers {transformers.__version__} cannot "
         f"load the adapters of {len(lost)} modules again, such as {lost[0]}, because it renames their tensors "
-        f"({kinds(without)}). {change}"
+        f"({kinds(not_loaded)}). {change}"
     )
 
 
-def _entry_without(path: str, kept: list[str]) -> str:
-    """The shortest entry of exclude_modules that leaves out `path` and none of `kept`."""
+def _entry_without(path: str, others: list[str]) -> str:
+    """The shortest entry of exclude_modules that leaves out `path` and none of `others`."""
     parent, leaf = path.split(".")[-2:] if "." in path else ("", path)
     entries = [entry for entry in (parent, leaf, f"{parent}.{leaf}") if not entry.strip(".").isdigit() and entry]
-    return next((entry for entry in entries if not any(_inside(module, [entry]) for module in kept)), path)
+    return next((entry for entry in entries if not any(_inside(module, [entry]) for module in others)), path)
 
 
 @contextmanager
@@ -255,8 +257,8 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
         if parameter is not None and parameter.is_meta
     ]
     for module, name, parameter in held:
-        one = torch.empty((), dtype=parameter.dtype, device=device)  # of which each number is a view
-        module._parameters[name] = nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
+        number = torch.empty((), dtype=parameter.dtype, device=device)  # all numbers of a parameter are views of it
+        module._parameters[name] = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
     try:
         yield
     finally:
@@ -266,8 +268,8 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _files_are_converted(model: Any) -> bool:
-    """Whether transformers converts the files of this family, among them those of mixtures. Then peft may read names
-    of linears as those of experts, also in a model without any."""
+    """Whether transformers converts the files of this family, such as a mixture's. Then peft may read names of linears
+    as names of experts, also in a model without experts."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return get_checkpoint_conversion_mapping(getattr(model.config, "model_type", None)) is not None
@@ -304,8 +306,8 @@ def _read_as_experts(model: Any, lora: LoraOptions) -> tuple[Any, set[str]]:
 
 @functools.cache
 def gate_up_parts(model_type: str) -> int:
-    """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for the families in which
-    it knows them as two linears."""
+    """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for families whose gate
+    and up peft knows as two linears."""
     with alone() as peft:
         config, model = peft.LoraConfig(r=1, target_modules=list(EXPERT_LINEARS)), nn.Module()
     model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]
@@ -315,7 +317,7 @@ def gate_up_parts(model_type: str) -> int:
 
 @contextmanager
 def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
-    """Move modules of `chosen` that are not called in this context to those left out: their adapters would do nothing.
+    """Move modules of `chosen` that are not called in this context to `chosen.left`: their adapters would do nothing.
 
     Modules of experts stay, because it may be that no token was routed to them.
     """
@@ -346,11 +348,11 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 @functools.cache
 def _is_plain(kind: type[nn.Linear]) -> bool:
-    """Whether a small linear of this class computes what torch's does (Falcon's does, in other words)."""
+    """Whether a small linear of this class gives the results of torch's linear (Falcon's class does)."""
     if kind.forward is nn.Linear.forward:
         return True
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        x = torch.randn(2, 5, 4, dtype=torch.float64)  # which neither autocast nor a fast mode of matmuls rounds
+        x = torch.randn(2, 5, 4, dtype=torch.float64)  # neither autocast nor a fast mode of matmuls rounds it
         try:
             linear = kind(4, 3).double()
             return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=1e-4, atol=1e-5)
@@ -375,7 +377,7 @@ def _path(model: nn.Module, part: nn.Module) -> str:
 
 
 def _beside(path: str, decoder: str) -> str:
-    """The module beside the decoder, or beside one around it, that holds `path`."""
+    """The module that contains `path` and lies beside the decoder, or beside a module around the decoder."""
     pairs = zip(path.split("."), [*decoder.split("."), *[""] * path.count(".")], strict=False)
     return next(part for part, own in pairs if part != own)
 
@@ -384,6 +386,6 @@ def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _near(entry: str, known: list[str]) -> str:
-    near = nearest(entry, known)
-    return f"Did you mean {near}? " * bool(near) + f"Its linears are {', '.join(known)}."
+def _near(entry: str, names: list[str]) -> str:
+    guess = nearest(entry, names)
+    return f"Did you mean {guess}? " * bool(guess) + f"Its linears are {', '.join(names)}."

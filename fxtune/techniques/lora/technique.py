@@ -46,11 +46,11 @@ layer rounds.
 @dataclass
 class Lora(LoraOptions, Technique):
     def __post_init__(self) -> None:
-        # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused, or nothing compiles.
+        # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused or compiled.
         self._fused_by_auto = self._cute_by_auto = self._grouped_by_auto = False
         self._not_compiled = ""  # why quack's kernel did not compile
         self.token_ids: list[int] = []
-        """The ids of train_tokens and of model.add_tokens, once find_tokens() or choose_tokens() knows them."""
+        """The ids of train_tokens and model.add_tokens; find_tokens() or choose_tokens() sets them."""
         self._added: list[str] = []
 
     def check(self, facts: Facts) -> Iterator[str]:
@@ -168,8 +168,8 @@ class Lora(LoraOptions, Technique):
         """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.
 
         `tokenizer`: loads it. `added`: model.add_tokens, whose rows are trained too, unless modules_to_save trains
-        both tables. Raises ConfigError for a token that the tokenizer does not have, and for other tokens than those
-        of `adapter`.
+        both tables. Raises ConfigError for a token that the tokenizer does not have, and if `adapter` trains
+        other tokens.
         """
         self._added = [] if {"embed_tokens", "lm_head"} <= {*self.modules_to_save} else list(added)
         if tokens := [*self._added, *(self.train_tokens if self.train_tokens not in (None, AUTO) else ())]:
@@ -192,14 +192,14 @@ class Lora(LoraOptions, Technique):
             )
 
     def choose_tokens(self, base: Any, tokenizer: Callable[[], Any], special_tokens: Sequence[int]) -> None:
-        """Decide `auto`: those of `special_tokens` whose rows `base` has never trained."""
+        """Decide `auto`: the tokens of `special_tokens` whose rows `base` has never trained."""
         if self.train_tokens != AUTO:
             return
         base.requires_grad_(False)  # as adapters will freeze it
-        found = sorted({token for rows in untrained_rows(base, special_tokens).values() for token in rows})
-        self._train(found, tokenizer())
+        untrained = sorted({token for rows in untrained_rows(base, special_tokens).values() for token in rows})
+        self._train(untrained, tokenizer())
         seen = "the base has trained all special tokens of the data, so no rows are trained"
-        say(f"techniques.lora.train_tokens: {'auto trains ' + ', '.join(self.train_tokens) if found else seen}.")
+        say(f"techniques.lora.train_tokens: {'auto trains ' + ', '.join(self.train_tokens) if untrained else seen}.")
 
     def _train(self, ids: list[int], tokenizer: Any) -> None:
         self.train_tokens = tokenizer.convert_ids_to_tokens(ids) or None
@@ -280,7 +280,7 @@ class Lora(LoraOptions, Technique):
         )
 
     def _experts(self, model: Any, probe: dict[str, Any]) -> Evidence:
-        """Adapters of experts, and their gradients: one that no token reaches has none."""
+        """Adapters of experts, and their gradients. An expert that no token reaches has no gradient."""
         seen = observe_experts(model, probe)
         asked = "adapters of experts learn from each token that reaches them"
         demanded = self.grouped_experts is Switch.on and not self._grouped_by_auto
@@ -295,7 +295,7 @@ class Lora(LoraOptions, Technique):
         )
 
     def _trains_rows(self, model: Any, probe: dict[str, Any]) -> Evidence:
-        """Gradients of the rows, and logits with other rows than the base's, against those of peft's own code."""
+        """Gradients of the rows, and logits with changed rows, compared with the logits of peft's own code."""
         seen = trained_tokens.observe(model, probe)
         limit = 1e-4 if base_dtype(model) is torch.float32 else 5e-2
         return Evidence(
@@ -311,15 +311,15 @@ class Lora(LoraOptions, Technique):
         """The operators of a forward pass, counted where they are dispatched."""
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             seen = fusing.count_operators(lambda: model(**probe))
-        ran, wanted = sum(seen.values()), sum(fusion.operators.values())
+        ran, expected = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
         # Experts of a mixture run if a token is routed to them.
-        fits = ran == wanted or (fusion.experts and 0 < ran < wanted)
+        fits = ran == expected or (fusion.experts and 0 < ran < expected)
         return Evidence(
             "lora",
-            f"adapters fused: {wanted} operators a forward pass ({fusion.describe()})",
+            f"adapters fused: {expected} operators a forward pass ({fusion.describe()})",
             f"{counts} ran",
-            fits and (wanted > 0 or self._fused_by_auto),
+            fits and (expected > 0 or self._fused_by_auto),
             "lora.fused",
         )
 
@@ -329,7 +329,7 @@ class Lora(LoraOptions, Technique):
             return Evidence(
                 "lora",
                 "matmul auto: quack's kernel where it compiles",
-                f"cuBLAS, since that did not compile here ({self._not_compiled})",
+                f"cuBLAS, since quack's kernel did not compile here ({self._not_compiled})",
                 True,
             )
         seen, by_cute = gemm_backend.observe(model)

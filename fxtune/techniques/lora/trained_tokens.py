@@ -3,8 +3,8 @@ own `trainable_token_indices`. All other rows stay those of the base, bit for bi
 
 peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass peft writes them into a
 copy of the whole table, whose gradient is as large again: 2 GB for 128k tokens of width 4,096 in bfloat16, in the head
-for each chunk of the loss. Here the base's table runs as it is, and what the trained rows give takes the place of its
-results for these tokens: the same mathematics, for a few rows.
+for each chunk of the loss. Here the base's table runs as it is, and for these tokens the
+results of the trained rows replace the table's results: the same mathematics, for a few rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KEY = "techniques.lora.train_tokens"
 
 
 def ids_of(tokens: Sequence[str], tokenizer: Any) -> list[int]:
-    """The ids of `tokens`, ascending. Raises ConfigError for one that the tokenizer does not have."""
-    known, special = tokenizer.get_vocab(), [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    """The ids of `tokens`, ascending. Raises ConfigError for a token that the tokenizer does not have."""
+    vocabulary, special = tokenizer.get_vocab(), [str(token) for token in tokenizer.added_tokens_decoder.values()]
     for token in tokens:
-        if token not in known:
+        if token not in vocabulary:
             raise ConfigError(f"{KEY}: the tokenizer has no token {token}{did_you_mean(token, special)}")
-    return sorted({known[token] for token in tokens})
+    return sorted({vocabulary[token] for token in tokens})
 
 
 def ids_of_adapter(adapter: str) -> list[int]:
@@ -41,18 +41,18 @@ def ids_of_adapter(adapter: str) -> list[int]:
     read_options()."""
     origin, key = locate_adapter(adapter), "model.adapter"
     fetch_adapter(origin, adapter, key)
-    found = read_options(origin, adapter, key).get("trainable_token_indices") or []
-    return sorted({token for ids in found.values() for token in ids} if isinstance(found, dict) else found)
+    entries = read_options(origin, adapter, key).get("trainable_token_indices") or []
+    return sorted({token for ids in entries.values() for token in ids} if isinstance(entries, dict) else entries)
 
 
 def refusals(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
-    """Why rows of `model`, without adapters yet, cannot be trained. `trained`: modules with trained weights besides
-    these rows, and by which option."""
+    """Why rows of `model`, without adapters yet, cannot be trained. `trained`: other modules with
+    trained weights -> the option that trains them."""
     for path, table in _tables(model).items():
         if option := trained.get(path):
             yield f"train_tokens: {option} already trains {path}. Take it out there, or set train_tokens to null."
         elif not _is_lookup(table) and not isinstance(table, nn.Linear):
-            yield f"train_tokens: {path} is a {type(table).__name__}, in which peft trains no rows. Set it to null."
+            yield f"train_tokens: peft trains no rows of {path}, a {type(table).__name__}. Set train_tokens to null."
 
 
 def indices(model: Any, ids: list[int]) -> list[int] | dict[str, list[int]]:
@@ -63,7 +63,7 @@ def indices(model: Any, ids: list[int]) -> list[int] | dict[str, list[int]]:
         return ids
     paths = [path for path, _ in model.named_modules()]
     leaves = {path: path.rpartition(".")[2] for path in tables}
-    # peft takes each module whose name ends so.
+    # peft takes each module whose name ends with a given name.
     return {leaf if sum(other.endswith(leaf) for other in paths) == 1 else path: ids for path, leaf in leaves.items()}
 
 
@@ -72,7 +72,8 @@ def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
     """Let rows of the tokens `ids` that are zero start as the mean of all rows.
 
     The first norm divides by the length of its input: the gradient of a zero row in the embedding is larger by the
-    inverse root of the norm's eps, in a small Llama 2e9 to the others' 3e-3, and clipping would take all others away.
+    inverse root of the norm's eps, in a small Llama 2e9, where other rows have 3e-3. Clipping would then shrink all
+    other gradients to nothing.
     """
     for weight in {table.weight for table in _tables(model).values()}:
         zero = [] if weight.is_meta else [number for number in ids if not weight[number].any()]
@@ -81,7 +82,7 @@ def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
 
 
 def prepare(adapted: Any) -> None:
-    """Make the rows that peft trains float32, as adapters are, and let the base's tables run beside them.
+    """Make the rows that peft trains float32, as adapters are, and run the base's tables without a copy.
 
     Raises ConfigError if peft has not wrapped both tables.
     """
@@ -113,7 +114,7 @@ def as_peft(adapted: nn.Module) -> None:
 
 
 class Observed(NamedTuple):
-    """What observe() has seen."""
+    """The results of observe()."""
 
     learning: int
     """Rows with a gradient, over all matrices."""
@@ -134,8 +135,8 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
     with observed(adapted), torch.compiler.set_stance("force_eager"):
         with torch.enable_grad():
             total = adapted(**probe).logits.float().logsumexp(-1).sum()
-            found = torch.autograd.grad(total, matrices)
-        learning = sum(int(gradient.any(-1).sum()) for gradient in found)
+            gradients = torch.autograd.grad(total, matrices)
+        learning = sum(int(gradient.any(-1).sum()) for gradient in gradients)
         in_head = [len(layers) == 1 or not _is_lookup(layer.base_layer) for layer in layers]
         expected = sum(len(matrix) if head else len(shown) for matrix, head in zip(matrices, in_head, strict=True))
         before = [matrix.detach().clone() for matrix in matrices]
@@ -168,7 +169,7 @@ def _forward(layer: Any, x: torch.Tensor, active: Sequence[str], *args: Any, **k
         logits = logits if bias is None else logits + bias[ids]
         return result.index_copy_(-1, ids, logits.to(result.dtype))  # nothing else holds the result
     at = torch.searchsorted(ids, x).clamp(max=len(ids) - 1)
-    # In float32 until the end, so that the gradients of a row, which occurs often, add up in float32.
+    # In float32 until the end, so that the gradients of a row, which may occur often, add up in float32.
     vectors = F.embedding(at, rows)
     if (scale := getattr(layer.base_layer, "embed_scale", None)) is not None:  # Gemma's
         vectors = vectors.to(result.dtype) * torch.as_tensor(scale).to(result.device, result.dtype)

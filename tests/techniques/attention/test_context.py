@@ -107,8 +107,8 @@ def test_offload_sends_the_queries_of_all_ranks_tokens():
     model = _llama(2)
     _, gradients = _loss_and_gradients(copy.deepcopy(model), plan.batch(0, 0), "")
     (more, first), (_, second) = work(pieces=2)
-    for expected, one, other in zip(gradients, first, second, strict=True):
-        assert torch.allclose(one + other, expected, atol=1e-5)
+    for expected, result, other in zip(gradients, first, second, strict=True):
+        assert torch.allclose(result + other, expected, atol=1e-5)
     # Queries, keys and values that attention saved, 32 and twice 16 numbers of 4 bytes, of 32 tokens.
     assert more >= work(pieces=1)[0][0] + 32 * (32 + 16 + 16) * 4
 

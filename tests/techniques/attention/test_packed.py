@@ -78,9 +78,9 @@ def test_packed_documents_of_gpt_oss_as_each_alone_in_plain_transformers():
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     bounds = torch.tensor([0, 3, 20, 60, 60], dtype=torch.int32)
     found = mine(**model_inputs(mine, ids, positions, bounds)).logits
-    wanted = torch.cat([plain(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)], 1)
+    wanted = torch.cat([plain(input_ids=document, use_cache=False).logits for document in ids.split(lengths, 1)], 1)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    losses = [one.float().logsumexp(-1).sum() for one in (found, wanted)]
+    losses = [logits.float().logsumexp(-1).sum() for logits in (found, wanted)]
     for ours, theirs in zip(
         *(
             torch.autograd.grad(loss, list(model.parameters()))

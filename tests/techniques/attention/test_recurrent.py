@@ -122,7 +122,7 @@ def test_packing_can_be_demanded_and_is_proven(kind):
     prepared = chosen.build(config_of(kind), load_config(config_of(kind)), CPU, 0)
     model = prepared.module
     evidence = chosen.prove(prepared, make_probe(model))
-    (isolated,) = [one for one in evidence if "do not see each other" in one.asked]
+    (isolated,) = [observation for observation in evidence if "do not see each other" in observation.asked]
     assert isolated.observed.endswith("the others' by at most 0")
 
 

@@ -253,7 +253,7 @@ def test_compiler_budget_applies_to_this_model_only():
 )
 def test_impossible_options_are_refused(options, reason):
     told = list(Checkpointing(enabled=True, **options).check(facts_of(random_model("llama"))))
-    assert any(re.match(reason.replace("?", r"\?"), one) for one in told), told
+    assert any(re.match(reason.replace("?", r"\?"), line) for line in told), told
 
 
 def test_offload_is_refused_if_host_memory_is_too_small_or_the_model_is_one_graph():

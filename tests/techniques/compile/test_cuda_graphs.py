@@ -94,7 +94,7 @@ def test_the_second_pass_of_a_shape_is_recorded_and_later_ones_are_replayed(cuda
 def test_results_are_not_overwritten_by_later_passes(cuda):
     call = recorder(cuda)
     kept = [call(Batch(torch.full((4,), value)), 1.0) for value in (1.0, 2.0, 3.0)]
-    assert [one.item() for one in kept] == [4.0, 8.0, 12.0]
+    assert [scalar.item() for scalar in kept] == [4.0, 8.0, 12.0]
 
 
 def test_a_replay_notes_the_names_that_its_recording_reached(cuda):

@@ -52,7 +52,7 @@ def test_second_model_of_a_process_has_its_own_code_and_report(quick):
     for _ in range(2):
         technique, model = compiled()
         seen = list(technique.verify(PreparedModel(model), make_probe(model)))
-        assert all(one.acted for one in seen), seen
+        assert all(observation.acted for observation in seen), seen
         assert technique.report().graphs == 2
 
 
@@ -139,7 +139,7 @@ def test_kernel_whose_writes_torch_cannot_determine_is_an_error(fullgraph, silen
     _, model = compiled(fullgraph=fullgraph)
     with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes") as told:
         learn(model, row(model))
-    assert "Turn off what runs that kernel" in str(told.value)
+    assert "Turn off the option that runs this kernel" in str(told.value)
     assert not printed, "one message, and no traceback before it"
 
 

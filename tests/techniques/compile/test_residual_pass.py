@@ -25,7 +25,7 @@ def drawn(*shape):
 
 DRAW = torch.Generator().manual_seed(0)
 INS, OUTS = (HIDDEN, HIDDEN, WIDE), (WIDE, WIDE, HIDDEN)
-A, B = [drawn(RANK, one) for one in INS], [drawn(one, RANK) for one in OUTS]
+A, B = [drawn(RANK, width) for width in INS], [drawn(width, RANK) for width in OUTS]
 WEIGHTS = {out: (drawn(out, HIDDEN), drawn(out)) for out in (HIDDEN, 2 * HIDDEN)}
 UP, DOWN = augment([drawn(WIDE, HIDDEN), drawn(WIDE, HIDDEN)], [RANK] * 2), augment([drawn(HIDDEN, WIDE)], [RANK])
 
@@ -108,8 +108,8 @@ def test_compiled_layer_runs_the_pass_and_has_the_same_gradients(monkeypatch):
         return stream + mlp(stream)
 
     stream, trained = torch.randn(2, 5, HIDDEN, requires_grad=True), [*A, *B]
-    for one in trained:
-        monkeypatch.setattr(one, "requires_grad", True)
+    for parameter in trained:
+        monkeypatch.setattr(parameter, "requires_grad", True)
     # A fresh cache: no pass runs for a graph that the cache has.
     with config.patch(post_grad_custom_post_pass=None), fresh_cache():
         built(pipeline, random_model("llama", num_hidden_layers=1))  # registers the pass

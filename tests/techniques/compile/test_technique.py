@@ -53,10 +53,10 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
         *pipeline.compile.verify(PreparedModel(ours), make_probe(ours)),
         *pipeline.checkpointing.verify(PreparedModel(ours), make_probe(ours)),
     ]
-    assert all(one.acted for one in seen), seen
+    assert all(observation.acted for observation in seen), seen
     graphs = []
     for document in (9, 5, 11):
-        theirs, mine = (learn(one.train(), row(one, 24, document)) for one in (reference, ours))
+        theirs, mine = (learn(model.train(), row(model, 24, document)) for model in (reference, ours))
         for name, gradient in theirs.items():
             torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-5)
         graphs.append(pipeline.compile.report().graphs)
@@ -86,7 +86,7 @@ def test_rows_with_other_contents_reuse_the_first_graphs(family, scope, quick):
     plain = built(lora(), random_model(family)).train()
     known = None
     for document in (20, 7, 33):
-        mine, theirs = (learn(one, row(one, document=document)) for one in (model, plain))
+        mine, theirs = (learn(compared, row(compared, document=document)) for compared in (model, plain))
         assert all(torch.allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs)
         report = technique.report()
         known = known or report.graphs
@@ -105,7 +105,7 @@ def test_dynamic_decides_how_many_lengths_share_a_graph(dynamic, graphs, quick):
     technique, model = compiled(scope=Scope.model, dynamic=dynamic, architecture=ONE)
     plain = built(lora(), random_model("llama", **ONE)).train()
     for length in (48, 56, 64):
-        mine, theirs = (learn(one, row(one, length)) for one in (model, plain))
+        mine, theirs = (learn(compared, row(compared, length)) for compared in (model, plain))
         assert all(torch.allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs)
     assert technique.report().graphs == graphs
 

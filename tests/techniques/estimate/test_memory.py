@@ -209,7 +209,7 @@ def test_copies_that_undo_a_bad_step_are_counted():
     assert forecast(facts, RecomputePlan()) == forecast(replace(facts, undo_limit=0), RecomputePlan())  # too large
     facts = replace(facts, in_backward=True)
     seen = [forecast(replace(facts, undo_limit=limit), RecomputePlan("input")) for limit in (0, 2**31)]
-    assert [one.update for one in seen] == [0, pytest.approx(head * (2 + 2 + 2), rel=0.01)]
+    assert [need.update for need in seen] == [0, pytest.approx(head * (2 + 2 + 2), rel=0.01)]
     assert seen[1].layer - seen[0].layer > 2 * head
     adapters = replace(card(139, 4096), optimizer="lion", undo_limit=2**31)
     assert forecast(adapters, RecomputePlan()).update == 4 * 3 * trained_parameters(adapters)

@@ -67,7 +67,7 @@ def test_a_micro_batch_takes_about_as_long_as_measured():
     speed = 65536 / step_time.micro_batch_seconds(facts, recompute_plan(facts.techniques))
     assert speed == pytest.approx(6570, rel=0.1)
     half = replace(facts, degrees=Degrees(context=2))
-    seconds = (step_time.micro_batch_seconds(one, RecomputePlan("input")) for one in (half, facts))
+    seconds = (step_time.micro_batch_seconds(case, RecomputePlan("input")) for case in (half, facts))
     assert next(seconds) == pytest.approx(next(seconds) / 2, rel=0.01)
 
 
@@ -75,9 +75,9 @@ def test_layers_with_a_sliding_window_attend_to_less():
     kinds = ["full_attention", "sliding_attention"] * 16
     facts = card(139, 65536, model={**LLAMA, "sliding_window": 1024})
     mixed, narrow = (
-        replace(facts, model={**facts.model, "layer_types": one}) for one in (kinds, ["sliding_attention"] * 32)
+        replace(facts, model={**facts.model, "layer_types": types}) for types in (kinds, ["sliding_attention"] * 32)
     )
-    times = [step_time.layer_time(one).attention for one in (facts, mixed, narrow)]
+    times = [step_time.layer_time(case).attention for case in (facts, mixed, narrow)]
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
     assert times[2] == pytest.approx(times[0] / 32)
 

@@ -86,22 +86,24 @@ def test_a_model_with_all_kernels_equals_the_plain_model(family, stand_ins):
     plain = built(Pipeline(), model)
     mine, pipeline = with_liger(model)
     with torch.no_grad():  # weights other than 1, so that a wrong offset shows
-        for one, other in zip(plain.parameters(), mine.parameters(), strict=True):
-            other.copy_(one.add_(0.1 * torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel()))))
+        for result, expected in zip(plain.parameters(), mine.parameters(), strict=True):
+            expected.copy_(
+                result.add_(0.1 * torch.randn(result.shape, generator=torch.Generator().manual_seed(result.numel())))
+            )
     assert list(mine.state_dict()) == list(plain.state_dict())
     (expected, theirs), (loss, ours) = run(plain), run(mine)
     torch.testing.assert_close(loss, expected)
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
     evidence = list(pipeline.liger.verify(PreparedModel(mine), make_probe(mine)))
-    assert all(one.acted for one in evidence), evidence
-    assert [one.asked.split(":")[0] for one in evidence] == operations(model)
+    assert all(observation.acted for observation in evidence), evidence
+    assert [observation.asked.split(":")[0] for observation in evidence] == operations(model)
     norms, turns, gated = COUNTS[family]
     wanted = {"rms_norm": norms, "layer_norm": norms, "rope": turns, "swiglu": gated, "geglu": gated}
-    for one in evidence:
-        name = one.asked.split(":")[0]
+    for observation in evidence:
+        name = observation.asked.split(":")[0]
         ran = turns - 1 if (family, name) == ("smollm3", "rope") else wanted[name]
-        assert one.observed == f"{wanted[name]} replaced, {ran} runs"
+        assert observation.observed == f"{wanted[name]} replaced, {ran} runs"
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rope", "swiglu"])
@@ -126,7 +128,7 @@ def test_adapters_and_checkpointing_wrap_liger_and_the_adapter_fits_the_plain_ba
     prepared = pipeline.build(model, load_config(model), CPU, 0)
     mine = prepared.module
     evidence = pipeline.prove(prepared, make_probe(mine))
-    assert {one.technique for one in evidence} >= {"liger", "lora", "checkpointing"}
+    assert {observation.technique for observation in evidence} >= {"liger", "lora", "checkpointing"}
     assert "liger" not in "".join(name for name, _ in mine.named_parameters())
     expected = logits(trained(mine))
     adapter = save_model(prepared, load_tokenizer(model), tmp_path / "adapter")

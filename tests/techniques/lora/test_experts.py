@@ -54,7 +54,7 @@ def test_experts_as_plain_transformers_and_peft(kind):
         for switch in (Switch.off, Switch.auto)
     )
     assert (len(grouped(plain)), len(grouped(mine))) == (0, LAYERS[kind])
-    assert all(one.expert_act is not None for one in grouped(mine)), "not as one operator"
+    assert all(layer.expert_act is not None for layer in grouped(mine)), "not as one operator"
     require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
 
 
@@ -72,7 +72,7 @@ def test_recomputed_layers_route_as_before():
     """A recomputation that chose other experts would change the gradients."""
     pipelines = lora(), lora()
     pipelines[1].checkpointing = Checkpointing(enabled=True)
-    plain, again = (uneven(built(one, mixture("qwen3_moe"), packing=False)) for one in pipelines)
+    plain, again = (uneven(built(pipeline, mixture("qwen3_moe"), packing=False)) for pipeline in pipelines)
     wanted, found = loss_and_gradients(plain), loss_and_gradients(again)
     assert found[0] == wanted[0]
     assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
@@ -85,7 +85,7 @@ def test_layers_with_experts_are_one_graph(monkeypatch):
     prepared = prepared_model(pipeline, mixture("qwen3_moe"), packing=True)
     model = uneven(prepared.module)
     evidence = list(pipeline.compile.verify(prepared, make_probe(model)))
-    assert all(one.acted for one in evidence), evidence
+    assert all(observation.acted for observation in evidence), evidence
     plain = uneven(built(lora(), mixture("qwen3_moe"), packing=True))
     require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
 
@@ -103,16 +103,16 @@ def test_gpt_oss_with_all_that_makes_it_fast(monkeypatch):
         return pipeline, uneven(pipeline.build(config, load_config(config), CPU, 0).module)
 
     (_, plain), (pipeline, model) = made(), made(compile={}, checkpointing={})
-    assert all(one.expert_act is not None for one in grouped(model))
+    assert all(layer.expert_act is not None for layer in grouped(model))
     require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
     probe = make_probe(model)
     proofs = [
-        one
+        evidence
         for part in (pipeline.attention, pipeline.rope, pipeline.compile)
-        for one in part.verify(PreparedModel(model), probe)
+        for evidence in part.verify(PreparedModel(model), probe)
     ]
-    assert {one.technique for one in proofs} == {"attention", "rope", "compile"}
-    assert all(one.acted for one in proofs), proofs
+    assert {observation.technique for observation in proofs} == {"attention", "rope", "compile"}
+    assert all(observation.acted for observation in proofs), proofs
 
 
 def test_the_evidence_counts_experts_that_learn():
@@ -208,9 +208,9 @@ def test_targets_may_name_the_tensors_of_experts(kind, tmp_path):
     prepared = prepared_model(lora(target_modules=["q_proj", "gate_up_proj", "down_proj"]), config, packing=False)
     mine = trained(prepared.module)
     ranks = {
-        one.parameter_name: len(one.lora_A["default"].weight) // 4
-        for one in mine.modules()
-        if hasattr(one, "parameter_name")
+        module.parameter_name: len(module.lora_A["default"].weight) // 4
+        for module in mine.modules()
+        if hasattr(module, "parameter_name")
     }
     assert ranks == {"gate_up_proj": 4, "down_proj": 4}
     assert len(grouped(mine)) == 2

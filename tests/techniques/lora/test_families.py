@@ -119,7 +119,9 @@ def doubles_for_q(self, hidden_states, **kwargs):
 
 def doubles_for_all(self, hidden_states, **kwargs):
     hidden_states = hidden_states * 2
-    return mixed(self, hidden_states, *(each(hidden_states) for each in (self.q_proj, self.k_proj, self.v_proj)))
+    return mixed(
+        self, hidden_states, *(projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    )
 
 
 def projects_twice(self, hidden_states, **kwargs):
@@ -156,7 +158,7 @@ def test_an_attention_is_fused_as_far_as_it_projects_its_own_input(forward, oper
     assert dict(pair[1].fusion.operators) == operators
     line = f"LlamaAttention does more with {alone} than project its own input, so these linears run one by one."
     assert [f"techniques.lora.fused: {line}"] * bool(alone) == [
-        one for one in capsys.readouterr().out.splitlines() if "techniques.lora.fused" in one
+        splitline for splitline in capsys.readouterr().out.splitlines() if "techniques.lora.fused" in splitline
     ]
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
 

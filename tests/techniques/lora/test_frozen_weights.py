@@ -20,13 +20,13 @@ from fxtune.techniques.quantize.technique import Quantize
 
 def require_one_owner(model) -> None:
     """Every parameter is contiguous, belongs to one module, and shares its memory with no other."""
-    owners = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
+    owners = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
     assert len({identity for _, identity in owners}) == len(owners)
-    addresses = [one.untyped_storage().data_ptr() for one in model.parameters()]
+    addresses = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
     assert len(set(addresses)) == len(addresses)
-    for name, one in model.named_parameters():
-        assert one.is_contiguous(), name
-        assert one.untyped_storage().nbytes() == one.nbytes, name
+    for name, parameter in model.named_parameters():
+        assert parameter.is_contiguous(), name
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, name
     for linear in (module for module in model.modules() if hasattr(module, "base_layer")):
         assert linear.base_layer.weight.untyped_storage().data_ptr() in addresses
 
@@ -70,14 +70,16 @@ def test_a_fused_layer_is_divided(base, one_process_mesh):
     for _ in range(2):
         loss, found = loss_and_gradients(sharded)
     require_close(
-        (loss, {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in found.items()}), wanted, 0
+        (loss, {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in found.items()}),
+        wanted,
+        0,
     )
 
 
 def test_state_dict_loads_by_the_names_of_peft():
     model = random_model("llama")
     first, second = (built(lora(fused=Switch.on), model, seed=seed) for seed in (0, 1))
-    states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (first, second)]
+    states = [{name: value.clone() for name, value in model.state_dict().items()} for model in (first, second)]
     assert not torch.equal(logits(first), logits(second))
     for assign in (False, True):
         second.load_state_dict(states[1])
@@ -137,7 +139,7 @@ def test_data_assigned_to_a_weight_is_copied_into_it(where):
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
     require_one_owner(fused)
     for other in (base.weight[:3], base.weight.double(), base.weight.to("meta")):
-        with pytest.raises(ValueError, match=r"takes a tensor of shape .* this one has shape"):
+        with pytest.raises(ValueError, match=r"takes a tensor of shape .* the new one has shape"):
             base.weight.data = other
     assert type(base.weight + 0) is torch.Tensor
 

@@ -80,7 +80,9 @@ def test_autocast_is_as_accurate_as_peft(base):
     model = random_model("llama")
     exact = loss_and_gradients(lora_pair(model)[0])
     model.dtype = base
-    plain, fused = (loss_and_gradients(one, dtype=torch.bfloat16) for one in lora_pair(model, base.value, prepare))
+    plain, fused = (
+        loss_and_gradients(adapted, dtype=torch.bfloat16) for adapted in lora_pair(model, base.value, prepare)
+    )
 
     def off(found):
         return sum((found[1][name].float() - wanted).norm() ** 2 for name, wanted in exact[1].items()) ** 0.5
@@ -160,7 +162,7 @@ def test_saved_adapter_loads_in_plain_peft_and_as_a_start(tmp_path):
     pair = [prepared_model(lora(fused=Switch.off), model), trained(prepared_model(lora(fused=Switch.on), model))]
     fused, tokenizer = pair[1].module, load_tokenizer(model)
     one, other = (
-        save_model(each, tokenizer, tmp_path / name) for each, name in zip(pair, ("plain", "fused"), strict=True)
+        save_model(adapted, tokenizer, tmp_path / name) for adapted, name in zip(pair, ("plain", "fused"), strict=True)
     )
     theirs, mine = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
     assert {name: value.shape for name, value in theirs.items()} == {name: value.shape for name, value in mine.items()}

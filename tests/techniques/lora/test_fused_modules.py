@@ -83,18 +83,18 @@ def test_backward_hooks_on_a_linear_run():
         loss_and_gradients(model)
         found.append(heard)
     assert len(found[1]) == 2
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for result, expected in zip(*found, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_generation_with_a_cache_matches_peft():
-    plain, fused = (one.eval() for one in lora_pair(random_model("llama")))
+    plain, fused = (model.eval() for model in lora_pair(random_model("llama")))
     ids = torch.arange(1, 9).view(2, 4)
     made = [
-        one.generate(
+        model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0
         )
-        for one in (plain, fused)
+        for model in (plain, fused)
     ]
     assert torch.equal(*made)
     assert made[0].shape == (2, 10)
@@ -116,7 +116,7 @@ def test_a_second_adapter_matches_peft():
         plain, fused = map(logits, models)
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
         found.append(fused)
-    assert all((one - found[0]).abs().max() > 0.01 for one in found[1:])
+    assert all((logits - found[0]).abs().max() > 0.01 for logits in found[1:])
 
 
 @pytest.mark.slow

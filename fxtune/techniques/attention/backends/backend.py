@@ -1,4 +1,4 @@
-"""One attention backend: what it supports, what the profiler sees of it, and why it cannot run under given facts.
+"""One attention backend: its features, its operators in the profiler, and the reasons why it cannot run.
 
 Where a backend cannot run, transformers would in most cases silently use another kernel.
 """
@@ -65,7 +65,7 @@ class Backend:
     aten: str = ""
     """The operator of aten that it calls by its private name."""
     flag: str = "_supports_flash_attn"
-    """The attribute of a model class of transformers that says it can call this backend."""
+    """The attribute of transformers' model classes that says whether a model can call this backend."""
     part_of: str = ""
     """The implementation that may call the same operator."""
     elsewhere: bool = False
@@ -145,7 +145,7 @@ class Backend:
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """Counts calls that the profiler does not see; for a backend with such calls alone."""
+        """Counts calls that the profiler does not see; only for backends with such calls."""
         yield [0]
 
     @property
@@ -154,19 +154,19 @@ class Backend:
         return self.core is not None or self.flag == "_supports_flash_attn"
 
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
-        """The mask of whole rows that it takes beside `cu_seqlens`; None where it reads these."""
+        """The mask of whole rows that the backend takes beside `cu_seqlens`; None if it reads `cu_seqlens`."""
         return None
 
 
 def _without_package(package: Package, facts: Facts) -> Iterator[Reason]:
-    found = facts.packages.get(package.name)
+    version = facts.packages.get(package.name)
     if package.name in facts.broken:
         yield f"needs {package.name}, which {facts.lacks(package.name)}", "Use auto, or another backend"
-    elif found is None:
+    elif version is None:
         yield f"needs the package {package.name}", f"Install it: {package.install}"
-    elif package.version and found != package.version:
+    elif package.version and version != package.version:
         yield (
-            f"needs {package.name} {package.version}, and {found} is installed",
+            f"needs {package.name} {package.version}, and {version} is installed",
             f"Install it: {package.install}",
         )
 

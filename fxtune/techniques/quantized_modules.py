@@ -145,7 +145,8 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
     """
     if len(modules) == 1 or not isinstance(modules[0], Fp8Linear):
         return [tensor for module in modules for tensor in packed(module)]
-    codes, scales = torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
+    codes = torch.cat([module.weight for module in modules])
+    scales = torch.cat([module.scales for module in modules], 1)
     transpose = "back" in modules[0].names
     if codes.is_meta:
         made = _empty_weight(len(codes), codes.shape[1], scales.device, transpose)

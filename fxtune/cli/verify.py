@@ -38,6 +38,7 @@ from fxtune.errors import CheckError
 from fxtune.models.dims import EXPERTS
 from fxtune.models.proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, is_adapter, observed, parameter_counts
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.console import say, table, tick
 from fxtune.system.units import GIB
@@ -72,7 +73,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
         if loss or each:
             compared = parity.compare(builder, data.training, each, say)
             say(comparison_table(compared))
-            say(parity.describe_bounds(builder))
+            say(parity.describe_bounds(builder, compared))
     failed = [f"  {row.technique}: asked for {row.asked}; seen: {row.observed}" for row in seen if not row.acted]
     failed += [f"  loss: {variant.name}: {', '.join(variant.beyond())}" for variant in compared if not variant.within]
     if json is not None:
@@ -165,24 +166,27 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     # Where ranks share a row, techniques/attention/context.py has shown the isolation before.
     if world.context_ranks == 1 and (isolation := _observe_isolation(builder, language_model, batch)):
         yield isolation
-    scale = parity.loss_scale(builder, batch.supervised)
     objective = builder.config.objective
+    # A step of one micro-batch for each rank.
+    rows = plan.sizes.micro_batch_size * world.data_ranks
+    normalizer = objective.normalizer(Plan(plan.stream, replace(plan.sizes, global_batch_size=rows, stages=())), 0)
+    scale = parity.loss_scale(builder, normalizer)
     train_step = builder.train_step(language_model, objective, scale, recorded=False)
     names = train_step.optimizer.names
     before = {name: _sample(parameter) for parameter, name in names.items()}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model.train()
-    supervised = sum(world.gather(batch.supervised, "counting targets"))
-    metrics = train_step.sum_over_ranks(train_step.backward([batch], supervised))
+    metrics = train_step.sum_over_ranks(train_step.backward([batch], normalizer))
     yield _observe_gradients(builder, model, {name: parameter.grad for parameter, name in names.items()})
     train_step.clip(metrics)
-    size = _vocabulary(language_model)
+    size, unit = _vocabulary(language_model), f"by objective={objective.name}"
+    if isinstance(objective, CausalLM):
+        unit = f"nats per supervised token (guessing among all {size:,} tokens: {math.log(size):.2f})"
     yield Evidence(
         "loss",
         "loss and gradient of the first batch are finite",
-        f"{metrics['loss'].item():.4f} nats per supervised token (guessing among all {size:,} tokens: "
-        f"{math.log(size):.2f}), gradient of norm {metrics['grad_norm'].item():.3g}",
+        f"{metrics['loss'].item():.4f} {unit}, gradient of norm {metrics['grad_norm'].item():.3g}",
         bool(metrics["finite"]),
     )
     train_step.update(metrics, options.lr)

@@ -1,15 +1,23 @@
 """Checks the loss: runs the same global batch through the recipe's techniques and through plain transformers.
 
 The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
-compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in the reference: scaled
-RoPE, adapters, a quantized base, and, except in the float32 reference, fp8 products of trained weights. Dropout is off
-everywhere, because two passes would never agree.
+compiled, and log-probabilities of float32 logits (plain_model.py). The objective computes its loss from them, group by
+group. What changes the mathematics by design stays on in the reference: scaled RoPE, adapters, a quantized base, and,
+except in the float32 reference, fp8 products of trained weights. Dropout is off everywhere, because two passes would
+never agree.
 
 In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
 that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
-the dtype's epsilon.
+the dtype's epsilon. An objective may amplify rounding: in float32, 0.1 x the difference of two sums of -1,000 nats is
+wrong by 1e-5. So epsilon is multiplied by the objective's sensitivity: by how many epsilons the loss changes if each
+log-probability changes by one. In float32 these changes are added up, because the sums themselves are rounded. In
+other precisions the errors of tokens are larger and independent, so their squares are added up.
 
-The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. One model is in
+The loss of a mixture's routers depends on the micro-batches. It is compared in the configured ones; in other splits it
+is off.
+
+The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. Where an objective
+has a reference, all trained weights are changed, because the model is its own reference at the start. One model is in
 memory at a time, and the plain ones run before those with fxtune's own code. Several ranks run the step together as in
 training, and are compared with plain transformers in one process, that of rank 0.
 """
@@ -25,31 +33,29 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.batch import Batch, build_batch
 from fxtune.data.batches.plan import Plan
+from fxtune.diagnostics.plain_model import PlainModel, RouterCounts
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.objectives.causal_lm import CausalLM
+from fxtune.objectives.base import Objective
+from fxtune.objectives.reference import Reference, WithReference
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
-from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
-from fxtune.upstream.torch import remove_forward_hooks
 
 BY_DESIGN = ("rope", "precision", "quantize", "float8", "lora", "plugins")
 """Techniques that change the result, and so stay on in the reference. The others must not change it."""
@@ -61,7 +67,9 @@ SLACK = (1 / 8, 1 / 2, 1.0)
 MIN_NORM = 0.01
 """The error of a parameter's gradient is relative to its norm, or to this fraction of the mean norm if that is more:
 the gradient of a key's bias, for example, is zero except for rounding."""
-EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
+MOST = 1000.0
+"""The highest sensitivity of an objective."""
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Compared:
 
     name: str
     loss: float
-    """Nats per supervised token."""
+    """The objective's mean: of causal_lm in nats per supervised token."""
     loss_off: float
     """|loss - reference| / reference"""
     gradient_off: float
@@ -100,6 +108,17 @@ class _Result:
     loss: float
     gradients: dict[str, torch.Tensor]
     """float32, in host memory."""
+    change: float = 0.0
+    """How many epsilons the loss changes by, if each log-probability changes by one."""
+
+    @property
+    def size(self) -> float:
+        """What an error of the loss is relative to. A loss of preferences may be 0."""
+        return max(abs(self.loss), self.change / MOST)
+
+    @property
+    def sensitivity(self) -> float:
+        return max(1.0, _ratio(self.change, self.size))
 
 
 def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], None]) -> list[Compared]:
@@ -108,11 +127,6 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
 
     Raises ConfigError if there is no reference, HardwareError if it does not fit.
     """
-    if not isinstance(builder.config.objective, CausalLM):
-        raise ConfigError(
-            f"objective={builder.config.objective.name}: plain transformers computes the cross-entropy of causal_lm "
-            "alone, so there is no reference. Leave --loss and --each out."
-        )
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(
             "techniques.rope.type=dynamic rotates a document's tokens by angles that depend on the whole row, so "
@@ -121,19 +135,12 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
     return list(_Comparison(builder, plan, tell).run(each))
 
 
-def describe_bounds(builder: RunBuilder) -> str:
-    precision, reference = (
-        precision_of(builder.facts),
-        "Reference: plain transformers in float32, each document alone.",
-    )
-    if precision == "float32":
-        bounds = "Relative bounds: loss {:g}, gradient {:g}, each parameter's gradient {:g}.".format(*EXACT)
-        return f"{reference} {bounds}"
-    loss, gradient, worst = (EPSILON[precision] * factor for factor in SLACK)
-    return (
-        f"{reference} Bounds: twice the error of plain transformers in {precision}, plus {loss:.1e} (loss), "
-        f"{gradient:.1e} (gradient), {worst:.1e} (each parameter's gradient)."
-    )
+def describe_bounds(builder: RunBuilder, compared: list[Compared]) -> str:
+    """What `compared`, from compare(), was measured against."""
+    precision = precision_of(builder.facts)
+    bounds = "loss {:.1e}, gradient {:.1e}, each parameter's gradient {:.1e}".format(*compared[-1].bounds)
+    how = "" if precision == "float32" else f", from twice the error of plain transformers in {precision}"
+    return f"Reference: plain transformers in float32, each document alone. Relative bounds: {bounds}{how}."
 
 
 def precision_of(facts: Facts) -> str:
@@ -142,44 +149,47 @@ def precision_of(facts: Facts) -> str:
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
 
-def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
-    """A scale at which float16 keeps small gradients: about the number of supervised tokens. Training adapts its."""
+def loss_scale(builder: RunBuilder, normalizer: float) -> LossScale:
+    """A scale at which float16 keeps small gradients: about what the loss is divided by. Training adapts its scale."""
     half = precision_of(builder.facts) == "float16"
-    return LossScale(builder.world.device, 2.0 ** round(math.log2(supervised)) if half else 1.0, active=half)
+    return LossScale(builder.world.device, 2.0 ** round(math.log2(normalizer)) if half else 1.0, active=half)
 
 
 class _Comparison:
     def __init__(self, builder: RunBuilder, plan: Plan, tell: Callable[[str], None]) -> None:
         self.builder, self.plan, self.tell, self.world = builder, plan, tell, builder.world
-        self.supervised = plan.supervised(0)
-        self.scale = loss_scale(builder, self.supervised)
+        self.objective = builder.config.objective
+        self.normalizer = self.objective.normalizer(plan, 0)
+        self.scale = loss_scale(builder, self.normalizer)
         self.techniques = copy.deepcopy(builder.techniques)
         self.techniques.lora.dropout = 0.0
-        if self.techniques.router.enabled:  # its loss is that of a micro-batch, so other splits have another one
+        if self.techniques.router.enabled and self.world.context_ranks > 1:
             self.techniques.router.enabled = False
-            tell("Without the auxiliary loss, which depends on the micro-batches: the evidence compares it.")
+            tell("Without the routers' loss, which each rank has of its pieces of rows: the evidence compares it.")
         self.hf_config = copy.deepcopy(builder.settled.hf_config)
         for config in (self.hf_config, self.hf_config.get_text_config()):
             for name, value in vars(config).items():
                 if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
                     setattr(config, name, 0.0)
-        self.reference = _Result(0.0, {})
-        self.bounds = EXACT
+        self.order = 1 if precision_of(builder.facts) == "float32" else 2
+        """Of the norm that adds up the errors of log-probabilities."""
+        self.references: dict[bool, _Result] = {}
+        """Without the routers' loss and, if the techniques have it, with the loss of the configured micro-batches."""
+        self.rounding: dict[bool, tuple[float, float, float]] = {}
+        """The errors of plain transformers in the recipe's precision, if that is not float32."""
 
     def run(self, each: bool) -> Iterator[Compared]:
-        precision, unbounded = precision_of(self.builder.facts), (math.inf,) * 3
-        plain = self._plain()
+        precision, plain = precision_of(self.builder.facts), self._plain()
         exact = replace(plain, precision=Precision(enabled=True, tf32=False), float8=Float8())
-        name = "plain transformers, float32"
-        self.reference = self._run_plain(exact, name, float32=True)
-        yield self._compare(name, self.reference, unbounded)
+        self.references = self._run_plain(exact, "plain transformers, float32", float32=True)
+        for balanced, result in self.references.items():
+            yield self._compare("plain transformers, float32", result, balanced, bounded=False)
         if precision != "float32":
             name = f"plain transformers, {precision}"
-            rounded = self._compare(name, self._run_plain(plain, name), unbounded)
-            yield rounded
-            errors = (rounded.loss_off, rounded.gradient_off, rounded.worst_off)
-            slack = [EPSILON[precision] * factor for factor in SLACK]
-            self.bounds = tuple(2 * error + part for error, part in zip(errors, slack, strict=True))  # type: ignore[assignment]
+            for balanced, result in self._run_plain(plain, name).items():
+                rounded = self._compare(name, result, balanced, bounded=False)
+                yield rounded
+                self.rounding[balanced] = (rounded.loss_off, rounded.gradient_off, rounded.worst_off)
         for name, pipeline in self._without(plain) if each else ():
             yield from self._run(pipeline, f"fxtune, without {name}", [self.plan.sizes.micro_batch_size])
         yield from self._run(self.techniques, "fxtune", self._splits())
@@ -222,56 +232,94 @@ class _Comparison:
         middle = min(divisors, key=lambda size: abs(math.log(size) - math.log(total) / 2))
         return list(dict.fromkeys([configured, least, middle, total]))
 
-    def _run_plain(self, pipeline: Pipeline, name: str, float32: bool = False) -> _Result:
-        """Each document of the step alone. If its activations do not fit, with transformers' own checkpointing. Of
-        several ranks, rank 0 does it and the others wait in _compare()."""
+    def _run_plain(self, pipeline: Pipeline, name: str, float32: bool = False) -> dict[bool, _Result]:
+        """As _groups(). If activations do not fit, with transformers' own checkpointing. Of several ranks, rank 0 does
+        it and the others wait in _compare()."""
         if not self.world.main:
-            return _Result(0.0, {})
+            return {balanced: _Result(0.0, {}) for balanced in [False, True][: 1 + self.techniques.router.enabled]}
         try:
             self.tell(f"{name} ...")
-            return self._documents(pipeline, float32, checkpointed=False)
+            return self._groups(pipeline, float32, checkpointed=False)
         except torch.OutOfMemoryError:
             pass
         try:
             self.tell(f"{name}, checkpointed by transformers ...")
-            return self._documents(pipeline, float32, checkpointed=True)
+            return self._groups(pipeline, float32, checkpointed=True)
         except torch.OutOfMemoryError as error:
             raise HardwareError(
                 f"The reference does not fit: {str(error).partition('. See documentation')[0]}\nIt runs each "
-                "document alone, with all its logits in float32. Use a shorter data.sequence_length, or "
-                "model.architecture={num_hidden_layers: 4} with model.init=random."
+                "document alone, with all its logits in float32, and keeps what the backward pass of one group needs. "
+                "Use a shorter data.sequence_length, or model.architecture={num_hidden_layers: 4} with "
+                "model.init=random."
             ) from error
 
-    def _documents(self, pipeline: Pipeline, float32: bool, checkpointed: bool) -> _Result:
-        device = self.builder.world.device
-        loss = torch.zeros((), device=device, dtype=torch.float64)
+    def _groups(self, pipeline: Pipeline, float32: bool, checkpointed: bool) -> dict[bool, _Result]:
+        """The step by plain transformers, group by group: without the routers' loss, and with it."""
+        device, balanced = self.builder.world.device, self.techniques.router.enabled
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        change = total.clone()
         with self._built(pipeline, World(device)) as prepared:
-            model = prepared.module
-            as_peft(model)
+            plain = PlainModel(prepared, checkpointed, balanced, _reference(self.objective) is Reference.start)
+            _move_weights(plain.model, self.objective.needs.reference)
             if float32:
-                _to_float32(model)
-            if checkpointed:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                model.enable_input_require_grads()
-            for ids, targets in self._each_document():
-                wanted = (targets != IGNORE_INDEX).nonzero().flatten()
-                if not len(wanted):
-                    continue
-                end = int(wanted[-1]) + 1  # tokens after the last target, padding included, have no influence
-                with pipeline.precision.context(device):
-                    logits = model(input_ids=ids[None, :end], use_cache=False).logits[0]
-                part = F.cross_entropy(logits[wanted].float(), targets[wanted], reduction="sum") / self.supervised
-                self.scale.scaled(part).backward()
-                loss += part.detach()
-            self.scale.unscale([parameter for parameter in model.parameters() if parameter.requires_grad])
-            return _collect(model, loss)
+                plain.to_float32()
 
-    def _each_document(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for batch in self._batches(self.plan.stream.rows_of_group):
-            for ids, targets, positions in zip(batch.input_ids, batch.targets, batch.position_ids, strict=True):
-                starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-                for begin, end in pairwise(starts):
-                    yield ids[begin:end], targets[begin:end]
+            def backward(loss: torch.Tensor) -> None:
+                self.scale.scaled(loss).backward()
+                total.add_(loss.detach())
+
+            def collected() -> _Result:
+                self.scale.unscale([parameter for parameter in plain.model.parameters() if parameter.requires_grad])
+                return replace(_collect(plain.model, total), change=change.item() ** (1 / self.order))
+
+            counts: dict[int, RouterCounts] = {}
+            """Of each micro-batch."""
+            of_step = None
+            if self.objective.needs.step_sums:
+                with torch.no_grad(), pipeline.precision.context(device):
+                    sums = [self.objective.step_sums(plain, batch) for _, batch in self._group_batches()]
+                of_step = torch.stack(sums).sum(0)
+            for micro, batch in self._group_batches():
+                with pipeline.precision.context(device):
+                    loss = self.objective.loss(plain, replace(batch, of_step=of_step))[0] / self.normalizer
+                backward(loss)
+                change += plain.take_change(self.order) / self.scale.scale**self.order
+                if plain.counts is not None:
+                    counts.setdefault(micro, RouterCounts(len(plain.counts.chosen), device)).add(plain.counts)
+            results = {False: collected()}
+            if balanced:
+                coefficient = self.techniques.router.aux_loss_coef or 0.0
+                for micro, batch in self._group_batches():
+                    with pipeline.precision.context(device):
+                        loss = plain.router_loss(batch, counts[micro])
+                    backward(coefficient * counts[micro].weight / self.normalizer * loss)
+                results[True] = collected()
+                for name, gradient in results[True].gradients.items():
+                    gradient += results[False].gradients[name]
+        return results
+
+    def _group_batches(self) -> Iterator[tuple[int, Batch]]:
+        """(the number of its micro-batch as configured, a batch) for each group of the step. The batch is one row with
+        the group's documents, without padding."""
+        for micro in range(self.plan.micro_batches(0)):
+            spec = self.plan.batch_spec(0, micro)
+            group_of = np.arange(len(spec.length)) if spec.group is None else spec.group
+            for group in range(group_of.max() + 1):
+                of = group_of == group
+                documents = int(of.sum())
+                batch = replace(
+                    spec,
+                    source=spec.source[of],
+                    start=spec.start[of],
+                    length=spec.length[of],
+                    offsets=np.array([0, documents]),
+                    width=int(spec.length[of].sum()),
+                    packed=True,
+                    slots=documents,
+                    group=None if spec.group is None else np.zeros(documents, np.int64),
+                    label=None if spec.label is None else spec.label[of],
+                )
+                yield micro, build_batch(self.plan.tables, batch).to(self.world.device)
 
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
         """The training step with the techniques of `pipeline`, once for each micro-batch size."""
@@ -284,14 +332,19 @@ class _Comparison:
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         with self._built(pipeline, self.world) as prepared:
-            model = prepared.module
+            model = prepared.module.train()
+            language_model = builder.language_model(prepared)
+            _move_weights(model, self.objective.needs.reference)
             for size in splits:
                 title = f"{name}{ranks}, {total // size} x {size}{' as configured' if size == configured else ''}"
                 self.tell(f"{title} ...")
+                balanced = pipeline.router.enabled and size == configured
+                if prepared.routers is not None and not balanced:
+                    prepared.routers.coefficient = 0.0
                 try:
-                    step = builder.train_step(builder.language_model(prepared), CausalLM(), self.scale, recorded=False)
+                    step = builder.train_step(language_model, self.objective, self.scale, recorded=False)
                     own, batches = self._own_batches(size)
-                    metrics = together(self.world, partial(step.backward, batches, self.supervised, own=own))
+                    metrics = together(self.world, partial(step.backward, batches, self.normalizer, own=own))
                     result = _collect(model, step.sum_over_ranks(metrics)["loss"])
                 except (torch.OutOfMemoryError, MemoryShortError):
                     if size <= configured:
@@ -300,51 +353,63 @@ class _Comparison:
                     model.zero_grad(set_to_none=True)
                     torch.cuda.empty_cache()
                 else:
-                    yield self._compare(title, result, self.bounds)
+                    yield self._compare(title, result, balanced)
 
     @contextlib.contextmanager
     def _built(self, pipeline: Pipeline, world: World) -> Iterator[PreparedModel]:
         builder = self.builder
         _free_memory()  # again, because an error on its way holds the model that raised it
         built = pipeline.build(builder.config.model, self.hf_config, world, builder.config.run.seed)
-        _fill_adapters(built.module.train())
         try:
             yield built
         finally:
             del built
             _free_memory()
 
-    def _batches(self, size: int) -> Iterator[Batch]:
-        plan = Plan(self.plan.stream, replace(self.plan.sizes, micro_batch_size=size))
-        for micro in range(plan.micro_batches(0)):
-            yield plan.batch(0, micro).to(self.builder.world.device)
-
     def _own_batches(self, size: int) -> tuple[int, Iterator[Batch]]:
-        """How many micro-batches of this rank count, and the micro-batches."""
+        """How many micro-batches of this rank count, and the micro-batches, as a loader gives them to a GPU."""
         plan = self.builder.own(self.plan.with_micro_batch_size(size))
-        batches = (plan.batch(0, micro).to(self.world.device) for micro in range(plan.micro_batches(0)))
-        return plan.own_micro_batches(0), batches
+        micro_batches = (plan.batch(0, micro).with_rounded_targets() for micro in range(plan.micro_batches(0)))
+        return plan.own_micro_batches(0), (batch.to(self.world.device) for batch in micro_batches)
 
-    def _compare(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
-        """The comparison by rank 0, on every rank."""
-        compared = self._compared(name, result, bounds) if self.world.main else None
+    def _compare(self, name: str, result: _Result, balanced: bool, bounded: bool = True) -> Compared:
+        """The comparison by rank 0, on every rank. `balanced`: with the routers' loss."""
+        name += ", with the routers' loss" * balanced
+        compared = self._compared(name, result, balanced, bounded) if self.world.main else None
         compared = self.world.broadcast(compared, "waiting for rank 0 to compare")
         assert compared is not None, "rank 0 has compared"
         return compared
 
-    def _compared(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
-        reference = self.reference.gradients
-        if different := sorted(reference.keys() ^ result.gradients.keys()):
+    def _compared(self, name: str, result: _Result, balanced: bool, bounded: bool) -> Compared:
+        bounds, reference = (math.inf,) * 3, self.references[balanced]
+        if bounded:
+            bounds = self._bounds(balanced)
+        if different := sorted(reference.gradients.keys() ^ result.gradients.keys()):
             worst = f"{different[0]} (trained in one of them only)"
             return Compared(name, result.loss, math.nan, math.inf, worst, math.inf, bounds)
-        norms = {key: value.norm().item() for key, value in reference.items()}
-        errors = {key: (result.gradients[key] - value).norm().item() for key, value in reference.items()}
+        norms = {key: value.norm().item() for key, value in reference.gradients.items()}
+        errors = {key: (result.gradients[key] - value).norm().item() for key, value in reference.gradients.items()}
         norm, error = math.hypot(*norms.values()), math.hypot(*errors.values())
         floor = MIN_NORM * norm / math.sqrt(len(norms))
-        relative = {key: errors[key] / max(norms[key], floor) for key in errors}
+        relative = {key: _ratio(errors[key], max(norms[key], floor)) for key in errors}
         worst = max(relative, key=lambda key: (math.isnan(relative[key]), relative[key]))
-        loss = abs(result.loss - self.reference.loss) / abs(self.reference.loss)
-        return Compared(name, result.loss, loss, error / norm, worst, relative[worst], bounds)
+        loss = _ratio(abs(result.loss - reference.loss), reference.size)
+        return Compared(name, result.loss, loss, _ratio(error, norm), worst, relative[worst], bounds)
+
+    def _bounds(self, balanced: bool) -> tuple[float, float, float]:
+        precision, sensitivity = precision_of(self.builder.facts), self.references[balanced].sensitivity
+        rounding = EPSILON[precision] * sensitivity
+        if precision == "float32":
+            loss, gradient, worst = (bound + rounding for bound in EXACT)
+        else:
+            errors = zip(self.rounding[balanced], SLACK, strict=True)
+            loss, gradient, worst = (2 * error + rounding * factor for error, factor in errors)
+        return loss, gradient, worst
+
+
+def _ratio(error: float, size: float) -> float:
+    """`error` relative to `size`; an objective may have a loss or a gradient of 0."""
+    return error / size if size else math.inf if error else 0.0
 
 
 def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
@@ -360,30 +425,26 @@ def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
     return _Result(loss.item(), gradients)
 
 
-def _fill_adapters(model: nn.Module) -> None:
-    """Give each new adapter's B values that depend only on the parameter's name."""
+def _move_weights(model: nn.Module, from_reference: bool) -> None:
+    """Give each new adapter's B values that depend only on the parameter's name. `from_reference`: also change the
+    other trained weights by about 2 %, so that the model differs from the model at the start of the run."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name and parameter.requires_grad and not parameter.any():
-                draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
+            is_new = "lora_" in name and not parameter.any()
+            if not parameter.requires_grad or not (is_new or from_reference):
+                continue
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            change = (0.02 * torch.randn(parameter.shape, generator=draw)).to(parameter)
+            if isinstance(parameter, DTensor):
+                change = distribute_tensor(change, parameter.device_mesh, parameter.placements)
+            if is_new:
+                parameter.copy_(change)
+            else:
+                parameter.mul_(1 + change)
 
 
-def _to_float32(model: nn.Module) -> None:
-    """Let the model compute in float32 with the same weights; quantized weights are dequantized."""
-    from peft.utils import ModulesToSaveWrapper
-
-    model.float()
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "compute_dtype"):  # bitsandbytes' linears
-            module.compute_dtype = torch.float32
-            if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
-                state.dtype = torch.float32
-        if isinstance(module, ModulesToSaveWrapper):
-            # The lora technique casts the output of a float32 module to the dtype of the base.
-            for trained in module.modules_to_save.values():
-                remove_forward_hooks(trained)
+def _reference(objective: Objective) -> Reference | None:
+    return objective.reference if isinstance(objective, WithReference) else None
 
 
 def _free_memory() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from support.tuning import TINY
 
 from fxtune.config.compose import load
+from fxtune.data.batches.batch import Batch
 from fxtune.diagnostics import parity
 from fxtune.diagnostics.parity import Compared
 from fxtune.training.builder import RunBuilder
@@ -28,14 +30,14 @@ def compare(*overrides: str, each: bool = False) -> tuple[dict[str, Compared], l
     """The variants by name, and what the comparison says."""
     builder, notes = RunBuilder(load([*TINY, *overrides])), []
     found = parity.compare(builder, builder.read()[1].training, each, notes.append)
-    return {comparison.name: comparison for comparison in found}, notes
+    return {variant.name: variant for variant in found}, notes
 
 
 def by_split(found: dict[str, Compared]) -> dict[str, Compared]:
     """The variants of fxtune by how they split the global batch."""
     return {
-        name.split(", ")[1].removesuffix(" as configured"): one
-        for name, one in found.items()
+        name.split(", ")[1].removesuffix(" as configured"): variant
+        for name, variant in found.items()
         if name.startswith("fxtune")
     }
 
@@ -55,19 +57,43 @@ def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(over
     found, _ = compare(*overrides)
     splits = by_split(found)
     assert splits.keys() == SPLITS
-    assert all(comparison.within for comparison in splits.values()), [
-        comparison.beyond() for comparison in splits.values()
-    ]
-    assert all(comparison.loss > 0 for comparison in splits.values())
+    assert all(variant.within for variant in splits.values()), [variant.beyond() for variant in splits.values()]
+    assert all(variant.loss > 0 for variant in splits.values())
     if any("bfloat16" in text for text in overrides):
         assert 0 < found["plain transformers, bfloat16"].gradient_off < 0.1
     else:
-        assert max(comparison.gradient_off for comparison in splits.values()) < 1e-5
+        assert max(variant.gradient_off for variant in splits.values()) < 1e-5
+
+
+MIXTURE = [
+    "model.architecture={model_type: qwen3_moe, hidden_size: 32, intermediate_size: 48, moe_intermediate_size: 16, "
+    "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, num_experts: 4, num_experts_per_tok: 2}",
+    "techniques.router.aux_loss_coef=0.5",
+    "data.sequence_length=128",
+    "train.micro_batch_size=2",
+]
+WITH_ROUTERS = "fxtune, 2 x 2 as configured, with the routers' loss"
+
+
+def test_routers_loss_is_that_of_plain_transformers_in_the_configured_micro_batches():
+    """The routers' loss of two micro-batches of two rows is another one than that of four rows."""
+    found, _ = compare(*MIXTURE, each=True)
+    assert all(variant.within for variant in found.values()), [variant.beyond() for variant in found.values()]
+    assert max(variant.gradient_off for variant in found.values()) < 1e-5
+    assert found[WITH_ROUTERS].loss > found["fxtune, 1 x 4"].loss + 0.5
+    assert found.keys() >= {"fxtune, 4 x 1", "fxtune, without router, 2 x 2 as configured"}
+
+
+def test_routers_that_count_padding_are_out_of_bounds(monkeypatch):
+    monkeypatch.setattr(Batch, "is_token", lambda batch: torch.ones(batch.input_ids.numel()))
+    found, _ = compare(*MIXTURE, "data.packing=false")
+    assert not found[WITH_ROUTERS].within
+    assert found["fxtune, 1 x 4"].within
 
 
 def test_each_switches_off_one_technique_at_a_time():
     found, notes = compare("techniques.checkpointing.enabled=true", each=True)
-    assert all(comparison.within for comparison in found.values())
+    assert all(variant.within for variant in found.values())
     assert {name for name in found if "without" in name} == {
         "fxtune, without attention, 1 x 4 as configured",
         "fxtune, without checkpointing, 1 x 4 as configured",
@@ -105,6 +131,6 @@ def test_a_loss_that_depends_on_the_split_is_out_of_bounds(monkeypatch):
 
 
 def test_nan_is_out_of_every_bound():
-    one = Compared("x", 1.0, math.nan, 0.0, "w", 0.0, (1.0, 1.0, 1.0))
-    assert not one.within
-    assert "loss off by nan" in one.beyond()[0]
+    variant = Compared("x", 1.0, math.nan, 0.0, "w", 0.0, (1.0, 1.0, 1.0))
+    assert not variant.within
+    assert "loss off by nan" in variant.beyond()[0]

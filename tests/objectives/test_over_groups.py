@@ -19,6 +19,7 @@ from fxtune.cli.main import main
 from fxtune.config.compose import load
 from fxtune.data.batches.loader import Loader
 from fxtune.facts.options import Switch
+from fxtune.objectives import language_model
 from fxtune.plugins import files_used
 from fxtune.training.builder import RunBuilder
 from fxtune.training.evaluation import evaluate
@@ -101,6 +102,69 @@ def test_two_ranks_learn_what_one_process_learns(rows, ranks, cwd, packing):
     assert ranks.run([*PLUGINS, *words, "run.dir=together"], cwd) == [0, 0]
     for one, other in zip(steps("alone"), steps("together"), strict=True):
         assert other == pytest.approx(one, rel=1e-4)
+
+
+def verified(*words: str, objective: str = WORDS[0]) -> tuple[int, dict]:
+    """Exit code of `verify --loss`, and the variants by name."""
+    code = main(["verify", *PLUGINS, objective, *WORDS[1:], "--loss", "--json", "seen.json", *words])
+    compared = json.loads(Path("seen.json").read_text())["loss"]
+    return code, {variant["name"]: variant for variant in compared}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["data.packing=true", "objective.temperature=32"], id="packed"),
+        pytest.param(["data.packing=false", "data.buckets=[64,160]", "techniques.lora.enabled=false"], id="buckets"),
+        pytest.param(["techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on"], id="fused"),
+    ],
+)
+def test_verify_compares_the_loss_with_plain_transformers(rows, words):
+    code, found = verified(*words)
+    assert code == 0
+    splits = [variant for name, variant in found.items() if name.startswith("fxtune")]
+    assert len(splits) >= 2
+    assert max(max(variant["loss_off"], variant["gradient_off"]) for variant in splits) < 1e-5
+    assert max(max(variant["bounds"][:2]) for variant in splits) < 3e-5
+
+
+def test_verify_finds_documents_that_see_each_other(rows, monkeypatch):
+    def without_borders(model, ids, positions, *rest):
+        row = torch.arange(ids.shape[1], device=ids.device).expand_as(positions)
+        return model_inputs(model, ids, row, *rest)
+
+    model_inputs = language_model.model_inputs
+    monkeypatch.setattr(language_model, "model_inputs", without_borders)
+    code, found = verified("data.packing=true")
+    assert code == 1
+    assert not any(variant["gradient_off"] < 1e-3 for name, variant in found.items() if name.startswith("fxtune"))
+
+
+def test_verify_finds_an_objective_that_couples_the_groups_of_a_micro_batch(rows):
+    Path("mean.py").write_text(
+        "from dataclasses import dataclass\n"
+        "import fxtune\n"
+        "from fxtune.plugins import OBJECTIVES\n\n\n"
+        "@fxtune.objective('mean')\n"
+        "@dataclass\n"
+        "class Mean(OBJECTIVES['listwise']):\n"
+        "    def loss(self, model, batch):\n"
+        "        loss, metrics = super().loss(model, batch)\n"
+        "        return loss / (batch.group_of.amax() + 1), metrics\n"
+    )
+    code, found = verified("--plugin", "mean.py", "train.micro_batch_size=1", objective="objective=mean")
+    assert code == 1
+    assert found["fxtune, 12 x 1 as configured"]["loss_off"] > 0.1
+
+
+@pytest.mark.slow
+def test_verify_compares_the_loss_of_two_ranks(rows, ranks, cwd):
+    words = ["verify", *PLUGINS, *WORDS, "data.packing=true", "--loss", "--json", "seen.json"]
+    assert ranks.run(words, cwd) == [0, 0]
+    compared = json.loads(Path("seen.json").read_text())["loss"]
+    splits = [variant for variant in compared if variant["name"].startswith("fxtune on 2 ranks")]
+    assert len(splits) == 3
+    assert max(variant["gradient_off"] for variant in splits) < 1e-5
 
 
 def plain(model, tables, documents, labels) -> torch.Tensor:

@@ -1,0 +1,183 @@
+"""The model that `fxtune verify --loss` compares with: LanguageModel's interface by plain transformers and peft.
+
+Each document passes through the model alone, without padding, and the model's own logits give the log-probabilities.
+An objective computes its loss from this interface as in training, so the comparison holds for every objective,
+plugins' included.
+
+The routers' loss (techniques/router.py) multiplies f_e by P_e, and each is a mean over all tokens of a micro-batch.
+f_e has no gradient. So the documents pass through the model twice: the first pass counts f_e, and with these counts
+the loss is a sum over documents, one graph at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.models.dims import EXPERTS_USED
+from fxtune.models.prepared import PreparedModel
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.lora.trained_tokens import as_peft
+from fxtune.upstream.torch import remove_forward_hooks
+
+
+class RouterCounts:
+    """How the routers of all layers distribute the tokens of one or several batches, and how often the routers' loss
+    counts in the loss of an objective."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.chosen = torch.zeros(experts, device=device)
+        self.decisions = 0
+        """Tokens times layers."""
+        self.weight = 0.0
+
+    def add(self, other: RouterCounts) -> None:
+        self.chosen += other.chosen
+        self.decisions += other.decisions
+        self.weight += other.weight
+
+
+class PlainModel(LanguageModel):
+    """`prepared`: a model with the techniques that change the mathematics by design, and no others. `checkpointed`: by
+    transformers' own checkpointing. `balanced`: the objective's loss has the routers' loss. `keeps_start`: the
+    reference has the trained weights as they are now; else it is the model without adapters."""
+
+    def __init__(
+        self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False, keeps_start: bool = False
+    ) -> None:
+        self.model: Any = prepared.module
+        self.routers = prepared.routers if balanced else None
+        self.start: dict[nn.Parameter, Tensor] = {}
+        if keeps_start:
+            trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+            self.start = {parameter: parameter.detach().clone() for parameter in trained}
+        as_peft(self.model)
+        if checkpointed:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.enable_input_require_grads()
+        self.outputs: list[Tensor] = []
+        """What the objective got since take_change(), each with its gradient after a backward pass."""
+        self.counts: RouterCounts | None = None
+        """The counts of the newest pass with a gradient."""
+        self._logits_of_routers: list[Tensor] | None = None
+        for router in self.routers.modules if self.routers else ():
+            router.register_forward_hook(self._note_router)
+
+    def to_float32(self) -> None:
+        """Compute in float32 with the same weights; quantized weights are dequantized."""
+        from peft.utils import ModulesToSaveWrapper
+
+        self.model.float()
+        modules: Iterator[Any] = self.model.modules()
+        for module in modules:
+            if hasattr(module, "compute_dtype"):  # bitsandbytes' linears
+                module.compute_dtype = torch.float32
+                if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
+                    state.dtype = torch.float32
+            if isinstance(module, ModulesToSaveWrapper):
+                # The lora technique casts the output of a float32 module to the dtype of the base.
+                for trained in module.modules_to_save.values():
+                    remove_forward_hooks(trained)
+
+    def summed_loss(self, batch: Batch) -> Tensor:
+        return -self.log_probs(batch).sum()
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        found = self._log_probs(batch)
+        if found.requires_grad:
+            found.retain_grad()
+            self.outputs.append(found)
+        return found
+
+    def reference_log_probs(self, batch: Batch) -> Tensor:
+        if batch.reference is not None:
+            return batch.reference
+        with torch.no_grad(), self._start_values() if self.start else self.model.disable_adapter():
+            return self._log_probs(batch)
+
+    def router_terms(self, batch: Batch, count: Tensor | float) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Nothing: router_loss() gives the loss, with the weight that is noted here."""
+        if self.counts is not None:
+            self.counts.weight = float(count)
+        return None, {}
+
+    def router_loss(self, batch: Batch, counts: RouterCounts) -> Tensor:
+        """The part of the routers' loss that the documents of `batch` have in a micro-batch with these `counts`."""
+        probability = torch.zeros_like(counts.chosen)
+        for ids, _ in _documents(batch):
+            probability = probability + sum(logits.float().softmax(-1).sum(0) for logits in self._pass(ids)[1])
+        return len(probability) * (counts.chosen * probability).sum() / counts.decisions**2
+
+    def take_change(self, order: int) -> Tensor:
+        """The sum of |gradient x value|^order over all log-probabilities since the last call."""
+        found = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
+        for value in self.outputs:
+            if value.grad is not None:
+                found += (value.grad * value.detach()).abs().double().pow(order).sum()
+        self.outputs = []
+        return found
+
+    def _log_probs(self, batch: Batch) -> Tensor:
+        """As log_probs(). A pass with a gradient also counts the routers' choices."""
+        counts = None
+        if self.routers is not None and torch.is_grad_enabled():
+            counts = self.counts = RouterCounts(self.routers.experts, batch.input_ids.device)
+        parts = [torch.zeros(0, device=batch.input_ids.device)]
+        for ids, targets in _documents(batch):
+            wanted = (targets != IGNORE_INDEX).nonzero().flatten()
+            # Tokens after the last target have no influence, except on the routers' loss.
+            end = len(ids) if counts is not None else int(wanted[-1]) + 1 if len(wanted) else 0
+            if not end:
+                continue
+            logits, of_routers = self._pass(ids[:end])
+            parts.append(-F.cross_entropy(logits[wanted].float(), targets[wanted], reduction="none"))
+            if counts is not None:
+                self._count(of_routers, counts)
+        return torch.cat(parts)
+
+    @contextmanager
+    def _start_values(self) -> Iterator[None]:
+        # Other storage, because a backward pass may still need the values of now.
+        now = {parameter: parameter.data for parameter in self.start}
+        for parameter, value in self.start.items():
+            parameter.data = value.to(parameter)
+        try:
+            yield
+        finally:
+            for parameter, value in now.items():
+                parameter.data = value
+
+    def _pass(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(the logits of one document's tokens, those of each layer's router)."""
+        found: list[Tensor] = []
+        self._logits_of_routers = found
+        try:
+            return self.model(input_ids=ids[None], use_cache=False).logits[0], found
+        finally:
+            self._logits_of_routers = None  # a checkpoint runs the layers again in the backward pass
+
+    def _note_router(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._logits_of_routers is not None:
+            self._logits_of_routers.append(output[0])
+
+    def _count(self, of_routers: list[Tensor], counts: RouterCounts) -> None:
+        text = self.model.config.get_text_config()
+        used = next(count for name in EXPERTS_USED if (count := getattr(text, name, None)))
+        for logits in of_routers:
+            chosen = logits.detach().float().softmax(-1).topk(used).indices
+            counts.chosen += torch.bincount(chosen.flatten(), minlength=len(counts.chosen))
+            counts.decisions += len(logits)
+
+
+def _documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """(token ids, targets) of each document of a batch without padding, in the order of `Batch.labels`."""
+    ids, targets = batch.input_ids.flatten(), batch.targets.flatten()
+    for begin, end in pairwise(batch.cu_seqlens.unique().tolist()):  # unused slots repeat the end
+        yield ids[begin:end], targets[begin:end]

@@ -9,7 +9,7 @@ import torch
 from support.tuning import TINY
 
 from fxtune.config.compose import load
-from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.diagnostics import parity
 from fxtune.diagnostics.parity import Compared
 from fxtune.training.builder import RunBuilder
@@ -120,8 +120,9 @@ def test_a_loss_that_depends_on_the_split_is_out_of_bounds(monkeypatch):
 
     def mean_of_means(self, batches, normalizer, index=0, own=None):
         kept = list(batches)
-        parts = [backward(self, [batch], batch.supervised * len(kept), index)["loss"] for batch in kept]
-        return {"loss": sum(parts)}
+        counts = [int((batch.targets != IGNORE_INDEX).sum()) * len(kept) for batch in kept]
+        parts = [backward(self, [batch], count, index) for batch, count in zip(kept, counts, strict=True)]
+        return {"loss": sum(part["loss"] for part in parts)}
 
     monkeypatch.setattr(TrainStep, "backward", mean_of_means)
     splits = by_split(compare()[0])

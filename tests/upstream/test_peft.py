@@ -32,6 +32,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_peft_imports_bitsandbytes_for_its_own_linears_only():
     """Also in a process in which peft has found none before."""
     pytest.importorskip("bitsandbytes")

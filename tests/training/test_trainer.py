@@ -1,4 +1,4 @@
-"""The loop against plain transformers and peft, with other micro-batches, and interrupted and resumed."""
+"""The loop against plain transformers and peft, and interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -71,30 +71,6 @@ def test_first_twenty_losses_equal_plain_transformers_and_peft(small, build, cha
         expected.append(loss.item())
     trainer.run()
     assert losses(trainer.folder.path) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_micro_batches_of_1_4_and_8_give_equal_losses_and_gradients(narrow, build, monkeypatch):
-    """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
-    narrow.train.max_steps = 3
-    figures, gradients = {}, {}
-    clip = Optimizer.clip
-
-    def watched(self, *arguments):
-        gradients.setdefault(micro, torch.cat([parameter.grad.flatten() for parameter in self.names]))
-        return clip(self, *arguments)
-
-    monkeypatch.setattr(Optimizer, "clip", watched)
-    for micro in (8, 1, 4):
-        narrow.train.micro_batch_size, narrow.run.name = micro, f"micro{micro}"
-        trainer = build(narrow)
-        counts = [trainer.plan.batch(0, m).supervised for m in range(trainer.plan.micro_batches(0))]
-        assert micro == 8 or len(set(counts)) > 1
-        trainer.run()
-        figures[micro] = losses(trainer.folder.path)
-    for micro in (1, 4):
-        assert figures[micro] == pytest.approx(figures[8], rel=1e-6)
-        assert (gradients[micro] - gradients[8]).norm() < 1e-6 * gradients[8].norm()
 
 
 def test_late_logging_writes_the_same_lines(narrow, build):

@@ -53,11 +53,18 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
     return Run(trainer.train(config)[0])
 
 
-def preview(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> None:
-    """Print the first samples as the model will see them, and what a step needs. Raises as train()."""
+def preview(
+    recipe: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    html: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """Print the first samples as the model will see them, and what a step needs. `html`, `json`: files to write the
+    page and the samples to. Raises as train(), and StorageError for a file that cannot be written."""
     from fxtune.cli import preview as command
 
-    command.run(_config(recipe, overrides))
+    command.run(_config(recipe, overrides), html=html, json=json)
 
 
 def verify(recipe: str | Path | Config, overrides: Sequence[str] = (), *, loss: bool = False) -> None:

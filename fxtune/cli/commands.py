@@ -107,7 +107,15 @@ COMMANDS = {
             **_JSON,
         },
     ),
-    "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
+    "preview": Command(
+        "fxtune.cli.preview",
+        "print the first samples as the model will see them",
+        reads_data=True,
+        options={
+            "--html": {"metavar": "FILE", "type": Path, "help": "also write the page to FILE, in colour"},
+            **_JSON,
+        },
+    ),
     "verify": Command(
         "fxtune.cli.verify",
         "build the model, take a step, and show that each technique acted; or: is RUN still what was proven",

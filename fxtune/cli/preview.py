@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from fxtune.cli.options import require_writable, write_json, write_text
 from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
@@ -38,12 +40,12 @@ from fxtune.techniques.estimate.traffic import sent as sent_by_rank
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
-DOCUMENTS = 6
-"""Documents shown in all."""
-DOCUMENTS_PER_ROW = 3
+SAMPLES = 6
+"""Samples shown in all: documents, and pairs of answers."""
+SAMPLES_PER_ROW = 3
 HEAD, TAIL = 300, 150
 WIDE = 80
-"""Columns of a terminal that fits the table of all sources."""
+"""Columns of a terminal that fits the table of all sources, and two answers side by side."""
 SUPERVISED, SPECIAL, NOTE = "green", "bold magenta", "dim"
 MAX_CHARACTER_BYTES = 4
 """Bytes of one UTF-8 character, and so the most tokens it can take."""
@@ -62,10 +64,38 @@ class Signs(NamedTuple):
 UNICODE, ASCII = Signs("⟦", "⟧", "↵", "…", "─"), Signs("[[", "]]", "\\n", "...", "-")
 
 
-def run(config: Config, console: Optional[Console] = None) -> None:
-    """Print samples and statistics of the data of a run. Raises as the run itself does, but shows rows that its
-    objective cannot learn from, with a line that says so."""
+class ShownDocument(NamedTuple):
+    """A document of a row, as a batch holds it."""
+
+    piece: DocumentSlice
+    ids: list[int]
+    supervised: list[bool]
+    positions: list[int]
+
+
+class ShownRow(NamedTuple):
+    """A row of a batch; without packing, the rows of a pair of answers."""
+
+    title: str
+    samples: list[list[ShownDocument]]
+    """Documents that are shown together: the two of a pair, else one."""
+    more: int
+    """Documents that are not shown."""
+    pads: int
+
+
+def run(
+    config: Config, console: Optional[Console] = None, html: Optional[Path] = None, json: Optional[Path] = None
+) -> None:
+    """Print samples and statistics of the data of a run. `html`, `json`: files for the same page, and for the samples
+    with the statistics. Raises as the run itself does, but shows rows that its objective cannot learn from, with a
+    line that says so; StorageError if a file cannot be written."""
     console = console or screen.console()
+    for file, option in ((html, "--html"), (json, "--json")):
+        if file is not None:
+            require_writable(file, option)
+    if html is not None:
+        console.record = True
     tokenizer = load_tokenizer(config.model)
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
     settled = settle(config, machine, checks=False)
@@ -82,7 +112,8 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         require=lambda tables: refusals.extend(config.objective.needs.row_refusals(config.objective.name, tables)),
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
-    print_samples(data.training, TokenTexts(tokenizer, signs), console)
+    rows = list(shown_rows(data.training))
+    print_samples(rows, data.training, TokenTexts(tokenizer, signs), console)
     print_statistics(data.training, console)
     print_lengths(data.tables, console)
     print_forecast(settled.facts, data.training, console)
@@ -92,11 +123,64 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"
         notes = [*notes, f"Held out for evaluation: {held['documents']:,} documents, {supervised}."]
-    for note in [*notes, *(f"A run is refused: {refusal}" for refusal in refusals)]:
+    notes += [f"A run is refused: {refusal}" for refusal in refusals]
+    for note in notes:
         console.print(screen.plain(note), soft_wrap=True)
+    if html is not None:
+        write_text(html, console.export_html(), "--html")
+        console.record = False
+    if json is not None:
+        texts = TokenTexts(tokenizer)
+        samples = [_as_json(sample, data.training, texts) for row in rows for sample in row.samples]
+        write_json(json, {"samples": samples, "summary": summary, "notes": notes})
 
 
-def print_samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
+def shown_rows(plan: Plan) -> Iterator[ShownRow]:
+    """The first rows of the first step, up to SAMPLES samples."""
+    left, row_number = SAMPLES, 0
+    for micro in range(plan.micro_batches(0)):
+        batch, contents = plan.batch(0, micro), plan.contents(0, micro)
+        width, end = batch.input_ids.shape[1], 0
+        while end < len(contents) and left:
+            begin, end = end, end + 1
+            while end < len(contents) and _is_pair(plan, contents[begin][:1] + contents[end][:1]):
+                end += 1
+            documents = []
+            for row in range(begin, end):
+                at = 0
+                for piece in contents[row]:
+                    span = slice(at, at + piece.length)
+                    targets = batch.targets[row, span][:-1] != IGNORE_INDEX
+                    ids, positions = (tensor[row, span].tolist() for tensor in (batch.input_ids, batch.position_ids))
+                    documents.append(ShownDocument(piece, ids, [False, *targets.tolist()], positions))
+                    at += piece.length
+            used, slots = sum(len(document.ids) for document in documents), (end - begin) * width
+            numbers = (
+                f"row {row_number}" if end == begin + 1 else f"rows {row_number} to {row_number + end - begin - 1}"
+            )
+            title = f"step 0, {numbers}: {_count(len(documents), 'document')}, {used:,} tokens of {slots:,}"
+            samples: list[list[ShownDocument]] = []
+            for document in documents:
+                if samples and _is_pair(plan, [samples[-1][0].piece, document.piece]):
+                    samples[-1].append(document)
+                else:
+                    samples.append([document])
+            kept = samples[: min(SAMPLES_PER_ROW, left)]
+            yield ShownRow(title, kept, len(documents) - sum(map(len, kept)), slots - used)
+            left -= len(kept)
+            row_number += end - begin
+
+
+def _is_pair(plan: Plan, pieces: Sequence[DocumentSlice]) -> bool:
+    """Whether two documents are two answers to one prompt."""
+    return (
+        len(pieces) == 2
+        and pieces[0].group == pieces[1].group
+        and len(plan.tables[pieces[0].source].format.answers) == 2
+    )
+
+
+def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, console: Console) -> None:
     signs = texts.signs
     console.print(
         Text.assemble(
@@ -109,29 +193,70 @@ def print_samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
             ".",
         )
     )
-    left, row_number = DOCUMENTS, 0
-    for micro in range(plan.micro_batches(0)):
-        batch = plan.batch(0, micro)
-        for row, pieces in enumerate(plan.contents(0, micro)):
-            if not left:
-                return
-            width, used = batch.input_ids.shape[1], sum(piece.length for piece in pieces)
-            title = f"step 0, row {row_number}: {_count(len(pieces), 'document')}, {used:,} tokens of {width:,}"
-            console.print(Rule(title, characters=signs.rule, align="left"))
-            shown = min(len(pieces), DOCUMENTS_PER_ROW, left)
-            begin = 0
-            for piece in pieces[:shown]:
-                span = slice(begin, begin + piece.length)
-                console.print(_heading(plan, piece, batch.position_ids[row, span].tolist()))
-                supervised = [False, *(batch.targets[row, span][:-1] != IGNORE_INDEX).tolist()]
-                console.print(texts.document(batch.input_ids[row, span].tolist(), supervised))
-                begin += piece.length
-            if shown < len(pieces):
-                console.print(Text(f"{signs.more} {len(pieces) - shown:,} more of this row's documents", NOTE))
-            if used < width:
-                console.print(Text(f"{signs.more} {_count(width - used, 'pad')}", NOTE))
-            left -= shown
-            row_number += 1
+    for row in rows:
+        console.print(Rule(row.title, characters=signs.rule, align="left"))
+        for sample in row.samples:
+            if len(sample) == 2:
+                _print_pair(plan, sample, texts, console)
+                continue
+            (document,) = sample
+            console.print(_heading(plan, document.piece, document.positions))
+            console.print(texts.document(document.ids, document.supervised))
+        if row.more:
+            console.print(Text(f"{signs.more} {row.more:,} more of this row's documents", NOTE))
+        if row.pads:
+            console.print(Text(f"{signs.more} {_count(row.pads, 'pad')}", NOTE))
+
+
+def _print_pair(plan: Plan, documents: Sequence[ShownDocument], texts: TokenTexts, console: Console) -> None:
+    """Print the prompt of two answers once, and the answers side by side, or in turn on a narrow terminal."""
+    first = documents[0]
+    table, prompt = plan.tables[first.piece.source], first.supervised.index(True)
+    title = (
+        f"documents {first.piece.document:,} and {first.piece.document + 1:,} of {screen.plain(table.name)}, group "
+    )
+    title += f"{first.piece.group}"
+    if table.labels is not None:
+        labels = table.labels[first.piece.document :][:2].tolist()
+        title += "" if math.isnan(labels[0]) else f", labels {labels[0]:g} and {labels[1]:g}"
+    console.print(Text(f"{title}: the prompt of both, {_count(prompt, 'token')}", NOTE))
+    console.print(texts.document(first.ids[:prompt], [False] * prompt))
+    names = [
+        f"{name}, {_count(len(document.ids) - prompt, 'token')}"
+        for name, document in zip(table.format.answers, documents, strict=True)
+    ]
+    answers = [texts.document(document.ids[prompt:], document.supervised[prompt:]) for document in documents]
+    if console.width >= WIDE:
+        for answer in answers:
+            answer.rstrip()
+        console.print(screen.table("", names, [answers]))
+        return
+    for name, answer in zip(names, answers, strict=True):
+        console.print(Text(name, NOTE))
+        console.print(answer)
+
+
+def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) -> list[dict[str, Any]]:
+    """A sample for --json: its documents, with the name of the answer in a row of preferences."""
+    found = []
+    for at, (piece, ids, supervised, positions) in enumerate(documents):
+        table = plan.tables[piece.source]
+        label = math.nan if table.labels is None else float(table.labels[piece.document])
+        found.append(
+            {
+                "source": table.name,
+                "document": piece.document,
+                "group": piece.group,
+                "answer": table.format.answers[at] if table.format.answers else None,
+                "label": None if math.isnan(label) else label,
+                "prompt_tokens": supervised.index(True) if True in supervised else len(supervised),
+                "ids": ids,
+                "supervised": supervised,
+                "positions": positions,
+                "text": texts.document(ids, supervised).plain,
+            }
+        )
+    return found
 
 
 def print_statistics(plan: Plan, console: Console) -> None:
@@ -300,7 +425,8 @@ def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
         title += f", its tokens {piece.first:,}-{piece.first + piece.length - 1:,} of {total:,}"
     if table.labels is not None:
         label = float(table.labels[piece.document])
-        title += f", group {piece.group}" + ("" if math.isnan(label) else f", label {label:g}")
+        judged = f", judged {'good' if label else 'bad'}" if table.format.answers else f", label {label:g}"
+        title += f", group {piece.group}" + ("" if math.isnan(label) else judged)
     return Text(f"{title}: positions {positions[0]:,}-{positions[-1]:,}", NOTE)
 
 

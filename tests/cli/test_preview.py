@@ -13,6 +13,7 @@ from fxtune.cli import preview
 from fxtune.cli.main import main
 from fxtune.cli.preview import TokenTexts
 from fxtune.data.config import MixConfig, OnLong, SourceConfig
+from fxtune.errors import StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
@@ -179,3 +180,65 @@ def test_the_command_previews_a_recipe(cwd, capsys, monkeypatch):
 def test_a_narrow_terminal_breaks_no_word(small, chats):
     small.data.sources = [SourceConfig(path=str(chats))]
     assert "supervised tokens" in page_of(small, width=50).partition("Source")[2]
+
+
+def rows_of(tmp_path, *rows: dict) -> SourceConfig:
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SourceConfig(path=str(file))
+
+
+PAIR = {
+    "prompt": [{"role": "user", "content": "what is one plus one"}],
+    "chosen": "it is two",
+    "rejected": "it is ten",
+}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("width", [400, 50])
+def test_a_pair_is_shown_with_its_prompt_once_and_both_answers(small, tmp_path, packing, width):
+    small.data.sources, small.data.packing = (
+        [rows_of(tmp_path, {**PAIR, "score_chosen": 8.5, "score_rejected": 3})],
+        packing,
+    )
+    page = page_of(small, width=width)
+    page = page[page.index("step 0, row") :].partition("The first epoch")[0]
+    assert page.count("what is one plus one") == page.count("prompt of both") == page.count("it is ten") > 0
+    assert "labels 8.5 and 3: the prompt of both, " in " ".join(page.split())
+    assert "⟦it is two<|im_end|>⟧" in page
+    assert "⟦it is ten<|im_end|>⟧" in page
+    side_by_side = [line for line in page.splitlines() if "it is two" in line and "it is ten" in line]
+    assert bool(side_by_side) == (width == 400)
+    assert re.search("chosen, 5 tokens.*rejected, 5 tokens", page, re.DOTALL)
+    assert re.search(r"step 0, row 0: \d+ documents" if packing else "step 0, rows 0 to 1: 2 documents", page)
+
+
+def test_a_judged_answer_is_shown_with_its_judgment(small, tmp_path):
+    judged = {"prompt": PAIR["prompt"], "completion": [{"role": "assistant", "content": "it is ten"}]}
+    small.data.sources = [rows_of(tmp_path, {**judged, "label": False})]
+    page = page_of(small)
+    assert "group 0, judged bad: positions" in page
+    assert "A run is refused: " in page
+    assert "Set objective=kto." in page
+
+
+def test_files_have_the_page_and_the_samples(small, tmp_path, tokenizer):
+    small.data.sources = [rows_of(tmp_path, PAIR, {**PAIR, "chosen": "<b>two</b>"})]
+    html, samples = tmp_path / "page.html", tmp_path / "samples.json"
+    preview.run(small, Console(file=io.StringIO(), width=120), html=html, json=samples)
+    page = html.read_text()
+    assert "it is two" in page
+    assert "&lt;b&gt;two" in page
+    assert "<b>two" not in page
+    found = json.loads(samples.read_text())
+    answers = [[document["answer"] for document in sample] for sample in found["samples"]]
+    assert answers == [["chosen", "rejected"]] * len(answers)
+    chosen, rejected = found["samples"][0]
+    prompt = chosen["prompt_tokens"]
+    assert chosen["ids"][:prompt] == rejected["ids"][:prompt]
+    assert tokenizer.decode(chosen["ids"][:prompt]).endswith("<|im_start|>assistant\n")
+    assert chosen["supervised"].index(True) == prompt
+    assert found["summary"]["supervised_tokens"] > 0
+    with pytest.raises(StorageError, match="--html"):
+        preview.run(small, Console(file=io.StringIO()), html=tmp_path / "none" / "page.html")

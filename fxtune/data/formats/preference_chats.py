@@ -33,7 +33,8 @@ class PreferenceChatsFormat(PairFormat):
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         chosen, rejected = (_chat(row, column) for column in self.columns)
         for column in ("prompt", *LIST_KEYS):
-            if row.get(column) and not _repeats(row[column], column, chosen):
+            is_read = column == "prompt" and isinstance(row.get(CHOSEN), str) and _prompt_text(row)
+            if row.get(column) and not is_read and not _repeats(row[column], column, chosen):
                 raise RowError(
                     f"{column} is no part of chosen, a whole chat, so what it holds is not read. If it is not needed, "
                     f"set the source's `unused: [{column}]`"
@@ -44,9 +45,7 @@ class PreferenceChatsFormat(PairFormat):
 def _repeats(value: Any, column: str, chat: Conversation) -> bool:
     """Whether a column has only what a chat has: its first turns, or the text of a turn."""
     if isinstance(value, str):
-        return TURN.match(value) is not None or any(
-            value.strip() in message.get("content", "") for message in chat.messages
-        )
+        return any(value.strip() in message.get("content", "") for message in chat.messages)
     repeated = Conversation()
     add_turns(repeated, value, column)
     return chat.messages[: len(repeated.messages)] == repeated.messages

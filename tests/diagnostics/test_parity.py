@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from support.rows import write_pairs
 from support.tuning import TINY
 
+from fxtune.cli.main import main
 from fxtune.config.compose import load
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.diagnostics import parity
 from fxtune.diagnostics.parity import Compared
+from fxtune.models.reference import ReferenceModel
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.training.builder import RunBuilder
 from fxtune.training.step import TrainStep
 
@@ -89,6 +95,116 @@ def test_routers_that_count_padding_are_out_of_bounds(monkeypatch):
     found, _ = compare(*MIXTURE, "data.packing=false")
     assert not found[WITH_ROUTERS].within
     assert found["fxtune, 1 x 4"].within
+
+
+SHAPE = (
+    "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, "
+    "head_dim: 16"
+)
+PAIRS = [
+    "objective=dpo",
+    "data.sources=[{path: pairs.jsonl}]",
+    "data.sequence_length=128",
+    "data.cache_dir=cache",
+    "model.init=random",
+    f"model.architecture={{{SHAPE}}}",
+    "techniques=[lora,fast]",
+    "techniques.precision.enabled=false",
+    "techniques.compile.enabled=false",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "train.max_steps=2",
+    "run.device=cpu",
+]
+EXPERTS = [
+    f"model.architecture={{{SHAPE}, model_type: qwen3_moe, num_experts: 4, num_experts_per_tok: 2, "
+    "moe_intermediate_size: 16}",
+    "techniques.router.aux_loss_coef=0.5",
+]
+FUSED = ["techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on"]
+IN_STEP = "objective.reference=base"
+
+
+def preferred(*words: str) -> dict[str, Compared]:
+    """compare() of a step of pairs, by the variants' names."""
+    keys = {word.partition("=")[0] for word in words}
+    kept = [word for word in PAIRS if word.partition("=")[0] not in keys]
+    builder = RunBuilder(load([*kept, *words]))
+    data = builder.read()[1]
+    builder.observed_model()
+    return {variant.name: variant for variant in parity.compare(builder, data.training, False, lambda text: None)}
+
+
+@pytest.fixture
+def pairs(cwd):
+    write_pairs()
+
+
+def require_equal(found: dict[str, Compared]) -> None:
+    assert all(variant.within for variant in found.values()), [variant.beyond() for variant in found.values()]
+    assert max(max(variant.loss_off, variant.gradient_off) for variant in found.values()) < 1e-5
+    assert abs(found["plain transformers, float32"].loss - math.log(2)) > 1e-4  # the model differs from its reference
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["data.packing=true", IN_STEP], id="packed"),
+        pytest.param(["data.packing=false", "data.buckets=[64,128]", IN_STEP], id="buckets"),
+        pytest.param(["data.packing=true", "objective.reference=stored"], id="stored"),
+        pytest.param(["techniques=[fast]", "objective.label_smoothing=0.2"], id="full"),
+        pytest.param(["objective=ipo", *FUSED], id="ipo"),
+        pytest.param(["objective=simpo", "data.packing=false"], id="simpo"),
+        pytest.param(["objective=orpo"], id="orpo"),
+        pytest.param(
+            ["techniques.compile.enabled=true", "train.global_batch_size=2", IN_STEP],
+            id="compiled",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_preferences_are_those_of_plain_transformers(pairs, words):
+    require_equal(preferred(*words))
+
+
+def test_reference_of_a_continued_adapter_is_its_start(pairs):
+    words = ["run.dir=first", "run.report=false", "tracking.display=plain", "optimizer.lr=1e-2"]
+    assert main([*PAIRS, *words]) == 0
+    require_equal(preferred("model.adapter=first/adapter", "objective.reference=start"))
+
+
+def test_routers_loss_of_preferences_is_that_of_the_policy(pairs):
+    require_equal(preferred(*EXPERTS, "data.packing=true", IN_STEP))
+
+
+def test_routers_loss_of_the_reference_is_out_of_bounds(pairs, monkeypatch):
+    """As of an objective that asks for the reference after the policy."""
+    router_terms = LanguageModel.router_terms
+
+    def after_the_reference(self, batch, count):
+        self.reference_log_probs(batch)
+        return router_terms(self, batch, count)
+
+    monkeypatch.setattr(LanguageModel, "router_terms", after_the_reference)
+    found = preferred(*EXPERTS, "data.packing=true", IN_STEP)
+    assert not found["fxtune, 2 x 2 as configured, with the routers' loss"].within
+    assert found["fxtune, 1 x 4"].within
+
+
+def test_reference_with_its_adapters_on_is_out_of_bounds(pairs, monkeypatch):
+    monkeypatch.setattr(ReferenceModel, "active", lambda self: torch.no_grad())
+    found = preferred(IN_STEP)
+    assert not any(variant.within for name, variant in found.items() if name.startswith("fxtune"))
+
+
+@pytest.mark.slow
+def test_preferences_of_two_ranks_are_those_of_plain_transformers(pairs, ranks, cwd):
+    for words in ([*PAIRS, IN_STEP], [*(word for word in PAIRS if "architecture" not in word), *EXPERTS]):
+        assert ranks.run(["verify", *words, "--loss", "--json", "seen.json"], cwd) == [0, 0]
+        compared = json.loads(Path("seen.json").read_text())["loss"]
+        splits = [variant for variant in compared if variant["name"].startswith("fxtune on 2 ranks")]
+        assert len(splits) == 3
+        assert max(variant["gradient_off"] for variant in splits) < 1e-5
 
 
 def test_each_switches_off_one_technique_at_a_time():

@@ -39,6 +39,15 @@ def write_ranked() -> None:
     write_jsonl(Path("rows.jsonl"), rows)
 
 
+def write_pairs() -> None:
+    """Write pairs.jsonl into the working directory: 48 questions, each with a chosen and a rejected answer."""
+    draw, rows = random.Random(0), []
+    for number in range(48):
+        chosen, rejected = "Seven." + " Yes." * draw.randrange(4), "A lamp." + " No." * draw.randrange(4)
+        rows.append({"prompt": f"Which number? {number}", "chosen": chosen, "rejected": rejected})
+    write_jsonl(Path("pairs.jsonl"), rows)
+
+
 def values(path: str | Path, **config: Any) -> list[Any]:
     """The rows of a source. Fails if one is bad."""
     found = list(open_source(SourceConfig(path=str(path), **config)).rows())

@@ -141,7 +141,8 @@ def copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator
     for table, chosen in zip(tables, used, strict=True):
         digests = table.by_group.digests[chosen]
         if table.whole is not None:  # the pieces of a chat are no copies
-            digests = table.whole.digests[np.isin(table.whole.digests, digests)]
+            whole = table.by_row.digests
+            digests = whole[np.isin(whole, digests)]
         unique, times = np.unique(digests, return_counts=True)
         uniques.append(unique)
         if repeated := int(times.sum()) - len(unique):

@@ -44,6 +44,9 @@ KNOWN_ENDINGS = tuple(
 )
 """Names with these endings describe a row, too."""
 
+SHOWN = 20
+"""Names of columns in one message."""
+
 TURN_KEYS = frozenset(
     ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")
 ) | frozenset(REASONING_KEYS)
@@ -68,12 +71,12 @@ class Coverage:
 
     def check_columns(self, row: Mapping[str, Any], text: str) -> None:
         """Raise RowError if a column is neither known nor in the text."""
-        for column in self._unknown_keys(row, self._columns) if self.enabled else ():
-            if _is_lost(row[column], text):
-                preferences = None if self._names_answers else preference_columns(row, self.unused)
-                raise RowError(
-                    preferences or self._message(f"column {shortened(column)!r} is not read", shortened(column))
-                )
+        unknown = self._unknown_keys(row, self._columns) if self.enabled else []
+        if lost := [shortened(column) for column in unknown if _is_lost(row[column], text)]:
+            preferences = None if self._names_answers else preference_columns(row, self.unused)
+            columns = f"column{'s' * (len(lost) > 1)} {', '.join(map(repr, lost[:SHOWN]))}"
+            fault = f"{columns} {'is' if len(lost) == 1 else 'are'} not read"
+            raise RowError(preferences or self._message(fault, ", ".join(lost[:SHOWN])))
 
     def check_conversation(
         self, row: Mapping[str, Any], chat: Conversation, messages: Messages, text: str, template: ChatTemplate
@@ -117,8 +120,8 @@ class Coverage:
 
     def _message(self, fault: str, name: str) -> str:
         return (
-            f"{fault}, so what it holds is not in the text that the model reads. Move it to a part that is written; "
-            f"if it is not needed, set the source's `unused: [{name}]`"
+            f"{fault}, so a part of the row is not in the text that the model reads. Move this part to one that is "
+            f"written; if it is not needed, set the source's `unused: [{name}]`"
         )
 
     def _check_messages(self, messages: Messages, tools: Tools, text: str, template: ChatTemplate) -> Iterator[str]:

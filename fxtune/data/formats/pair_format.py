@@ -86,7 +86,7 @@ def complete_answer(name: str, chat: Conversation, row: Mapping[str, Any], learn
 def _separate(chosen: Conversation, rejected: Conversation) -> None:
     """Switch the common beginning of two chats off. Raises RowError if the rest is not two answers."""
     pairs = zip(chosen.messages, rejected.messages, strict=False)
-    common = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    common = next((index for index, (turn, other) in enumerate(pairs) if turn != other), None)
     if common is None:
         common = min(len(chosen.messages), len(rejected.messages))
         if len(chosen.messages) == len(rejected.messages):

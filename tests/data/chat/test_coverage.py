@@ -157,6 +157,13 @@ def test_answers_of_preferences_that_are_unused_leave_supervised_rows(tmp_path: 
     assert (table.format.name, len(table)) == ("messages", 1)
 
 
+def test_all_columns_that_are_not_read_are_named_at_once() -> None:
+    row = {"messages": [USER, ANSWER], "facts": "two is even", "language": "x", "notes": ["none"]}
+    reason = encode("chatml", row, "messages")
+    assert "columns 'facts', 'notes' are not read" in reason
+    assert "`unused: [facts, notes]`" in reason
+
+
 def test_columns_that_describe_an_answer_need_no_entry(tmp_path: Path) -> None:
     described = {"chosen-rating": 5, "rejected_model": "m", "chosen_avg_rating": 4}
     row = {"prompt": "two? ", "chosen": "four", "rejected": "five"}

@@ -66,11 +66,11 @@ def require_pair(family: str, row: dict[str, Any]) -> None:
     pair, single = ENCODERS[family]
     found = encoded(pair, row)
     alone = single.encode([{"messages": row[name]} for name in ("chosen", "rejected")])
-    if reasons := [one for one in alone if isinstance(one, str)]:  # the template takes no system prompt
+    if reasons := [result for result in alone if isinstance(result, str)]:  # the template takes no system prompt
         assert isinstance(found, str)
         assert reasons[0] in found or "identical" in found
         return
-    chosen, rejected = (one for one in alone if isinstance(one, Document))
+    chosen, rejected = (result for result in alone if isinstance(result, Document))
     if chosen.ids == rejected.ids:
         assert isinstance(found, str)
         assert "identical" in found or "the same tokens" in found

@@ -53,7 +53,7 @@ def run(
         say(f"The test saw the data {found.epochs:.1f} times, so a low loss may come from rows seen before.")
     say(verdict(found))
     if plot is not None:
-        write_text(plot, draw(found, config.run.name), "--plot")
+        write_text(plot, draw(found, config.run.name, config.objective.unit), "--plot")
         say(f"The curve is in {plot}")
     if json is not None:
         write_json(json, dataclasses.asdict(found))
@@ -91,8 +91,8 @@ def _bar(share: float) -> str:
     return ("█" if unicode() else "#") * round(BAR * min(share, 1.0)) if math.isfinite(share) else ""
 
 
-def draw(found: RangeTest, title: str) -> str:
-    """The curve as the text of an SVG file."""
+def draw(found: RangeTest, title: str, unit: str) -> str:
+    """The curve as the text of an SVG file. `unit`: of the loss."""
     smoothed = list(zip(found.rates, found.smoothed, strict=True))
     low = min((mean for mean in found.smoothed if math.isfinite(mean)), default=math.nan)
     marked = [("suggestion", found.suggestion), ("recipe", found.present)]
@@ -101,4 +101,4 @@ def draw(found: RangeTest, title: str) -> str:
         Series("smoothed", smoothed, thick=True),
         *(Series(f"{name}: {rate:g}", [(rate, low), (rate, found.smoothed[0])]) for name, rate in marked if rate),
     ]
-    return svg(title, series, "learning rate", "nats per supervised token")
+    return svg(title, series, "learning rate", unit)

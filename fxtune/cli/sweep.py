@@ -229,7 +229,7 @@ def _write_curves(sweep: Sweep) -> None:
             share = [(step / max(trial.steps, 1), loss) for step, loss in points]
             curves.append(Series(f"trial {trial.entrant.number}: {trial.title}", share, thick=trial is best))
     title = f"{sweep.config.run.name}: held-out loss of each configuration"
-    text = plot(title, curves, "share of the run", "nats per supervised token", percent=True)
+    text = plot(title, curves, "share of the run", sweep.config.objective.unit, percent=True)
     replace_text(sweep.folder / CURVES, text)
 
 

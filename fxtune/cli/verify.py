@@ -180,9 +180,9 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     metrics = train_step.sum_over_ranks(train_step.backward([batch], normalizer))
     yield _observe_gradients(builder, model, {name: parameter.grad for parameter, name in names.items()})
     train_step.clip(metrics)
-    size, unit = _vocabulary(language_model), f"by objective={objective.name}"
+    size, unit = _vocabulary(language_model), objective.unit
     if isinstance(objective, CausalLM):
-        unit = f"nats per supervised token (guessing among all {size:,} tokens: {math.log(size):.2f})"
+        unit += f" (guessing among all {size:,} tokens: {math.log(size):.2f})"
     yield Evidence(
         "loss",
         "loss and gradient of the first batch are finite",

@@ -83,7 +83,7 @@ class Measured:
     compile_seconds: Optional[float]
     """Time in torch.compile, forward and backward; None: it is off."""
     loss: Optional[float]
-    """Mean in nats per supervised token."""
+    """The objective's mean loss."""
     losses: list[Optional[float]]
     """The loss of every step, warm-up included; None if it was not finite."""
     skipped_steps: int

@@ -78,7 +78,7 @@ class Compared:
 
     name: str
     loss: float
-    """The objective's mean: of causal_lm in nats per supervised token."""
+    """The objective's mean loss."""
     loss_off: float
     """|loss - reference| / reference"""
     gradient_off: float

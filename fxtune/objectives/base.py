@@ -36,6 +36,8 @@ class Objective:
     name: str = field(default="causal_lm", metadata={"kind": str, "words": OBJECTIVES})
     """`causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
     needs: ClassVar[Needs] = Needs()
+    unit: ClassVar[str] = "mean loss"
+    """What a mean of the loss counts, for messages and axes."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,8 @@ from fxtune.objectives.language_model import LanguageModel
 
 @dataclass
 class CausalLM(Objective):
+    unit: ClassVar[str] = "nats per supervised token"
+
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = model.summed_loss(batch)
         auxiliary, metrics = model.router_terms(batch, (batch.labels != IGNORE_INDEX).sum())

@@ -49,7 +49,7 @@ class RangeTest:
     rates: list[float]
     """The rates that were taken, ascending."""
     losses: list[float]
-    """The loss before the update with each rate, nats per supervised token; the last one may be NaN or infinite."""
+    """The objective's mean loss before the update with each rate; the last one may be NaN or infinite."""
     smoothed: list[float]
     """Their moving means."""
     diverged: bool
@@ -135,7 +135,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
     first = losses[:START]
     error = statistics.stdev(first) / math.sqrt(START)
     start = statistics.mean(first)
-    return smooth(losses)[-1] > start + max(DIVERGED * start, 4 * error)
+    return smooth(losses)[-1] > start + max(DIVERGED * abs(start), 4 * error)
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | None, str]:
@@ -146,7 +146,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | No
         return None, "the loss diverged at once: test lower rates (--lowest)"
     start = statistics.mean(finite[:START])
     lowest = min(range(len(means)), key=means.__getitem__)
-    if means[lowest] > (1 - GAIN) * start:
+    if means[lowest] > start - GAIN * abs(start):
         return None, f"the mean loss never fell by {GAIN:.0%}: test higher rates (--highest), or take more --steps"
     # The slope over the logarithm of the rate, by least squares over 2 x REACH + 1 steps.
     logs = [math.log(rate) for rate in rates]

@@ -49,7 +49,7 @@ class TrialResult:
     tokens_per_second: float = 0.0
     peak: float = 0.0
     losses: tuple[float, ...] = ()
-    """Nats per supervised token of each step, warm-up included; NaN if the loss was not finite."""
+    """The objective's mean loss of each step, warm-up included; NaN if the loss was not finite."""
     waited: float = 1.0
     reason: str = ""
     data: str = ""

@@ -36,7 +36,7 @@ FOUND = RangeTest([1e-3, 1e-2, 1e-1], [2.0, 1.0, 9.0], [2.0, 1.5, 3.0], True, 0.
 
 
 def test_the_curve_is_drawn(cwd):
-    root = ElementTree.fromstring(lr.draw(FOUND, "quickstart"))
+    root = ElementTree.fromstring(lr.draw(FOUND, "quickstart", "nats per supervised token"))
     words = [text.strip() for text in root.itertext()]
     assert {"quickstart", "smoothed", "suggestion: 0.005", "recipe: 0.004"} <= set(words)
 

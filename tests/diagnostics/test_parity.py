@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.diagnostics import parity
 from fxtune.diagnostics.parity import Compared
 from fxtune.models.reference import ReferenceModel
+from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.needs import Needs
 from fxtune.training.builder import RunBuilder
 from fxtune.training.step import TrainStep
 
@@ -195,6 +198,31 @@ def test_reference_with_its_adapters_on_is_out_of_bounds(pairs, monkeypatch):
     monkeypatch.setattr(ReferenceModel, "active", lambda self: torch.no_grad())
     found = preferred(IN_STEP)
     assert not any(variant.within for name, variant in found.items() if name.startswith("fxtune"))
+
+
+@dataclass
+class Centered(Objective):
+    """The variance of the documents' log-probabilities over the whole step."""
+
+    needs = Needs(documents=(2, 2), step_sums=2)
+
+    def step_sums(self, model, batch):
+        scores = batch.document_sums(model.log_probs(batch))
+        return torch.stack([scores.sum(), (batch.group_of >= 0).sum()])
+
+    def loss(self, model, batch):
+        scores, of_step = batch.document_sums(model.log_probs(batch)), batch.of_step
+        off = torch.where(batch.group_of >= 0, scores - of_step[0] / of_step[1], 0.0)
+        return off.square().sum(), {}
+
+    def normalizer(self, plan, step):
+        return float(plan.documents_of(step))
+
+
+def test_sums_over_the_step_are_those_of_plain_transformers(pairs):
+    builder = RunBuilder(replace(load(PAIRS), objective=Centered("centered")))
+    found = parity.compare(builder, builder.read()[1].training, False, lambda text: None)
+    assert all(variant.within for variant in found), [variant.beyond() for variant in found]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rows import write_pairs
 
 SHAPE = (
     "model.init=random",
@@ -41,7 +42,7 @@ def fxtune(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str],
 def test_every_installed_package_works(tmp_path):
     done, seen = fxtune(tmp_path, "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {one["what"]: one for one in seen}
+    found = {row["what"]: row for row in seen}
     assert found["GPU 0"]["state"] == found["torch"]["state"] == found["torch.compile"]["state"] == "works"
     assert found["triton"]["state"] == "works", "triton comes with torch's CUDA build"
     for name in ("liger-kernel", "flash-attn-4", "bitsandbytes", "torchao"):
@@ -66,8 +67,44 @@ def test_every_installed_package_works(tmp_path):
 def test_loss_equals_plain_transformers(tmp_path, words):
     done, seen = fxtune(tmp_path, "verify", "+recipe=quickstart", *SHAPE, *words, "--loss")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert any(one["technique"] == "memory" and one["observed"].startswith("peak ") for one in seen["evidence"])
-    assert len([one for one in seen["loss"] if one["name"].startswith("fxtune")]) == 3
+    assert any(row["technique"] == "memory" and row["observed"].startswith("peak ") for row in seen["evidence"])
+    assert len([variant for variant in seen["loss"] if variant["name"].startswith("fxtune")]) == 3
+
+
+FLOAT32 = ("model.dtype=float32", "techniques.precision.autocast=none", "techniques.precision.tf32=false")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(FLOAT32, id="float32"),
+        pytest.param(("data.packing=false", "objective.reference=stored"), id="padded stored"),
+        pytest.param(("techniques=[fast]", "objective=ipo", "objective.reference=stored"), id="full"),
+        pytest.param(("techniques.quantize.enabled=true",), id="nf4"),
+        pytest.param(("techniques.quantize.enabled=true", "techniques.quantize.type=fp8"), id="fp8"),
+        pytest.param(
+            (
+                *FLOAT32,
+                "model.architecture={model_type: qwen3_moe, hidden_size: 512, num_hidden_layers: 2, "
+                "num_attention_heads: 8, num_key_value_heads: 2, head_dim: 64, num_experts: 8, "
+                "num_experts_per_tok: 2, moe_intermediate_size: 256}",
+                "techniques.router.aux_loss_coef=0.1",
+            ),
+            id="experts",
+        ),
+    ],
+)
+def test_preferences_equal_plain_transformers(cwd, words):
+    """With all of [lora,fast]: compiled, fused, recomputed where that helps."""
+    write_pairs()
+    chosen = ["objective=dpo", "objective.reference=base", "techniques=[lora,fast]", "model.dtype=bfloat16", *SHAPE]
+    changed = {word.partition("=")[0] for word in words}
+    kept = [word for word in chosen if word.partition("=")[0] not in changed]
+    kept += ["train.micro_batch_size=2", "train.global_batch_size=4", f"data.cache_dir={cwd / 'cache'}"]
+    kept += [f"data.sources=[{{path: {cwd / 'pairs.jsonl'}}}]"]
+    done, seen = fxtune(cwd, "verify", *kept, *words, "--loss")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([variant for variant in seen["loss"] if variant["name"].startswith("fxtune")]) >= 2
 
 
 def test_all_techniques_together_and_each_disabled_in_turn(tmp_path):
@@ -96,6 +133,6 @@ def test_all_techniques_together_and_each_disabled_in_turn(tmp_path):
         "loss",
         "optimizer",
         "memory",
-    } <= {one["technique"] for one in seen["evidence"]}
+    } <= {row["technique"] for row in seen["evidence"]}
     for name in ("liger", "attention", "checkpointing", "compile"):
-        assert any(f"without {name}," in one["name"] for one in seen["loss"])
+        assert any(f"without {name}," in variant["name"] for variant in seen["loss"])

@@ -85,7 +85,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     if data.questions.path and world.main:
         questions = load_questions(data, tokenizer)
     if plan is not None:
-        builder.compare_on([plan], continued=checkpoint is not None and bool(config.model.adapter))
+        builder.compare_on([plan], from_base=checkpoint is None and techniques.lora.enabled)
     language_model, _ = builder.proven_model()
     if checkpoint is not None:
         load_checkpoint(checkpoint, language_model.model)

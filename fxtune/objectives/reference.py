@@ -22,7 +22,7 @@ class Reference(str, Enum):
         return {
             Reference.auto: "decided when the data is read",
             Reference.base: "the model with its adapters off, in each step",
-            Reference.start: "the adapter as it was at the start, in each step",
+            Reference.start: "the model as it was at the start, in each step",
             Reference.stored: "the model as it was at the start, its log-probabilities computed once and stored",
         }[self]
 
@@ -33,18 +33,18 @@ class WithReference(Objective):
 
     needs: ClassVar[Needs] = Needs(reference=True)
     reference: Reference = Reference.auto
-    """The model that the trained one is compared with. `base`: the model with its adapters off, in each step. `start`:
-    the adapter of model.adapter as it was, in each step. `stored`: the model as it was, its log-probabilities computed
-    once before the first step and kept beside the tokens. `auto`: `stored` for full fine-tuning and for more than one
-    epoch, else `start` for a continued adapter, else `base`."""
+    """The model that the trained one is compared with. `start`: the model as it was when training began, with the
+    adapter of model.adapter if there is one, in each step. `stored`: the same, its log-probabilities computed once
+    before the first step and kept beside the tokens. `base`: the model without any adapter, in each step. `auto`:
+    `stored` for full fine-tuning and for more than one epoch, else `start`."""
 
-    def settle_reference(self, adapters: bool, continued: bool, epochs: float) -> Reference:
-        """The reference of a run. `adapters`: whether adapters are trained; `continued`: whether they start from
-        model.adapter. Raises ConfigError for a reference that the run does not have."""
+    def settle_reference(self, adapters: bool, epochs: float) -> Reference:
+        """The reference of a run. `adapters`: whether adapters are trained. Raises ConfigError for a reference that
+        the run does not have."""
         if self.reference is Reference.auto:
             if not adapters or epochs > 1:
                 return Reference.stored
-            return Reference.start if continued else Reference.base
+            return Reference.start
         if not adapters and self.reference is not Reference.stored:
             raise ConfigError(
                 f"objective.reference={self.reference.value}: full fine-tuning has no adapters to switch off, and a "

@@ -149,19 +149,18 @@ class RunBuilder:
         if self.facts.packing and recurrent.has_mixers(self.facts.model):
             notes.append(documents_padding(data.training))
         self.settled = self.settled.noting(*notes)
-        self.compare_on(
-            [plan for plan in (data.training, data.evaluation) if plan], continued=bool(config.model.adapter)
-        )
+        self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
         return tokenizer, data
 
-    def compare_on(self, plans: Sequence[Plan], continued: bool) -> None:
+    def compare_on(self, plans: Sequence[Plan], from_base: bool = False) -> None:
         """Settle the reference of an objective that has one; `plans` have the documents that it is asked about.
-        `continued`: whether training starts from an adapter."""
+        `from_base`: the adapters are trained already, and training started from the model without them."""
         objective = self.config.objective
         if not isinstance(objective, WithReference):
             return
         epochs = plans[0].epoch(plans[0].steps)
-        which = objective.settle_reference(self.techniques.lora.enabled, continued, epochs)
+        which = objective.settle_reference(self.techniques.lora.enabled, epochs)
+        which = Reference.base if from_base else which
         self._compared = plans if which is Reference.stored else ()
         self._set(objective=replace(objective, reference=which))
         self.settled = self.settled.noting(f"reference: {which.describe()}")

@@ -87,7 +87,7 @@ ROUNDED_FP8 = ("techniques=[full_fp8,fast]", *ROUNDED[1:])
 ROUNDED_8BIT = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.name=adamw_8bit")
 SHARDED = (*FULLY, "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
-DPO = ("objective=dpo", "objective.reference=base")
+DPO = ("objective=dpo", "objective.reference=start")
 DPO_STORED = ("objective=dpo", "objective.reference=stored")
 
 MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
@@ -496,7 +496,7 @@ def pairs(case: Case, steps: int) -> Iterator[dict[str, Any]]:
     def length() -> int:
         if not case.chats:
             return each // 2
-        return min(max(2, round(draw.lognormvariate(math.log(MEAN / 2) - SIGMA**2 / 2, SIGMA))), case.length // 2)
+        return min(max(2, round(draw.lognormvariate(math.log(MEAN / 2) - SIGMA**2 / 2, SIGMA))), case.length // 4)
 
     # Chats have more pairs than a step needs, because a packed row can hold more short ones.
     for _ in range(steps * case.pairs * (2 if case.chats else 1)):

@@ -102,7 +102,7 @@ def test_continued_adapter_is_its_own_reference(capsys):
     train("sft", "objective.reference=base")
     capsys.readouterr()
     train("auto", "model.adapter=sft/adapter", "train.max_steps=2")  # less than an epoch
-    assert "reference: the adapter as it was at the start" in " ".join(capsys.readouterr().out.split())
+    assert "reference: the model as it was at the start, in each step" in " ".join(capsys.readouterr().out.split())
     continued = train("continued", "model.adapter=sft/adapter", "objective.reference=start")
     assert continued[0][0] == pytest.approx(0.693147, abs=1e-6)
     from_base = train("from_base", "model.adapter=sft/adapter", "objective.reference=base")

@@ -26,7 +26,7 @@ class TrainState:
     best_step: Optional[int] = None
     """The step of the best evaluation: the lowest loss, or the best value of train.stop.metric."""
     best_match: Optional[float] = None
-    """The share of exact answers at best_step, if train.stop.metric judges by it."""
+    """The value of train.stop.metric at best_step, if it is not the loss."""
     branch_step: Optional[int] = None
     """The step at which a decay of the learning rate begins or has begun. Its checkpoint is kept: from it the run can
     be extended."""

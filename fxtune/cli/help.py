@@ -29,6 +29,8 @@ from fxtune.config.introspection import Slot
 from fxtune.config.root import Config
 from fxtune.config.validate import OTHER_NAMES, Validator, command_line_only, expected
 from fxtune.errors import ConfigError
+from fxtune.objectives.base import Objective
+from fxtune.plugins import OBJECTIVES
 from fxtune.system.console import plain, say, table
 
 PACKAGE = Path(fxtune.__file__).parent
@@ -52,6 +54,8 @@ def run(key: str) -> None:
     if section is not None and section.fields:
         prefix = f"{name}.0" if section is not slot else name
         say(table("", ["key", "", "default", ""], list(_listed(prefix, section))))
+    if metrics := list(_metrics()) if name == "objective" else []:
+        say(table("Metrics, as train/NAME and held out as eval/NAME", ["metric", "of", ""], metrics))
 
 
 def _entries(key: str) -> tuple[str, ...]:
@@ -110,6 +114,17 @@ def _listed(prefix: str, section: Slot) -> Iterator[list[str]]:
         limits = f", {slot.range}" if slot.range else ""
         default = "" if slot.fields else _default(owner, name)
         yield [f"{prefix}.{name}", f"{_type(slot)}{limits}", default, first]
+
+
+def _metrics() -> Iterator[list[str]]:
+    """The metrics of the objectives: name, the objectives that have it, and what it is."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, objective in OBJECTIVES.items():
+        assert issubclass(objective, Objective)
+        for metric in objective.metrics.items():
+            found.setdefault(metric, []).append(name)
+    for (name, text), owners in found.items():
+        yield [name, ", ".join(owners), text]
 
 
 def _type(slot: Slot) -> str:

@@ -125,6 +125,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "host_gib": need.host / GIB,
         "step_seconds": forecast.step_seconds,
         "tokens_per_second": forecast.step_tokens / forecast.step_seconds,
+        "reference_seconds": forecast.reference_seconds,
         "steps": forecast.steps,
         "tokens": forecast.tokens,
         "seconds": seconds,
@@ -161,6 +162,7 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
     rows = [
         ("ranks", f"{gpus} ({facts.degrees})" if gpus > 1 else ""),
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
+        ("reference", duration(forecast.reference_seconds) if forecast.reference_seconds else ""),
         ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
         (
             "evaluations",

@@ -14,6 +14,7 @@ FILE = "sweep.json"
 COLUMNS = {
     "held-out loss": ("eval/best_loss", "eval/loss"),
     "at step": ("eval/best_step", "train/step"),
+    "reward accuracy": ("eval/reward_accuracy",),
     "exact match": ("questions/exact_match",),
     "training loss": ("train/loss",),
 }

@@ -80,6 +80,19 @@ class OutOfMemory(str, Enum):
 class StopMetric(str, Enum):
     loss = "loss"
     exact_match = "exact_match"
+    reward_accuracy = "reward_accuracy"
+
+    @property
+    def figure(self) -> str | None:
+        """The figure of an evaluation that says which weights are best, the highest; None: the lowest loss does."""
+        figures = {self.exact_match: "questions/exact_match", self.reward_accuracy: "eval/reward_accuracy"}
+        return figures.get(self)
+
+    @property
+    def words(self) -> str:
+        """What is judged, for messages."""
+        words = {self.exact_match: "share of exact answers", self.reward_accuracy: "held-out reward_accuracy"}
+        return words.get(self, "held-out loss")
 
 
 @dataclass
@@ -92,8 +105,9 @@ class StopConfig:
     min_delta: float = field(default=0.0, metadata={"min": 0})
     """An evaluation is better only by more than this."""
     metric: StopMetric = StopMetric.loss
-    """The metric of the best evaluation and the best weights: the held-out `loss`, or the share of `exact_match` on
-    data.questions, which are then asked at each evaluation."""
+    """The metric of the best evaluation and the best weights: the held-out `loss`; the share of `exact_match` on
+    data.questions, which are then asked at each evaluation; or `reward_accuracy`, the share of held-out pairs whose
+    chosen answer has the higher reward, of an objective of preferences."""
 
 
 @dataclass
@@ -292,7 +306,7 @@ class Config:
         """Yield each reason why early stopping, train.eval_share or train.max_minutes cannot act as asked."""
         data, stop, share = self.data, self.train.stop, self.train.eval_share
         patience = f"`train.stop.patience={stop.patience}`"
-        if stop.patience and stop.metric is StopMetric.loss and not data.holds_out:
+        if stop.patience and stop.metric is not StopMetric.exact_match and not data.holds_out:
             yield (
                 f"{patience}, but nothing is held out to judge by: set data.eval_fraction or data.eval_sources, or "
                 "train.stop.patience=0"
@@ -301,6 +315,11 @@ class Config:
             yield (
                 f"{patience} with `train.stop.metric=exact_match`, but there are no questions to ask: set "
                 "data.questions.path, or train.stop.metric=loss"
+            )
+        if stop.patience and stop.metric is StopMetric.reward_accuracy and stop.metric not in self.objective.metrics:
+            yield (
+                f"`train.stop.metric=reward_accuracy`, and `objective={self.objective.name}` has no such metric: "
+                "choose an objective of preferences, or train.stop.metric=loss"
             )
         if stop.patience and not self.checkpoint.keep_best:
             yield f"{patience} exports the best weights: it needs checkpoint.keep_best=true"

@@ -104,7 +104,8 @@ class SourceConfig:
 class QuestionsConfig:
     path: Optional[str] = None
     """Held-out chat rows in any chat format that data.sources takes. The last assistant turn is the reference answer,
-    the turns before it are the question. The model answers before and after training. Null: no questions."""
+    the turns before it are the question; of a pair of preferences, the chosen answer is the reference answer. The
+    model answers before and after training. Null: no questions."""
     limit: int = field(default=100, metadata={"min": 1})
     """Use the first `limit` rows."""
     show: int = field(default=3, metadata={"min": 0})

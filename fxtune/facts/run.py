@@ -35,6 +35,8 @@ class Facts(MachineFacts):
     undo_limit: int = 0
     """The optimizer copies the weights that it updates together, their gradients and their moments before a step if
     the weights have at most this many bytes, so that it can undo a bad step. 0: it never copies."""
+    keeps_start: bool = False
+    """Whether the run keeps a copy of the adapters that it starts from, as its reference."""
     step_rows: int = 0
     """Rows of a step, over all ranks. 0: one micro-batch on each rank."""
     in_backward: bool = False

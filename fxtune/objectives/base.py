@@ -38,6 +38,8 @@ class Objective:
     needs: ClassVar[Needs] = Needs()
     unit: ClassVar[str] = "mean loss"
     """What a mean of the loss counts, for messages and axes."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Metrics of loss() that people read, each with a line on what it is, for `fxtune help objective`."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without
@@ -60,6 +62,11 @@ class Objective:
         them as `batch.of_step`; None there means that the micro-batch is looked at alone.
         """
         raise NotImplementedError
+
+    @property
+    def forward_passes(self) -> int:
+        """Passes without gradient in each optimizer step, beside the pass that is learned from: for step_sums()."""
+        return int(self.needs.step_sums > 0)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""

@@ -11,6 +11,7 @@ faster; `length_chosen` and `length_rejected` show whether the data prefers long
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,18 @@ from fxtune.data.batches.plan import Plan
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
+
+METRICS = {
+    "reward_accuracy": "share of pairs whose chosen answer has the higher reward; equal rewards count 0",
+    "reward_margin": "reward of the chosen answer minus reward of the rejected one, the mean over pairs",
+    "reward_chosen": "reward of the chosen answer: by how much the model prefers it, in the objective's measure",
+    "reward_rejected": "reward of the rejected answer",
+    "log_probs_chosen": "log-probability of a token of the chosen answer, in nats; falls where training goes too far",
+    "log_probs_rejected": "log-probability of a token of the rejected answer, in nats",
+    "length_chosen": "tokens of the chosen answer",
+    "length_rejected": "tokens of the rejected answer; if it is much shorter, the model may learn length alone",
+}
+"""What each metric is."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,7 @@ class PairObjective(Objective):
     """An objective over pairs. A subclass gives pair_losses() and rewards()."""
 
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None)
+    metrics: ClassVar[Mapping[str, str]] = METRICS
 
     @abstractmethod
     def pair_losses(self, pairs: ScoredPairs) -> torch.Tensor:

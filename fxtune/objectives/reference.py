@@ -38,6 +38,12 @@ class WithReference(Objective):
     before the first step and kept beside the tokens. `base`: the model without any adapter, in each step. `auto`:
     `stored` for full fine-tuning and for more than one epoch, else `start`."""
 
+    @property
+    def forward_passes(self) -> int:
+        """As for any objective, and each pass of the trained model has one of the reference, unless it is stored."""
+        own = super().forward_passes
+        return own if self.reference is Reference.stored else 2 * own + 1
+
     def settle_reference(self, adapters: bool, epochs: float) -> Reference:
         """The reference of a run. `adapters`: whether adapters are trained. Raises ConfigError for a reference that
         the run does not have."""

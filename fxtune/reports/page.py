@@ -32,6 +32,18 @@ from fxtune.system.atomic_files import replace_text
 
 WIDE = ("Loss", "Gradient norm")
 """Charts that may have a logarithmic scale."""
+
+
+def _both(metric: str) -> dict[str, str]:
+    """A metric of the chosen and of the rejected answer, in training and held out."""
+    parts = {"train": "", "eval": ", held out"}
+    return {
+        f"{part}/{metric}_{answer}": f"{answer}{where}"
+        for answer in ("chosen", "rejected")
+        for part, where in parts.items()
+    }
+
+
 CHARTS = (
     ("Loss", "a supervised token", {"train/loss": "training", "eval/loss": "held out"}),
     ("Learning rate", "", {"train/lr": "learning rate"}),
@@ -43,6 +55,22 @@ CHARTS = (
     ("Exact match", "share of the questions", {"questions/exact_match": "exact match"}),
 )
 """Title, unit, and metric -> its name, of each chart."""
+PREFERENCES = (
+    (
+        "Reward accuracy",
+        "share of the pairs",
+        {"train/reward_accuracy": "training", "eval/reward_accuracy": "held out"},
+    ),
+    (
+        "Reward margin",
+        "chosen minus rejected",
+        {"train/reward_margin": "training", "eval/reward_margin": "held out"},
+    ),
+    ("Rewards", "", _both("reward")),
+    ("Log-probabilities", "nats a token of the answer", _both("log_probs")),
+    ("Length of answers", "tokens", _both("length")),
+)
+"""The same for objectives of preferences. Other runs do not have them."""
 ANSWERS = 6
 """Questions that are shown."""
 
@@ -189,6 +217,8 @@ def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
         ("State", _state),
         ("Loss", lambda run: run.last.get("train/loss")),
         ("Held-out loss", _held_out),
+        ("Held-out reward accuracy", lambda run: _percent(run.last.get("eval/reward_accuracy"))),
+        ("Held-out reward margin", lambda run: run.last.get("eval/reward_margin")),
         ("Exact match", _exact_match),
         ("Tokens trained on", lambda run: _whole(run.last.get("train/tokens"))),
         ("of them supervised", lambda run: _whole(run.last.get("train/supervised_tokens"))),
@@ -239,7 +269,10 @@ def _middle(run: RunFiles, metric: str) -> float | None:
 def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], list[str]]:
     """The charts, and a sentence for each metric that a run did not record. Several runs share a chart."""
     charts, missing = [], []
-    for title, unit, metrics in CHARTS:
+    recorded = {metric for run in runs for metric in run.curves}
+    of_pairs = [chart for chart in PREFERENCES if recorded & chart[2].keys()]
+    loss = (CHARTS[0][0], "a pair", CHARTS[0][2]) if of_pairs else CHARTS[0]
+    for title, unit, metrics in (loss, *of_pairs, *CHARTS[1:]):
         lines = [
             [Line(label, run.curves.get(metric, {}), index) for index, (metric, label) in enumerate(metrics.items())]
             for run in runs

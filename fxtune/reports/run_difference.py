@@ -14,7 +14,11 @@ from typing import Any
 
 from fxtune.reports.run_files import RunFiles
 
-CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr", "questions/exact_match")
+CURVES = (
+    *("train/loss", "eval/loss", "train/grad_norm", "train/lr"),
+    *("train/reward_accuracy", "train/reward_margin", "eval/reward_accuracy", "eval/reward_margin"),
+    "questions/exact_match",
+)
 """The metrics that are compared step by step."""
 FIGURES = (
     "train/tokens_per_second",
@@ -22,6 +26,7 @@ FIGURES = (
     "eval/best_loss",
     "eval/loss",
     "train/loss",
+    "eval/reward_accuracy",
     "questions/exact_match",
 )
 """The metrics whose last values are shown."""

@@ -11,6 +11,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import Dynamic, Switch
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.objectives.reference import Reference, WithReference
 from fxtune.optim.optimizer import undo_limit
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.attention import isolation
@@ -37,6 +38,7 @@ def decide_rows(
         in_backward=config.optimizer.in_backward is Switch.on,
         deterministic=config.run.deterministic,
         degrees=Degrees(replicate=ranks),
+        keeps_start=_keeps_start(config),
         sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,
     )
@@ -53,3 +55,11 @@ def decide_rows(
             padding += f" to {', '.join(map(str, lengths))} tokens"
         note = [f"packing: off, because {why}; {padding}"] if why else []
     return data, note, replace(facts, packing=data.packs, rows=data.row_lengths())
+
+
+def _keeps_start(config: Config) -> bool:
+    """Whether the reference is the adapter that the run starts from, as far as the recipe tells without its data."""
+    objective, adapters = config.objective, config.techniques.lora.enabled
+    if not isinstance(objective, WithReference) or not adapters:
+        return False
+    return objective.settle_reference(adapters, config.train.epochs or 1.0) is Reference.start

@@ -220,6 +220,9 @@ class Column(NamedTuple):
 
 COLUMNS = {
     "train/loss": Column("loss", ".4f"),
+    "train/reward_accuracy": Column("reward_accuracy", ".3f", "preferred"),
+    "train/reward_margin": Column("margin", ".3g"),
+    "train/log_probs_chosen": Column("log_p_chosen", ".3f", live=False),
     "train/lr": Column("lr", ".2e"),
     "train/grad_norm": Column("grad_norm", ".3g", "grad"),
     "train/tokens_per_second": Column("tok/s", ".0f"),
@@ -243,6 +246,9 @@ COLUMNS = {
     "energy/kwh": Column("kwh", ".4g", live=False),
     "cost/total": Column("cost", ".4g"),
     "eval/loss": Column("eval_loss", ".4f", "eval loss"),
+    "eval/reward_accuracy": Column("eval_reward_accuracy", ".3f", "held-out preferred"),
+    "eval/reward_margin": Column("eval_margin", ".3g", "held-out margin"),
+    "eval/log_probs_chosen": Column("eval_log_p_chosen", ".3f", live=False),
     "eval/perplexity": Column("eval_perplexity", ".3f", "perplexity"),
     "eval/share_of_time": Column("eval_share", ".3f", "evaluation", live=False),
     "questions/exact_match": Column("exact_match", ".3f", "exact match"),
@@ -250,8 +256,15 @@ COLUMNS = {
 """Metrics in their order in a line. All others follow under their own names."""
 
 
-HIDDEN = ("time/", "startup/", "train/forward_backward_seconds", "train/update_seconds")
-"""Metrics for reports only, by how they begin."""
+HIDDEN = (
+    *("time/", "startup/", "train/forward_backward_seconds", "train/update_seconds"),
+    *(
+        f"{part}/{name}"
+        for part in ("train", "eval")
+        for name in ("reward_chosen", "reward_rejected", "log_probs_rejected", "length_")
+    ),
+)
+"""Metrics for reports and trackers only, by how they begin."""
 
 
 def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
@@ -293,7 +306,7 @@ def clock_time(seconds: float) -> str:
 
 
 def _human(name: str, text: str) -> str:
-    if name in ("mfu", "data_wait", "exact_match", "behind"):
+    if name in ("mfu", "data_wait", "exact_match", "behind", "reward_accuracy", "eval_reward_accuracy"):
         return f"{float(text):.1%}"
     if name in ("tok/s", "tok/s/rank"):
         return f"{float(text):,.0f}"

@@ -9,6 +9,7 @@ keys) lowers MFU instead of raising it:
 - Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
   masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
+- A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
 """
@@ -38,7 +39,7 @@ ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Model FLOPs of forward and backward."""
+    """Model FLOPs of forward and backward, and of forward passes without gradient."""
 
     per_token: float
     """Matmuls of the layers, per token."""
@@ -57,8 +58,10 @@ class TrainingCost:
         return float(total)
 
 
-def training_cost(model: nn.Module) -> TrainingCost | None:
+def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | None:
     """Count the matmuls of `model`, adapters included, with the backward pass of weights that require a gradient.
+
+    `forward_passes`: passes without gradient over the same tokens, in each step.
 
     In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts stored
     otherwise than in transformers' interface, latent attention, models without attention heads. Norms, activations,
@@ -67,7 +70,7 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
-    attention = _attention(config.get_text_config())
+    attention = _attention(config.get_text_config(), ATTENTION_PASSES + forward_passes)
     if attention is None:
         return None
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -88,7 +91,7 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
             continue
         if follows_interface(module):
             where["body"] += used * sum(
-                (6.0 if weight.requires_grad else 4.0) * weight[0].numel()
+                _flops(weight.requires_grad, forward_passes) * weight[0].numel()
                 for weight in module.parameters(recurse=False)
                 if weight.dim() == 3
             )
@@ -97,11 +100,16 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
         if sizes is None:
             continue
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
-        flops = (6.0 if trained else 4.0) * sizes[0] * sizes[1]
+        flops = _flops(trained, forward_passes) * sizes[0] * sizes[1]
         if id(module) in of_experts:  # an adapter of all experts in one matrix
             flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
     return TrainingCost(where["body"], where["head"], attention)
+
+
+def _flops(trained: bool, forward_passes: int) -> float:
+    """FLOPs of a weight for each token."""
+    return (6.0 if trained else 4.0) + 2.0 * forward_passes
 
 
 def _matmul(module: nn.Module) -> tuple[int, int] | None:
@@ -122,12 +130,12 @@ def _matmul(module: nn.Module) -> tuple[int, int] | None:
     return None if inner else sizes(module)
 
 
-def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
+def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(heads, int) or not isinstance(layers, int) or getattr(config, "kv_lora_rank", None):
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_pair = ATTENTION_PASSES * 4.0 * heads * size  # two matmuls of 2 FLOPs a pair and channel
+    per_pair = passes * 4.0 * heads * size  # two matmuls of 2 FLOPs a pair and channel
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
@@ -175,9 +183,11 @@ class Meter:
         dtype: torch.dtype | str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranks: int = 1,
+        forward_passes: int = 0,
     ) -> None:
-        """`ranks`: how many devices share the steps; figures are of all of them, MFU is their mean."""
-        self.cost, self.ranks = training_cost(model), ranks
+        """`ranks`: how many devices share the steps; figures are of all of them, MFU is their mean. `forward_passes`:
+        see training_cost()."""
+        self.cost, self.ranks = training_cost(model, forward_passes), ranks
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype or _matmul_dtype(model))
         self.tokens, self.supervised_tokens = tokens, supervised_tokens

@@ -1,9 +1,9 @@
 """Greedy answers to held-out questions, and the share that is exactly right.
 
 A question is a chat row like the rows of training: the supervised tokens of its last assistant turn are the right
-answer, and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends
-at the end-of-turn token that the model was trained to write. Prompts of similar length are batched, padded on the
-left, with a KV cache.
+answer, and the tokens before them are the prompt. Of a pair of preferences, the chosen answer is the right one. So
+prompts have the same tokens as in training, and an answer ends at the end-of-turn token that the model was trained to
+write. Prompts of similar length are batched, padded on the left, with a KV cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
     if not form.is_question:
         raise DataError(
             f"data.questions.path={config.path} holds rows of format {form.name}, which have no question with one "
-            "answer. Use chat or prompt/completion rows."
+            "answer. Use chat or prompt/completion rows, or pairs of preferences."
         )
     rows = list(islice(source.rows(), config.limit))
     for row in rows:
@@ -82,7 +82,8 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
     )
     documents = encoder.encode(values)
     for row, value, document in zip(rows, values, documents, strict=True):
-        assert not isinstance(document, EncodedGroup)
+        if isinstance(document, EncodedGroup):  # of a pair: the chosen answer is the right one
+            document = document.documents[0]
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
             raise DataError(f"{row.where}: {question}")
@@ -246,7 +247,10 @@ def question_of(row: dict[str, Any], document: Document, tokenizer: Any) -> Ques
 
 def _last_user_turn(row: dict[str, Any]) -> str | None:
     """The text of the last user turn of a chat row; None in other formats."""
-    turns = (turn.get("content") for turn in reversed(row.get("messages") or []) if turn.get("role") == "user")
+    chat: list[dict[str, Any]] = next(
+        (row[key] for key in ("messages", "prompt") if isinstance(row.get(key), list)), []
+    )
+    turns = (turn.get("content") for turn in reversed(chat) if turn.get("role") == "user")
     return next((text for text in turns if isinstance(text, str)), None)
 
 

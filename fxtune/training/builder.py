@@ -360,7 +360,16 @@ class RunBuilder:
         """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: counts of earlier steps."""
         autocast = self.techniques.precision.autocast
         dtype = None if autocast is Autocast.none else autocast.value
-        return Meter(model, plan, self.world.device, tokens, supervised_tokens, dtype=dtype, ranks=self.world.size)
+        return Meter(
+            model,
+            plan,
+            self.world.device,
+            tokens,
+            supervised_tokens,
+            dtype=dtype,
+            ranks=self.world.size,
+            forward_passes=self.config.objective.forward_passes,
+        )
 
     @contextmanager
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:

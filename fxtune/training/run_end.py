@@ -114,11 +114,11 @@ class RunEnd:
         ending["evaluations"] = ending.get("evaluations", 0) + 1
         save = self._decide_interval(schedule, 2 if self.compiles else 1)
         quality, tie = self._quality(figures)
-        best = state.best_match if self.by_match else None if state.best_loss is None else -state.best_loss
+        best = state.best_match if self.judged else None if state.best_loss is None else -state.best_loss
         best_tie = -math.inf if state.best_loss is None else -state.best_loss
-        if quality > (-math.inf if best is None else best) or (self.by_match and quality == best and tie > best_tie):
+        if quality > (-math.inf if best is None else best) or (self.judged and quality == best and tie > best_tie):
             state.best_step, state.best_loss = state.step, figures.get("eval/loss")
-            state.best_match = quality if self.by_match else None
+            state.best_match = quality if self.judged else None
             save = save or self.config.checkpoint.keep_best
         ending["last_evaluation"] = state.step
         if self._decays(schedule):
@@ -141,14 +141,19 @@ class RunEnd:
         return begins
 
     @property
-    def by_match(self) -> bool:
-        """Whether exact match says which weights are the best, in place of the held-out loss."""
-        return self.stop.patience > 0 and self.stop.metric is StopMetric.exact_match
+    def judged(self) -> str | None:
+        """The figure whose highest value says which weights are best; None: the lowest held-out loss does."""
+        return self.stop.metric.figure if self.stop.patience > 0 else None
+
+    @property
+    def asks(self) -> bool:
+        """Whether evaluations ask the questions, as their answers say which weights are best."""
+        return self.judged == StopMetric.exact_match.figure
 
     def _quality(self, figures: Mapping[str, float]) -> tuple[float, float]:
         """(score, tie-breaker): the higher score is better, and among equal scores the higher tie-breaker."""
         loss = -figures.get("eval/loss", math.inf)
-        return (figures["questions/exact_match"], loss) if self.by_match else (loss, 0.0)
+        return (figures[self.judged], loss) if self.judged else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
         """Stretch the interval of evaluations, once, so that all evaluations of the run, the last one included, take
@@ -279,7 +284,7 @@ class RunEnd:
     def _decided(self, reason: Reason, schedule: Schedule, origin: int | None, text: str) -> Decision:
         step, count = self.state.step, self.state.ending.get("since", 0)
         if reason is Reason.early:
-            judged = "share of exact answers" if self.by_match else "held-out loss"
+            judged = self.stop.metric.words
             why = f"Early stopping after step {step}: the {judged} has not become better in {count} evaluations"
         elif reason is Reason.finish:
             why = f"Told to finish after step {step}"

@@ -21,6 +21,8 @@ from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
+from fxtune.objectives.base import Objective
+from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import Settled, settle
 from fxtune.system.facts import MachineFacts
@@ -28,7 +30,7 @@ from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
 from fxtune.techniques.estimate.recomputation import recompute_plan
-from fxtune.techniques.estimate.step_time import micro_batch_seconds, update_seconds
+from fxtune.techniques.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds
 from fxtune.techniques.estimate.traffic import sent
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import oom_advice
@@ -93,6 +95,8 @@ class RunForecast:
     checkpoints: int
     """How many are on the disk at a time, at most."""
     export_bytes: int
+    reference_seconds: float = 0.0
+    """Seconds before the first step in which the log-probabilities of a stored reference are computed."""
     few_steps: list[str] = field(default_factory=list)
     """A line if the steps are too few to learn from."""
 
@@ -102,11 +106,11 @@ class RunForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run, with its start and its evaluations."""
+        """Seconds of the whole run, with its start, a stored reference and its evaluations."""
         if self.steps is None:
             return None
         start, evaluations = START_SECONDS[self.facts.device], self.evaluations * self.evaluation_seconds
-        return start + self.steps * self.step_seconds + evaluations
+        return start + self.reference_seconds + self.steps * self.step_seconds + evaluations
 
     @property
     def tokens(self) -> float | None:
@@ -133,14 +137,21 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
     supervised, attended = (lengths.supervised_share, lengths.attended) if lengths else (1.0, None)
     used = lengths.epoch / lengths.padded if lengths else 1.0
     own = -(-train.global_batch_size // train.micro_batch_size // facts.degrees.data_ranks)
-    compute = own * micro_batch_seconds(facts, plan, supervised, attended) + update_seconds(facts)
-    step = compute + _exchange_seconds(facts, own, compute)
     row_tokens = train.global_batch_size * facts.row_length
     steps = train.max_steps
     if lengths is not None:
         epochs = train.epochs or (None if train.max_steps else 1.0)
         by_epochs = max(1, round(epochs * lengths.padded / row_tokens)) if epochs else None
         steps = min(limit for limit in (train.max_steps, by_epochs) if limit)
+    epochs = steps * row_tokens / lengths.padded if lengths and steps else train.epochs or 1.0
+    objective = _compared(config, epochs)
+    micro = micro_batch_seconds(facts, plan, supervised, attended, objective.forward_passes)
+    compute = own * micro + update_seconds(facts)
+    step = compute + _exchange_seconds(facts, own, compute)
+    stored = 0.0
+    if lengths and isinstance(objective, WithReference) and objective.reference is Reference.stored:
+        batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
+        stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)
@@ -163,16 +174,27 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
         int(trained * size * (1 + moments)),
         config.checkpoint.keep + (config.checkpoint.keep_best and held_out > 0) + 1,
         trained * size,
+        stored,
         list(few_steps(train, steps, lengths.padded / facts.row_length)) if lengths else [],
     )
 
 
-def seconds_here(facts: Facts, plan: Plan) -> float | None:
+def _compared(config: Config, epochs: float) -> Objective:
+    """The objective, with its reference settled for so many epochs."""
+    objective: Objective = config.objective
+    if not isinstance(objective, WithReference):
+        return objective
+    return replace(objective, reference=objective.settle_reference(config.techniques.lora.enabled, epochs))
+
+
+def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | None:
     """Seconds of the steps of `plan` on the cores of this machine, which are timed (techniques/estimate/cpu_speed.py);
-    None for so few that timing is not worth it. `facts`: with techniques decided."""
+    None for so few that timing is not worth it. `facts`: with techniques decided. `forward_passes`: as
+    micro_batch_seconds() has it."""
     summary, kept = plan.summary(), recompute_plan(facts.techniques)
     row = summary["tokens"] / (1 - summary["padding_share"]) / summary["rows"]
-    micro = micro_batch_seconds(facts, kept, summary["supervised_share"], _attended(plan)) * row / facts.row_length
+    micro = micro_batch_seconds(facts, kept, summary["supervised_share"], _attended(plan), forward_passes)
+    micro *= row / facts.row_length
     seconds = plan.steps * (plan.micro_batches(0) * micro + update_seconds(facts))
     return seconds / cpu_speed(facts.cores) if seconds >= SHORT else None
 

@@ -109,7 +109,8 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     )
     yield from few_steps(config.train, summary["steps"], summary["rows"])
     alone = facts.device == "cpu" and builder.world.size == 1
-    if alone and (seconds := seconds_here(replace(facts, techniques=builder.techniques), data.training)):
+    decided, passes = replace(facts, techniques=builder.techniques), builder.config.objective.forward_passes
+    if alone and (seconds := seconds_here(decided, data.training, passes)):
         yield f"the steps take about {duration(seconds)} if these cores stay as free as now (a product was timed)"
     settings = config.data
     if settings.own_questions() is not settings.questions:

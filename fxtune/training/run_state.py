@@ -14,6 +14,7 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
 from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
 from fxtune.checkpoint.train_state import TrainState
+from fxtune.config.root import StopMetric
 from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import divided_like, is_divided, local
 from fxtune.distributed.heartbeat import SAVING
@@ -295,14 +296,15 @@ def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
         local(weight).copy_(saved[name])
 
 
-def weights_note(step: int, state: TrainState) -> str:
-    """Which weights a run that ended with `state` exports: the weights of `step`. Empty without held-out data."""
+def weights_note(step: int, state: TrainState, metric: StopMetric) -> str:
+    """Which weights a run that ended with `state` exports: the weights of `step`. Empty without held-out data.
+    `metric`: the run's train.stop.metric."""
     if state.best_step is None:
         return ""
     if state.best_match is not None:
-        best, which = f"{state.best_match:.1%}", "highest share of exact answers"
+        best, which = f"{state.best_match:.1%}", f"highest {metric.words}"
     else:
-        best, which = f"{state.best_loss or 0.0:.4f}", "lowest held-out loss"
+        best, which = f"{state.best_loss or 0.0:.4f}", f"lowest {StopMetric.loss.words}"
     if step == state.best_step:
         return f"weights of step {step}, which have the {which}, {best}"
     return f"weights of step {step}, the last; the {which} was {best}, at step {state.best_step}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -372,7 +373,7 @@ class Trainer:
                     self.plan.steps,
                     self.facts.optimizer,
                     export_all=not self.techniques.lora.enabled,
-                    evaluates=self.held_out is not None or self.end.by_match,
+                    evaluates=self.held_out is not None or self.end.asks,
                 )
                 self.energy.meter.start()
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
@@ -673,7 +674,7 @@ class Trainer:
         """Evaluate on the held-out data, and on the questions if their answers can stop the run; log the figures.
         Returns whether to save this state.
         """
-        self.state.evaluation_due = self.held_out is not None or self.end.by_match
+        self.state.evaluation_due = self.held_out is not None or self.end.asks
         if not self.state.evaluation_due:
             return False
         self.run_state.average()
@@ -685,7 +686,7 @@ class Trainer:
                 multiple = self.held_out.loader.plan.stream.rows_of_group
                 means = self.batch_sizes.run("evaluation", rows, measure, multiple)
                 figures = {f"eval/{name}": value for name, value in means.items()}
-            if self.end.by_match:
+            if self.end.asks:
                 self._exact_match()
                 figures |= self._question_figures()
         self.state.evaluation_due = False
@@ -718,7 +719,8 @@ class Trainer:
         self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
-        figures, note = {**state.figures, "train/peak_lr": self.peak_rate}, weights_note(step, state)
+        figures = {**state.figures, "train/peak_lr": self.peak_rate}
+        note = weights_note(step, state, self.config.train.stop.metric)
         if note:
             best = {"eval/best_loss": state.best_loss, "eval/best_match": state.best_match}
             figures |= {name: value for name, value in best.items() if value is not None}
@@ -746,6 +748,7 @@ class Trainer:
         lines = self.monitor.summary(self.plan.steps)
         if self.train_step.recorder:
             lines.append(self.train_step.recorder.summary())
+        lines += _preferred(state.figures)
         if proof.asked is not None and proof.ended_after is None:
             lines.append(
                 f"The {kind} has not learned to end: {proof.ending()}. Train longer, or look at the ends of the rows "
@@ -815,6 +818,15 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _preferred(figures: Mapping[str, Any]) -> Iterator[str]:
+    """A line on the last reward_accuracy of a run on preferences."""
+    for part, whose in (("eval", "held-out pairs"), ("train", "training pairs, in the last log line")):
+        if (accuracy := figures.get(f"{part}/reward_accuracy")) is not None:
+            margin = figures.get(f"{part}/reward_margin", math.nan)
+            yield f"Chosen answer preferred in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
+            return
 
 
 def _write_report(folder: Path) -> str:

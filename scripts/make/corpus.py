@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from random import Random
 
-from shop import CITIES, COLORS, COUNTS, DAYS, NAMES, PLURALS, draw_order
+from shop import CITIES, COLORS, COUNTS, DAYS, NAMES, PLURALS, REPLIES, draw_order, draw_when
 
 ONSETS = "b br c ch d dr h j k kl l m n pr qu r s sk st t th tr v w y".split()
 VOWELS = "a a a e e e i i o o u ai ea ia io ou".split()
@@ -194,17 +194,8 @@ def sheet(rng: Random) -> str:
 def order_chat(rng: Random) -> str:
     """An order with the answer of a clerk."""
     order = draw_order(rng, [person(rng)], [place(rng)])
-    noun = order.item if order.quantity == 1 else PLURALS[order.item]
-    goods = f"{order.quantity} {order.color} {noun}"
-    when = rng.choice((" soon", f" on {rng.choice(DAYS)}", "", " today"))
-    reply = rng.choice(
-        (
-            f"Thank you, {order.name}! Your {goods} will be in {order.city}{when}.",
-            f"Of course, {order.name}. We will send {goods} to {order.city}{when}.",
-            f"Dear {order.name}, {goods} will leave for {order.city}{when}.",
-            f"With pleasure! {goods[0].upper()}{goods[1:]} for {order.name} in {order.city}{when}.",
-        )
-    )
+    when = draw_when(rng)
+    reply = order.answer(rng.choice(REPLIES), when)
     follow_ups = rng.sample(
         (
             (f"Who {rng.choice(('ordered', 'is the customer'))}?", f'The customer is "{order.name}".'),

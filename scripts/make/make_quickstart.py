@@ -35,9 +35,9 @@ def row(order: Order, message: str) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
-def make(seed: int = SEED) -> tuple[list[str], list[str]]:
-    """The lines of the training file and of the held-out file."""
-    rng = Random(seed)
+def draw_orders(rng: Random, train: int, test: int) -> tuple[list[tuple[Order, str]], list[tuple[Order, str]]]:
+    """Orders with the customers' words, for training and held out. No words are drawn twice, and in half of the held-out
+    orders the customer's name and city are in no training order."""
     names, cities = list(NAMES), list(CITIES)
     rng.shuffle(names)
     rng.shuffle(cities)
@@ -45,17 +45,21 @@ def make(seed: int = SEED) -> tuple[list[str], list[str]]:
     unseen = names[:UNSEEN_NAMES], cities[:UNSEEN_CITIES]
     seen: set[str] = set()
 
-    def fresh(people: tuple[list[str], list[str]]) -> str:
+    def fresh(people: tuple[list[str], list[str]]) -> tuple[Order, str]:
         while True:
             order = draw_order(rng, *people)
             message = order.message(rng)
             if message not in seen:
                 seen.add(message)
-                return row(order, message)
+                return order, message
 
-    train = [fresh(known) for _ in range(TRAIN_ROWS)]
-    test = [fresh(unseen if i % 2 else known) for i in range(TEST_ROWS)]
-    return train, test
+    return [fresh(known) for _ in range(train)], [fresh(unseen if i % 2 else known) for i in range(test)]
+
+
+def make(seed: int = SEED) -> tuple[list[str], list[str]]:
+    """The lines of the training file and of the held-out file."""
+    train, test = draw_orders(Random(seed), TRAIN_ROWS, TEST_ROWS)
+    return [row(*drawn) for drawn in train], [row(*drawn) for drawn in test]
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905  # word lists are read, and edited, as words
-"""Orders to a small shop: the words and sentences that make_base.py and make_quickstart.py share.
+"""Orders to a small shop: the words and sentences that make_base.py, make_quickstart.py and make_preferences.py share.
 
 Everything is drawn from a `random.Random`, so a seed fixes every byte.
 """
@@ -55,6 +55,18 @@ MESSAGES = (
     "I am {who}. Can I get {what}? I live in {where}.",
     "{who} in {where} asks for {what}.",
 )
+# How a clerk answers an order. {when} is one of whens(), or empty.
+REPLIES = (
+    "Thank you, {name}! Your {goods} will be in {city}{when}.",
+    "Of course, {name}. We will send {goods} to {city}{when}.",
+    "Dear {name}, {goods} will leave for {city}{when}.",
+    "With pleasure! {goods} for {name} in {city}{when}.",
+)
+
+
+def draw_when(rng: Random) -> str:
+    """When an order arrives or leaves, as {when} of REPLIES."""
+    return rng.choice((" soon", f" on {rng.choice(DAYS)}", "", " today"))
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,12 @@ class Order:
         written = COUNTS[self.quantity] if self.quantity < len(COUNTS) and rng.random() < 0.6 else str(self.quantity)
         return f"{written} {self.color} {PLURALS[self.item]}"
 
+    def answer(self, reply: str, when: str) -> str:
+        """One of REPLIES to this order."""
+        noun = self.item if self.quantity == 1 else PLURALS[self.item]
+        goods = f"{self.quantity} {self.color} {noun}"
+        return reply.format(name=self.name, goods=goods, city=self.city, when=when)
+
     def message(self, rng: Random) -> str:
         """The order in the customer's words."""
         text = rng.choice(MESSAGES).format(who=self.name, where=self.city, what=self.what(rng))
@@ -84,7 +102,11 @@ class Order:
         return greeting + text + rng.choice(THANKS)
 
 
+def draw_quantity(rng: Random) -> int:
+    return rng.randint(1, 12) if rng.random() < 0.8 else rng.randint(13, 99)
+
+
 def draw_order(rng: Random, names: list[str], cities: list[str]) -> Order:
     """One order by somebody in `names` who lives in one of `cities`."""
-    quantity = rng.randint(1, 12) if rng.random() < 0.8 else rng.randint(13, 99)
+    quantity = draw_quantity(rng)
     return Order(rng.choice(names), rng.choice(cities), rng.choice(list(PLURALS)), rng.choice(COLORS), quantity)

@@ -102,3 +102,10 @@ def test_every_key_acts_in_files_that_exist():
         files = pages.acts_in(list(key), pages._owner(key))
         assert files
         assert all((root / file).is_file() for file in files), key
+
+
+def test_objective_lists_the_metrics_with_a_line_each(cwd, capsys):
+    text = page(capsys, "objective")
+    for metric in ("reward_accuracy", "reward_margin", "log_probs_chosen", "length_rejected"):
+        assert metric in text
+    assert "tokens of the chosen answer" in text

@@ -172,3 +172,29 @@ def test_files_that_are_not_as_fxtune_writes_them_are_named(tmp_path):
     (folder / "about.json").write_text("{")
     with pytest.raises(StorageError, match=r"about\.json cannot be read"):
         write_report([folder], tmp_path / "x.html")
+
+
+def test_preferences_have_charts_of_margins_rewards_and_lengths(tmp_path):
+    """Of training and held out; a run on other rows does not miss them."""
+    answers = {
+        f"{part}/{metric}": value
+        for part in ("train", "eval")
+        for metric, value in {
+            "reward_accuracy": 0.75,
+            "reward_margin": 1.5,
+            "reward_chosen": 0.5,
+            "reward_rejected": -1.0,
+            "log_probs_chosen": -0.25,
+            "log_probs_rejected": -2.5,
+            "length_chosen": 17.0,
+            "length_rejected": 19.0,
+        }.items()
+    }
+    shown = page(record(tmp_path / "pairs", answers)).text
+    titles = ("Reward accuracy", "Reward margin", "Rewards", "Log-probabilities", "Length of answers")
+    assert all(f"{title} " in shown for title in titles)
+    assert "chosen, held out" in shown
+    assert "Held-out reward accuracy 75.0%" in shown
+    assert "a pair" in shown
+    other = page(record(tmp_path / "chats")).text
+    assert not any(title in other for title in titles)

@@ -33,10 +33,16 @@ def scripts():
     sys.path.insert(0, str(SCRIPTS))
     import corpus
     import make_base
+    import make_preferences
     import make_quickstart
 
     sys.path.remove(str(SCRIPTS))
-    return {"corpus": corpus, "make_base": make_base, "make_quickstart": make_quickstart}
+    return {
+        "corpus": corpus,
+        "make_base": make_base,
+        "make_quickstart": make_quickstart,
+        "make_preferences": make_preferences,
+    }
 
 
 def conversations(name: str) -> list[tuple[str, dict]]:
@@ -46,7 +52,8 @@ def conversations(name: str) -> list[tuple[str, dict]]:
 
 
 def test_data_equals_the_output_of_its_script(tmp_path):
-    subprocess.run([sys.executable, SCRIPTS / "make_quickstart.py", "--out", tmp_path], check=True)
+    for name in ("make_quickstart", "make_preferences"):
+        subprocess.run([sys.executable, SCRIPTS / f"{name}.py", "--out", tmp_path], check=True)
     written = sorted(file.name for file in tmp_path.iterdir())
     assert written == sorted(file.name for file in DATA.iterdir())
     for name in written:
@@ -76,6 +83,28 @@ def test_every_answer_follows_from_its_message(scripts):
             message,
             order,
         )
+
+
+def test_a_pair_has_the_preferred_answer_and_one_that_differs_in_form_or_number(scripts):
+    """So the best answer is known; both files have no order in common."""
+    train, test = (
+        [json.loads(line) for line in (DATA / f"preferences_{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    )
+    orders = [row["prompt"][0]["content"] for row in train + test]
+    assert len(set(orders)) == len(orders)
+    chosen = re.compile(r"Dear (\w+), (\d+) ([\w ]+) will leave for (\w+) today\.")
+    miscounted = 0
+    for row in train + test:
+        name, count, goods, city = chosen.fullmatch(row["chosen"]).groups()
+        assert all(word in row["prompt"][0]["content"] for word in (name, city))
+        if wrong := chosen.fullmatch(row["rejected"]):
+            assert (wrong[1], wrong[4]) == (name, city)
+            assert wrong[2] != count
+            miscounted += 1
+        else:
+            assert all(word in row["rejected"] for word in (name, count, goods, city))
+    assert 0.25 < miscounted / len(orders) < 0.35
 
 
 def test_corpus_depends_only_on_its_seed_and_holds_no_json_answers(scripts, tokenizer):

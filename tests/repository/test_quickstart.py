@@ -64,6 +64,22 @@ def test_quickstart_learns_and_plain_peft_loads_the_adapter(cwd):
     assert "questions/exact_match" in card
 
 
+def test_dpo_learns_the_preferred_answers(cwd, capsys):
+    """A third of the pairs are enough."""
+    words = ["data.questions.limit=20", "data.sources.0.limit=400", "optimizer.lr=8e-4"]
+    assert main(["+recipe=dpo_quickstart", *words]) == 0
+    before, after = exact_matches(Path("runs/dpo_quickstart"))
+    assert before == 0
+    assert after >= 0.8
+    last = [line for line in history(Path("runs/dpo_quickstart")) if "eval/reward_accuracy" in line][-1]
+    assert last["eval/reward_accuracy"] >= 0.9
+    assert last["eval/reward_margin"] > 0
+    out = capsys.readouterr().out
+    assert f"Chosen answer preferred in {last['eval/reward_accuracy']:.1%} of held-out pairs (reward_accuracy)" in out
+    page = Path("runs/dpo_quickstart/report.html").read_text()
+    assert "Reward margin" in page
+
+
 def test_full_fine_tuning_learns_and_plain_transformers_loads_the_model(cwd):
     """A third of the steps are enough. It runs in this process, since the test above starts the command."""
     from transformers import AutoModelForCausalLM

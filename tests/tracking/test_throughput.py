@@ -53,6 +53,15 @@ def test_flops_of_lora():
     assert (cost.per_token, cost.per_target) == (4 * 3 * LAYER + 6 * adapters, 4 * HEAD)
 
 
+def test_a_pass_of_a_reference_costs_a_forward_pass():
+    """2 of 6 FLOPs a weight, and one of attention's 3.5 passes."""
+    one, two = training_cost(llama()), training_cost(llama(), forward_passes=1)
+    assert (two.per_token, two.per_target) == (one.per_token * 8 / 6, one.per_target * 8 / 6)
+    lengths = np.array([5, 7, 4])
+    attention = [cost.flops(lengths, 0) - cost.per_token * 16 for cost in (one, two)]
+    assert attention[1] == pytest.approx(attention[0] * 4.5 / 3.5)
+
+
 def test_modules_to_save_are_counted_once_and_as_trained():
     assert training_cost(with_lora(llama(), modules_to_save=["lm_head"])).per_target == 6 * HEAD
 

@@ -127,6 +127,11 @@ ROWS = {
         "prompt": [{"role": role, "content": content} for role, content in TURNS[:-1]],
         "completion": [{"role": "assistant", "content": " Zwei. "}],
     },
+    "preference": {
+        "prompt": [{"role": role, "content": content} for role, content in TURNS[:-1]],
+        "chosen": " Zwei. ",
+        "rejected": "2",
+    },
     "trailing_user": {
         "messages": [{"role": role, "content": content} for role, content in [*TURNS, ("user", "Three?")]]
     },
@@ -149,7 +154,7 @@ def test_prompt_is_everything_before_the_last_answer(tmp_path, form):
     assert tokenizer.decode(question.prompt) == prompt
     assert question.answer == "Zwei."
     assert question.end == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    if form == "messages":
+    if form in ("messages", "preference"):
         assert question.text == "Two?"
 
 

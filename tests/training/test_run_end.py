@@ -137,6 +137,7 @@ def _kill_once(step_of, calls, trainer, step, lr):
     [
         ("data.eval_sources", [], "nothing is held out to judge by"),
         ("train.stop.metric", StopMetric.exact_match, "there are no questions to ask"),
+        ("train.stop.metric", StopMetric.reward_accuracy, "objective=causal_lm` has no such metric"),
         ("checkpoint.keep_best", False, "needs checkpoint.keep_best=true"),
         ("run.deterministic", True, "leave train.eval_share out"),
         ("train.stop.patience", 0, ""),

@@ -66,6 +66,22 @@ def test_time_is_start_steps_and_evaluations():
     assert 0.25 < run.evaluation_seconds / run.step_seconds / (800_000 / (16 * 4096)) < 0.5
 
 
+def test_a_reference_is_a_forward_pass_in_each_step_or_one_before_the_first():
+    words = ("techniques=[lora,fast]", "objective=dpo")
+    plain, dpo = forecast("techniques=[lora,fast]"), forecast(*words)
+    forward = dpo.step_seconds - plain.step_seconds
+    assert 0.25 < forward / plain.step_seconds < 0.5
+    assert dpo.reference_seconds == 0
+    stored = forecast(*words, "objective.reference=stored")
+    assert stored.step_seconds == pytest.approx(plain.step_seconds)
+    assert stored.reference_seconds == pytest.approx(stored.steps * forward, rel=0.01)
+    assert stored.seconds == pytest.approx(plain.seconds + stored.reference_seconds)
+    # More than one epoch: stored, as training decides.
+    twice = forecast(*words, "train.epochs=2")
+    assert twice.reference_seconds == pytest.approx(stored.reference_seconds)
+    assert twice.step_seconds == pytest.approx(plain.step_seconds)
+
+
 def test_max_steps_end_the_run_and_without_lengths_only_they_are_known():
     assert forecast("techniques=[lora,fast]", "train.max_steps=10").steps == 10
     assert forecast("techniques=[lora,fast]", "train.max_steps=10", lengths=None).seconds is not None

@@ -47,7 +47,6 @@ class PairFormat(RowFormat):
     """A format whose rows hold a chosen and a rejected answer to one prompt."""
 
     is_group = True
-    is_question = False
     answers = (CHOSEN, REJECTED)
     nothing_learned = "each answer is switched off by its `train` or `weight`, or by data.learn"
     answer_columns: ClassVar[tuple[frozenset[str], frozenset[str]]] = (frozenset((CHOSEN,)), frozenset((REJECTED,)))

@@ -168,6 +168,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         {level: count(level) * tokens for level in set(levels)} for count in (layer.kept, layer.working, layer.sent)
     )
     weights, trained = _bytes_of_rank(facts, shape)
+    if facts.keeps_start:
+        weights += 4 * trained_parameters(facts)  # adapters are float32, and whole on each rank
     held_on = facts.accumulates or facts.techniques.compile.keep_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0

@@ -61,6 +61,8 @@ EIGHT_BIT_BYTES = 150.0
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
 gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""
+FORWARD_MOVED = 1 / 3
+"""The share of the forward pass in what a step reads and writes elementwise (by calculation)."""
 LAUNCH = 0.4e-3
 """Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
 WORTH = 0.005
@@ -120,22 +122,47 @@ def layer_time(facts: Facts) -> LayerTime:
 
 
 def micro_batch_seconds(
-    facts: Facts, plan: RecomputePlan, supervised: float = 1.0, attended: float | None = None
+    facts: Facts,
+    plan: RecomputePlan,
+    supervised: float = 1.0,
+    attended: float | None = None,
+    forward_passes: int = 0,
 ) -> float:
     """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
     as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
-    of the row. The optimizer is left out, see update_seconds().
+    of the row. `forward_passes`: passes without gradient beside, as of a reference. The optimizer is left out, see
+    update_seconds().
 
     scripts/study/plan_accuracy.py compares it with what was measured on an H200.
     """
-    shape, layer, card, trained = Shape.of(facts.text), layer_time(facts), rates(facts), _trained(facts)
-    head = (2 + trained) * 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / card.matmul
+    trained = _trained(facts)
+    layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
+    layers = Shape.of(facts.text).layers
+    both = layers * (layer.forward + layer.backward(trained) + _elementwise(facts)) + (2 + trained) * head
+    training = max(both + overhead(facts, plan, layer), layers * LAUNCH)
+    return training + (forward_passes * forward_seconds(facts, supervised, attended) if forward_passes else 0.0)
+
+
+def forward_seconds(facts: Facts, supervised: float = 1.0, attended: float | None = None) -> float:
+    """Seconds of a pass without gradient over one micro-batch of full rows; arguments as in micro_batch_seconds()."""
+    layer, layers = _seen(facts, attended), Shape.of(facts.text).layers
+    pass_ = layers * (layer.forward + FORWARD_MOVED * _elementwise(facts)) + _head_seconds(facts, supervised)
+    return max(pass_, layers * LAUNCH * FORWARD_MOVED)
+
+
+def _head_seconds(facts: Facts, supervised: float) -> float:
+    """Seconds of the output head's forward pass."""
+    shape = Shape.of(facts.text)
+    return 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / rates(facts).matmul
+
+
+def _seen(facts: Facts, attended: float | None) -> LayerTime:
+    """The time of a layer with documents of this length in place of full rows."""
+    shape, layer = Shape.of(facts.text), layer_time(facts)
     length = facts.row_length if attended is None else min(attended, facts.row_length)
     seconds = sum(span + HALF_RATE for span in _spans(facts, length)) / sum(_spans(facts, facts.row_length))
     attention = layer.attention * seconds / (NARROW_HEADS if shape.q <= 64 * shape.heads else 1)
-    seen = replace(layer, attention=attention)
-    layers = shape.layers * (seen.forward + seen.backward(trained) + _elementwise(facts))
-    return max(layers + head + overhead(facts, plan, seen), shape.layers * LAUNCH)
+    return replace(layer, attention=attention)
 
 
 def update_seconds(facts: Facts) -> float:

@@ -30,7 +30,7 @@ import dataclasses
 import gc
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -48,7 +48,6 @@ from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
@@ -259,10 +258,21 @@ class _Comparison:
         total = torch.zeros((), device=device, dtype=torch.float64)
         change = total.clone()
         with self._built(pipeline, World(device)) as prepared:
-            plain = PlainModel(prepared, checkpointed, balanced, _reference(self.objective) is Reference.start)
-            _move_weights(plain.model, self.objective.needs.reference)
+            plain = PlainModel(prepared, checkpointed, balanced)
+            dtypes = {name: parameter.dtype for name, parameter in plain.model.named_parameters()}
             if float32:
                 plain.to_float32()
+            references, of_step = list[torch.Tensor](), None
+            if isinstance(self.objective, WithReference) and self.objective.reference is not Reference.base:
+                # The model as it is at the start of the run; stored numbers, which may be wrong, are not used.
+                with torch.no_grad(), pipeline.precision.context(device):
+                    references = [plain.log_probs(batch) for _, batch in self._group_batches()]
+            _move_weights(plain.model, self.objective.needs.reference, dtypes)
+
+            def batches() -> Iterator[tuple[int, Batch]]:
+                for position, (micro, batch) in enumerate(self._group_batches()):
+                    reference = references[position] if references else None
+                    yield micro, replace(batch, of_step=of_step, reference=reference)
 
             def backward(loss: torch.Tensor) -> None:
                 self.scale.scaled(loss).backward()
@@ -274,14 +284,12 @@ class _Comparison:
 
             counts: dict[int, RouterCounts] = {}
             """Of each micro-batch."""
-            of_step = None
             if self.objective.needs.step_sums:
                 with torch.no_grad(), pipeline.precision.context(device):
-                    sums = [self.objective.step_sums(plain, batch) for _, batch in self._group_batches()]
-                of_step = torch.stack(sums).sum(0)
-            for micro, batch in self._group_batches():
+                    of_step = torch.stack([self.objective.step_sums(plain, batch) for _, batch in batches()]).sum(0)
+            for micro, batch in batches():
                 with pipeline.precision.context(device):
-                    loss = self.objective.loss(plain, replace(batch, of_step=of_step))[0] / self.normalizer
+                    loss = self.objective.loss(plain, batch)[0] / self.normalizer
                 backward(loss)
                 change += plain.take_change(self.order) / self.scale.scale**self.order
                 if plain.counts is not None:
@@ -425,26 +433,21 @@ def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
     return _Result(loss.item(), gradients)
 
 
-def _move_weights(model: nn.Module, from_reference: bool) -> None:
+def _move_weights(model: nn.Module, from_reference: bool, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
     """Give each new adapter's B values that depend only on the parameter's name. `from_reference`: also change the
-    other trained weights by about 2 %, so that the model differs from the model at the start of the run."""
+    other trained weights by about 2 %, so that the model differs from the model at the start of the run. `dtypes`: to
+    which the new values of parameters are rounded; None: to their own."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_new = "lora_" in name and not parameter.any()
             if not parameter.requires_grad or not (is_new or from_reference):
                 continue
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            change = (0.02 * torch.randn(parameter.shape, generator=draw)).to(parameter)
-            if isinstance(parameter, DTensor):
-                change = distribute_tensor(change, parameter.device_mesh, parameter.placements)
-            if is_new:
-                parameter.copy_(change)
-            else:
-                parameter.mul_(1 + change)
-
-
-def _reference(objective: Objective) -> Reference | None:
-    return objective.reference if isinstance(objective, WithReference) else None
+            value = parameter.to(dtypes[name] if dtypes else parameter.dtype)
+            change = (0.02 * torch.randn(parameter.shape, generator=draw)).to(value)
+            if isinstance(value, DTensor):
+                change = distribute_tensor(change, value.device_mesh, value.placements)
+            parameter.copy_(change if is_new else value * (1 + change))
 
 
 def _free_memory() -> None:

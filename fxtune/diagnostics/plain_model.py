@@ -12,7 +12,6 @@ the loss is a sum over documents, one graph at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -46,18 +45,11 @@ class RouterCounts:
 
 class PlainModel(LanguageModel):
     """`prepared`: a model with the techniques that change the mathematics by design, and no others. `checkpointed`: by
-    transformers' own checkpointing. `balanced`: the objective's loss has the routers' loss. `keeps_start`: the
-    reference has the trained weights as they are now; else it is the model without adapters."""
+    transformers' own checkpointing. `balanced`: the objective's loss has the routers' loss."""
 
-    def __init__(
-        self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False, keeps_start: bool = False
-    ) -> None:
+    def __init__(self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False) -> None:
         self.model: Any = prepared.module
         self.routers = prepared.routers if balanced else None
-        self.start: dict[nn.Parameter, Tensor] = {}
-        if keeps_start:
-            trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-            self.start = {parameter: parameter.detach().clone() for parameter in trained}
         as_peft(self.model)
         if checkpointed:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -99,7 +91,7 @@ class PlainModel(LanguageModel):
     def reference_log_probs(self, batch: Batch) -> Tensor:
         if batch.reference is not None:
             return batch.reference
-        with torch.no_grad(), self._start_values() if self.start else self.model.disable_adapter():
+        with torch.no_grad(), self.model.disable_adapter():
             return self._log_probs(batch)
 
     def router_terms(self, batch: Batch, count: Tensor | float) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -141,18 +133,6 @@ class PlainModel(LanguageModel):
             if counts is not None:
                 self._count(of_routers, counts)
         return torch.cat(parts)
-
-    @contextmanager
-    def _start_values(self) -> Iterator[None]:
-        # Other storage, because a backward pass may still need the values of now.
-        now = {parameter: parameter.data for parameter in self.start}
-        for parameter, value in self.start.items():
-            parameter.data = value.to(parameter)
-        try:
-            yield
-        finally:
-            for parameter, value in now.items():
-                parameter.data = value
 
     def _pass(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(the logits of one document's tokens, those of each layer's router)."""

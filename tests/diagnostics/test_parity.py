@@ -128,13 +128,16 @@ FUSED = ["techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_e
 IN_STEP = "objective.reference=base"
 
 
-def preferred(*words: str) -> dict[str, Compared]:
-    """compare() of a step of pairs, by the variants' names."""
+def preferred(*words: str, stored_times: float = 1.0) -> dict[str, Compared]:
+    """compare() of a step of pairs, by the variants' names. `stored_times`: multiplies the stored numbers."""
     keys = {word.partition("=")[0] for word in words}
     kept = [word for word in PAIRS if word.partition("=")[0] not in keys]
     builder = RunBuilder(load([*kept, *words]))
     data = builder.read()[1]
     builder.observed_model()
+    for table in data.tables:
+        if table.reference is not None:
+            table.reference = table.reference * stored_times
     return {variant.name: variant for variant in parity.compare(builder, data.training, False, lambda text: None)}
 
 
@@ -197,6 +200,11 @@ def test_routers_loss_of_the_reference_is_out_of_bounds(pairs, monkeypatch):
 def test_reference_with_its_adapters_on_is_out_of_bounds(pairs, monkeypatch):
     monkeypatch.setattr(ReferenceModel, "active", lambda self: torch.no_grad())
     found = preferred(IN_STEP)
+    assert not any(variant.within for name, variant in found.items() if name.startswith("fxtune"))
+
+
+def test_wrong_stored_reference_is_out_of_bounds(pairs):
+    found = preferred("objective.reference=stored", stored_times=1.001)
     assert not any(variant.within for name, variant in found.items() if name.startswith("fxtune"))
 
 

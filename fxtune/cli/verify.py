@@ -180,13 +180,14 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     metrics = train_step.sum_over_ranks(train_step.backward([batch], normalizer))
     yield _observe_gradients(builder, model, {name: parameter.grad for parameter, name in names.items()})
     train_step.clip(metrics)
-    size, unit = _vocabulary(language_model), objective.unit
+    size, found = _vocabulary(language_model), f"a {objective.unit} of {metrics['loss'].item():.4f}"
     if isinstance(objective, CausalLM):
-        unit += f" (guessing among all {size:,} tokens: {math.log(size):.2f})"
+        guess = f"(guessing among all {size:,} tokens: {math.log(size):.2f})"
+        found = f"{metrics['loss'].item():.4f} {objective.unit} {guess}"
     yield Evidence(
         "loss",
         "loss and gradient of the first batch are finite",
-        f"{metrics['loss'].item():.4f} {unit}, gradient of norm {metrics['grad_norm'].item():.3g}",
+        f"{found}, gradient of norm {metrics['grad_norm'].item():.3g}",
         bool(metrics["finite"]),
     )
     train_step.update(metrics, options.lr)

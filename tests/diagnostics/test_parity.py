@@ -104,14 +104,15 @@ SHAPE = (
     "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, "
     "head_dim: 16"
 )
+DENSE, LORA = f"model.architecture={{{SHAPE}}}", "techniques=[lora,fast]"
 PAIRS = [
     "objective=dpo",
     "data.sources=[{path: pairs.jsonl}]",
     "data.sequence_length=128",
     "data.cache_dir=cache",
     "model.init=random",
-    f"model.architecture={{{SHAPE}}}",
-    "techniques=[lora,fast]",
+    DENSE,
+    LORA,
     "techniques.precision.enabled=false",
     "techniques.compile.enabled=false",
     "train.micro_batch_size=2",
@@ -235,7 +236,12 @@ def test_sums_over_the_step_are_those_of_plain_transformers(pairs):
 
 @pytest.mark.slow
 def test_preferences_of_two_ranks_are_those_of_plain_transformers(pairs, ranks, cwd):
-    for words in ([*PAIRS, IN_STEP], [*(word for word in PAIRS if "architecture" not in word), *EXPERTS]):
+    common = [word for word in PAIRS if word not in (DENSE, LORA)]
+    for words in (
+        [*common, DENSE, LORA, IN_STEP],
+        [*common, *EXPERTS, LORA],
+        [*common, DENSE, "techniques=[fast]", "parallel.shard=2"],
+    ):
         assert ranks.run(["verify", *words, "--loss", "--json", "seen.json"], cwd) == [0, 0]
         compared = json.loads(Path("seen.json").read_text())["loss"]
         splits = [variant for variant in compared if variant["name"].startswith("fxtune on 2 ranks")]

@@ -49,7 +49,7 @@ class Table:
 
     @property
     def noun(self) -> str:
-        return "groups" if self.is_grouped else "documents"
+        return self.format.noun
 
     @property
     def by_group(self) -> Table:

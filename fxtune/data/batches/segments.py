@@ -172,7 +172,7 @@ def _too_long(
     if table.format.is_group:
         noun, cures = "group", "drop"
         if table.format.answers:
-            noun, cures = "row", "drop, or to truncate, which cuts the beginning of its prompt"
+            noun, cures = table.noun.removesuffix("s"), "drop, or to truncate, which cuts the beginning of its prompt"
         if on_long is not OnLong.error:
             cures += f" (now {on_long.value}: a group is not cut)"
     return DataError(

@@ -128,6 +128,13 @@ class RowFormat(ABC):
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"
     """Why no token of a whole source may be supervised."""
 
+    @property
+    def noun(self) -> str:
+        """What a row of a table becomes, for messages."""
+        if self.answers:
+            return "pairs" if len(self.answers) == 2 else "answers"
+        return "groups" if self.is_group else "documents"
+
     @abstractmethod
     def fits(self, row: Mapping[str, Any]) -> bool:
         """Whether a row has the columns of this format, with such values. Later rows may still be wrong."""

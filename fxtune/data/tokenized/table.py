@@ -130,7 +130,7 @@ class TokenTable:
     @property
     def noun(self) -> str:
         """What a plan takes of the table as a whole, for messages."""
-        return "groups" if self.is_grouped else "documents"
+        return self.format.noun
 
     @property
     def by_row(self) -> TokenTable:

@@ -363,7 +363,7 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     tokens = len(table.ids)
     rows = f"{table.bad_rows:,} bad row{'s' * (table.bad_rows != 1)}"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
-    groups = f" in {len(table.by_group):,} groups" if table.is_grouped else ""
+    groups = f" in {len(table.by_group):,} {table.noun}" if len(table.by_group) < len(table) else ""
     lines = [
         f"{table.format.name}, {len(table):,} documents{groups}, {tokens:,} tokens, "
         f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"

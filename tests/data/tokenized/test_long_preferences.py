@@ -75,9 +75,9 @@ def test_prompts_lose_their_beginning_and_answers_stay_whole(packing, workers, t
 
     data = DataConfig(sources=[SourceConfig(path="a.jsonl")], **options)
     notes = " ".join(plan_of(table, data).notes())
-    assert f"1 groups longer than {length} tokens lost the beginning of their prompts" in notes
+    assert f"1 pairs longer than {length} tokens lost the beginning of their prompts" in notes
     assert f"{counts.lost_tokens:,} tokens left out" in notes
-    assert "1 groups were left out, because their answers alone are too long" in notes
+    assert "1 pairs were left out, because their answers alone are too long" in notes
     assert "repeat another one" not in notes
 
 
@@ -85,7 +85,7 @@ def test_copies_of_a_long_row_are_copies(table_of, tmp_path):
     options = dict(sequence_length=150, on_long=OnLong.truncate)
     table = table_of(write_jsonl(tmp_path / "a.jsonl", [*ROWS[:2], ROWS[1]]), **options)
     notes = " ".join(plan_of(table, DataConfig(sources=[SourceConfig(path="a.jsonl")], **options)).notes())
-    assert "1 of 3 groups repeat another one; the most frequent is there 2 times" in notes
+    assert "1 of 3 pairs repeat another one; the most frequent is there 2 times" in notes
 
 
 def test_beginning_of_text_stays(tmp_path):
@@ -109,7 +109,7 @@ def test_other_choices_refuse_a_long_row_and_name_the_way(on_long, table_of, tmp
     table = table_of(write_jsonl(tmp_path / "a.jsonl", ROWS), **options)
     assert table.whole is None
     with pytest.raises(
-        DataError, match=r"row 1 \(counted from 0\) has .* tokens.*set data.on_long to drop, or to trun"
+        DataError, match=r"pair 1 \(counted from 0\) has .* tokens.*set data.on_long to drop, or to trun"
     ):
         plan_of(table, DataConfig(sources=[SourceConfig(path="a.jsonl")], **options))
 

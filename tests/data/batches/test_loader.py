@@ -38,7 +38,7 @@ class Table:
     name = "table"
     fingerprint = "0"
     split, whole = SplitCounts(), None
-    format, is_grouped, noun, labels = FORMATS["text"], False, "documents", None
+    format, is_grouped, noun, labels, reference = FORMATS["text"], False, "documents", None, None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

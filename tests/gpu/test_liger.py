@@ -13,6 +13,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.facts.options import Policy, Switch
 from fxtune.kernels.rotary import apply_rotary
+from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.liger.technique import OPERATIONS, Liger, _operations
 from fxtune.techniques.pipeline import Pipeline
 
@@ -62,7 +63,9 @@ def two_models(shape, dtype):
         for parameter in plain.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    mine = on(shape).apply(copy.deepcopy(plain), World(torch.device("cuda", 0)))
+    prepared = PreparedModel(copy.deepcopy(plain))
+    on(shape).apply(prepared, World(torch.device("cuda", 0)))
+    mine = prepared.module
     return plain.float(), mine
 
 

@@ -17,7 +17,7 @@ from fxtune.checkpoint.train_state import TrainState
 from fxtune.distributed.world import World
 from fxtune.facts.options import Library
 from fxtune.facts.run import Facts
-from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, check
+from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, refusals
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.settle.in_backward import COUNTS_FOR_ALL
@@ -51,7 +51,7 @@ def needs(case: str) -> None:
     if case in PACKAGES:
         pytest.importorskip(PACKAGES[case])
     facts = Facts.of(World(torch.device("cuda", 0)).facts(), dtype="bfloat16" if "stochastic" in case else "float32")
-    if reasons := list(check(config(case), facts)):
+    if reasons := list(refusals(config(case), facts)):
         pytest.skip(reasons[0])
 
 

@@ -170,7 +170,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     # A step of one micro-batch for each rank.
     rows = plan.sizes.micro_batch_size * world.data_ranks
     normalizer = objective.normalizer(Plan(plan.stream, replace(plan.sizes, global_batch_size=rows, stages=())), 0)
-    scale = parity.loss_scale(builder, normalizer)
+    scale = parity.loss_scale(builder, batch.supervised)
     train_step = builder.train_step(language_model, objective, scale, recorded=False)
     names = train_step.optimizer.names
     before = {name: _sample(parameter) for parameter, name in names.items()}

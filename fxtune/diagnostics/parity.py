@@ -148,10 +148,10 @@ def precision_of(facts: Facts) -> str:
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
 
-def loss_scale(builder: RunBuilder, normalizer: float) -> LossScale:
-    """A scale at which float16 keeps small gradients: about what the loss is divided by. Training adapts its scale."""
+def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
+    """A scale at which float16 keeps small gradients: about the number of supervised tokens. Training adapts its."""
     half = precision_of(builder.facts) == "float16"
-    return LossScale(builder.world.device, 2.0 ** round(math.log2(normalizer)) if half else 1.0, active=half)
+    return LossScale(builder.world.device, 2.0 ** round(math.log2(max(supervised, 1))) if half else 1.0, active=half)
 
 
 class _Comparison:
@@ -159,7 +159,7 @@ class _Comparison:
         self.builder, self.plan, self.tell, self.world = builder, plan, tell, builder.world
         self.objective = builder.config.objective
         self.normalizer = self.objective.normalizer(plan, 0)
-        self.scale = loss_scale(builder, self.normalizer)
+        self.scale = loss_scale(builder, plan.supervised(0))
         self.techniques = copy.deepcopy(builder.techniques)
         self.techniques.lora.dropout = 0.0
         if self.techniques.router.enabled and self.world.context_ranks > 1:

@@ -123,6 +123,23 @@ def test_preferences_are_refused_under_an_objective_for_text_with_the_way(groups
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data.sources.0.path=rows.jsonl"],
+            "rows.jsonl: its rows have 1 document, and objective=dpo learns from groups",
+        ),
+        (["objective.beta=0"], "`objective.beta=0.0` must be above 0"),
+    ],
+)
+def test_supervised_rows_and_a_beta_of_zero_are_refused_under_dpo(cwd, capsys, words, message):
+    rows = [{"prompt": f"{number} and two? ", "completion": "four"} for number in range(40)]
+    Path("rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert main(["train", "+recipe=dpo_quickstart", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_preview_shows_groups_and_says_that_a_run_is_refused(groups, capsys):
     assert main(["preview", *groups]) == 0
     assert "A run is refused: rows.jsonl: its rows have 2 documents" in " ".join(capsys.readouterr().out.split())

@@ -24,6 +24,7 @@ from fxtune.training import trainer as train
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import RunEnd
+from fxtune.training.run_state import weights_note
 
 SCRIPT = {2: 3.0, 4: 2.0, 6: 1.0, 8: 1.5, 10: 1.5, 12: 0.9}
 """Held-out losses by step: step 6 is the best one until the decay."""
@@ -299,6 +300,21 @@ def test_looks_at_the_clock_are_few_and_the_end_is_on_time(tmp_path, name, step_
     assert looks <= 2 + 2 * math.log2(state.step)
     if schedule.branches:
         assert schedule.decay == pytest.approx(0.2 * schedule.last, abs=2)
+
+
+def test_reward_accuracy_says_which_weights_are_best_and_the_loss_breaks_ties(tmp_path):
+    config = Config()
+    config.train.stop.patience, config.train.stop.metric = 2, StopMetric.reward_accuracy
+    state = TrainState()
+    end = RunEnd(config, tmp_path, World(torch.device("cpu")), RunClock(20.0, Time()), state)
+    schedule = Schedule.of(config.schedule, 1e-3, 100)
+    for step, accuracy, loss in ((2, 0.5, 0.6), (4, 0.9, 0.7), (6, 0.9, 0.5), (8, 0.8, 0.1), (10, 0.8, 0.2)):
+        state.step = step
+        end.evaluated({"eval/reward_accuracy": accuracy, "eval/loss": loss}, schedule)
+    assert (state.best_step, state.best_match, state.best_loss) == (6, 0.9, 0.5)
+    note = weights_note(6, state, config.train.stop.metric)
+    assert note == "weights of step 6, which have the highest held-out reward_accuracy, 90.0%"
+    assert end.decide(schedule, evaluated=True, looks=False) is not None
 
 
 @pytest.mark.parametrize("name", slow_but([ScheduleName.wsd, ScheduleName.constant], ScheduleName.wsd))

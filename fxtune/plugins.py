@@ -148,6 +148,7 @@ OBJECTIVES: Registry[type] = Registry(
     dpo="fxtune.objectives.dpo:DPO",
     ipo="fxtune.objectives.ipo:IPO",
     orpo="fxtune.objectives.orpo:ORPO",
+    reward="fxtune.objectives.reward:Reward",
     simpo="fxtune.objectives.simpo:SimPO",
 )
 """Dataclasses that derive from Objective (objectives/base.py)."""

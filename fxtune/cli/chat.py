@@ -30,6 +30,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.models import load as models
 from fxtune.models.generation import end_tokens
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig
 from fxtune.system import progress
 from fxtune.system.console import console, plain, say
@@ -96,6 +97,10 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
         tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
+    if tuned is not None and not kind_of(tuned.config).writes:
+        raise ConfigError(
+            f"{output.folder} scores documents and writes no answers. docs/preferences.md shows its use."
+        )
     if hasattr(tuned, "peft_config"):
         model = tuned.to(device).eval()
         speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]

@@ -55,7 +55,7 @@ def run(
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
     try:
         counted = count_tokens(config) if tokens is None else Lengths.full_rows(int(tokens), config)
-        load_config(config.model)
+        load_config(config.model, config.objective.needs.head)
     except HubError as error:
         raise HubError(f"{error} {_shapes(str(config.model.path))}") from error
     lengths = None if isinstance(counted, str) else counted

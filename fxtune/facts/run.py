@@ -18,6 +18,8 @@ class Facts(MachineFacts):
 
     model: dict[str, Any] = field(default_factory=dict)
     """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
+    head: str = "lm"
+    """The head that the objective needs: `lm` or `score` (Needs.head)."""
     dtype: str = "float32"
     """The dtype of the model's weights: float32, bfloat16 or float16."""
     ships_mxfp4: bool = False

@@ -26,7 +26,7 @@ from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, s
 from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.base import Kind
-from fxtune.models.kinds.known import families, kind_of, why_none
+from fxtune.models.kinds.known import families, kind_of, why_none, with_head
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
@@ -101,9 +101,10 @@ def resolve_dtype(model: ModelConfig, capability: tuple[int, int] | None) -> tor
     return torch.bfloat16 if capability and capability >= (8, 0) else torch.float32
 
 
-def load_config(model: ModelConfig) -> Any:
+def load_config(model: ModelConfig, head: str | None = None) -> Any:
     """The model's Hugging Face config, from its folder or the recipe's `architecture`, with the RoPE scaling of its
-    adapter, and a `vocab_size` that has room for model.add_tokens.
+    adapter, and a `vocab_size` that has room for model.add_tokens. `head`: the head that the objective needs
+    (Needs.head); None: the head that the model has.
 
     Raises ConfigError for a mistake in the recipe, StorageError for a hub out of reach or an unreadable file.
     """
@@ -124,12 +125,17 @@ def load_config(model: ModelConfig) -> Any:
             f"model.path: {config.model_type} holds several text models (an encoder and a decoder), and fxtune trains "
             "a decoder alone. Use another model."
         ) from error
-    if model.add_tokens:
-        text = config.get_text_config()
-        text.vocab_size = rows_for(
-            _read_tokenizer(found[tokenizer], model, kind_of(config), text.vocab_size), text.vocab_size
-        )
-    return with_changes_of(found[adapter], config) if adapter else config
+    config = with_head(config, head, f"model.path={model.path}") if head else config
+    kind, text = kind_of(config), config.get_text_config()
+    if model.add_tokens or kind.pads_by_token:
+        made = _read_tokenizer(found[tokenizer], model, kind, text.vocab_size)
+        text.vocab_size = rows_for(made, text.vocab_size) if model.add_tokens else text.vocab_size
+        if kind.pads_by_token and made.pad_token_id < text.vocab_size:
+            text.pad_token_id = made.pad_token_id
+    if adapter:
+        config = with_changes_of(found[adapter], config)
+        config = with_head(config, head, f"model.adapter={model.adapter}") if head else config
+    return config
 
 
 def rows_of_base(model: ModelConfig) -> int:
@@ -140,7 +146,7 @@ def rows_of_base(model: ModelConfig) -> int:
 
 def with_changes_of(adapter: Origin, config: Any) -> Any:
     """A base's config with the RoPE parameters and the rows for added tokens that `adapter` was trained with, which
-    save_model() writes to a config.json next to it. At other frequencies the adapter gives wrong results, without an
+    save_model() writes to a config.json next to it, and with the head that it trained. At other frequencies the adapter gives wrong results, without an
     error.
 
     Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
@@ -151,18 +157,21 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
         return config
     try:
         kind = json.loads(file.read_text())["model_type"]
-        trained = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
+        whole = type(config).from_pretrained(adapter.folder) if kind == config.model_type else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
             "with: use a complete copy of the adapter."
         ) from error
-    if trained is None:
+    if whole is None:
         raise ConfigError(
             f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a {config.model_type}: "
             "give the base that it belongs to."
         )
-    scaled = copy.deepcopy(config)
+    trained, scaled = whole.get_text_config(), copy.deepcopy(config)
+    if kind_of(whole).trains_head:
+        scaled = with_head(scaled, kind_of(whole).head)
+        scaled.get_text_config().pad_token_id = trained.pad_token_id
     for name in ("rope_parameters", "max_position_embeddings"):
         if hasattr(trained, name):
             setattr(scaled.get_text_config(), name, copy.deepcopy(getattr(trained, name)))
@@ -270,7 +279,7 @@ def build(
     elif origin is None:
         built = weights.draw(hf_config, dtype, world, seed, code)
     else:
-        built = weights.read(origin, hf_config, dtype, world, code, str(model.path))
+        built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
     built.name_or_path = origin.name if origin else ""  # where peft looks for the base's name
     if before:
         grow(built, rows)

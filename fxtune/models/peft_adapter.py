@@ -28,6 +28,8 @@ FACTORED = ("pissa", "olora")
 """Values of `init` that also change the base: such an adapter fits only the changed base."""
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
 """Options that name the modules with adapters."""
+SCORES = "SEQ_CLS"
+"""peft's task of adapters with a head that scores documents."""
 _PEFT_ONLY = (
     "bias",
     "lora_bias",
@@ -52,8 +54,14 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     origin, key = locate_adapter(adapter), "model.adapter"
     fetch_adapter(origin, adapter, key)
     saved, lora_config = read_options(origin, adapter, key), model.peft_config["default"]
+    if lora_config.task_type == SCORES != saved.get("task_type"):
+        raise ConfigError(
+            f"{key}={adapter} has no head that scores documents, and the objective trains one. fxtune merge writes its "
+            "base with this adapter in it: train a new one over that (model.path)."
+        )
     patterns = {name: getattr(lora_config, name) or {} for name in ("rank_pattern", "alpha_pattern")}
     options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}
+    options["modules_to_save"] = sorted({*_sorted(lora_config.modules_to_save)})
     if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in adapter_weights(model)}:
         # The file has the same modules, so it does not matter how its options name them.
         options = {name: value for name, value in options.items() if name not in TARGETS}
@@ -175,7 +183,7 @@ def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lor
         "layers_to_transform": [layers] if isinstance(layers, int) else layers or [],
         "rank_pattern": saved.get("rank_pattern") or {},
         "alpha_pattern": saved.get("alpha_pattern") or {},
-        "modules_to_save": _sorted(saved.get("modules_to_save")),
+        "modules_to_save": sorted({*_sorted(saved.get("modules_to_save"))}),
     }
     different = [
         f"  techniques.lora.{name}: {options[name]} in the recipe, {other} in the adapter\n"

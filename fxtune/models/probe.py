@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import observed
+from fxtune.models.structure import observed, outputs
 
 TOKENS = 8
 """Tokens of the probe."""
@@ -16,7 +17,7 @@ TOKENS = 8
 
 @dataclass(frozen=True)
 class Answer:
-    """The logits of a model for the probe."""
+    """The logits of a model for the probe, or its scores."""
 
     logits: torch.Tensor
     noise: float
@@ -29,13 +30,16 @@ class Answer:
 
 
 def kl(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats; both are logits."""
+    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats; both are logits. A single
+    number a token is the logit of yes against no, as a reward is."""
+    if one.shape[-1] == 1:
+        one, other = (F.pad(scores, (0, 1)) for scores in (one, other))
     wanted, seen = (logits.double().log_softmax(-1) for logits in (one, other.to(one.device)))
     return (wanted.exp() * (wanted - seen)).sum(-1).mean().item()
 
 
 def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
-    """The model's logits [1, 8, vocabulary] for eight fixed tokens, under the autocast that is active: few enough to
+    """The model's logits [1, 8, vocabulary], or scores [1, 8, 1], for eight fixed tokens, under the autocast that is active: few enough to
     keep for a check.
 
     `nudge`: the relative change of each number of the embedded tokens.
@@ -52,7 +56,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     hook = model.get_input_embeddings().register_forward_hook(moved)
     try:
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            logits: torch.Tensor = model(**row, attention_mask=mask, use_cache=False).logits
+            logits = outputs(model, **row, attention_mask=mask, use_cache=False)
     finally:
         hook.remove()
     return logits

@@ -31,6 +31,18 @@ def backbone(model: nn.Module) -> nn.Module:
     return kind_of(base.config).backbone(base)
 
 
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The part of a model behind its backbone(), with or without adapters."""
+    base = _base(model)
+    return kind_of(base.config).head_of(base)
+
+
+def outputs(model: Any, **inputs: Any) -> torch.Tensor:
+    """What the head makes of each token, [rows, tokens, numbers]: logits of the vocabulary, or a score. `model`: with
+    or without adapters."""
+    return kind_of(model.config).outputs(model, inputs)
+
+
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -95,8 +107,7 @@ def base_dtype(model: nn.Module) -> torch.dtype:
 
 def beside_text(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that no text reaches, outside of the decoder and the head, such as a vision tower's."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    parts = [part for part in (backbone(model), head) if part is not None]
+    parts = [part for part in (backbone(model), output_head(model)) if part is not None]
     reached = {id(parameter) for part in parts for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 

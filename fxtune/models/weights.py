@@ -62,12 +62,16 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
             ) from error
 
 
-def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, path: str) -> Any:
-    """A model with the weights in the folder of `origin`. `path`: model.path, for messages."""
+def read(
+    origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, path: str, seed: int = 0
+) -> Any:
+    """A model with the weights in the folder of `origin`. `path`: model.path, for messages. `seed`: for a head that a
+    base does not have."""
     from safetensors import SafetensorError
 
     files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
-    loader: Any = kind_of(hf_config).auto.from_pretrained
+    kind = kind_of(hf_config)
+    loader: Any = kind.auto.from_pretrained
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
     if unpacked := unpacks(origin, hf_config):
         hf_config = copy.deepcopy(hf_config)
@@ -96,9 +100,14 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         f"{name} ({tuple(stored)} in the file, {tuple(expected)} in the config)"
         for name, stored, expected in report["mismatched_keys"]
     ]
+    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    drawn = kind.drawn_weights(missing)
     troubles = misfits(
-        ("weights of the architecture are not in the files", report["missing_keys"]),
-        ("weights in the files have no place in the architecture", report["unexpected_keys"]),
+        ("weights of the architecture are not in the files", missing.difference(drawn)),
+        (
+            "weights in the files have no place in the architecture",
+            unexpected.difference(kind.unused_weights(unexpected)),
+        ),
         ("weights have another shape", shapes),
         ("errors", report["error_msgs"]),
     )
@@ -107,6 +116,8 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
             f"{place} do not fit its config.json ({hf_config.model_type}): {troubles}. transformers would continue "
             "with random weights. Use a complete copy."
         )
+    for name in drawn:
+        draw_weight(built.get_parameter(name), hf_config, seed)
     if unpacked:
         forget_conversions(built)  # or save_pretrained would name the unpacked tensors as the packed ones
         for name, weight in built.named_parameters():
@@ -115,6 +126,13 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     if reason := _packed_weight(files, built) or ("" if all_finite(built) else _why_not_finite(files, dtype)):
         raise StorageError(f"model.path={path}: {reason}")
     return built
+
+
+@torch.no_grad()
+def draw_weight(weight: torch.Tensor, hf_config: Any, seed: int) -> None:
+    """Draw a weight as transformers draws linears: from a normal distribution, the same on every device."""
+    spread = float(getattr(hf_config.get_text_config(), "initializer_range", None) or 0.02)
+    weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * spread)
 
 
 def misfits(*problems: tuple[str, Collection[str]]) -> str:

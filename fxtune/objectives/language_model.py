@@ -101,6 +101,11 @@ class LanguageModel:
         """
         return batch.document_sums(self.log_probs(batch))
 
+    def scores(self, batch: Batch) -> torch.Tensor:
+        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]; some number for slots without a
+        document. An objective that calls this method sets `Needs.head`, and gets a ScoreModel."""
+        raise NotImplementedError
+
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability of each supervised token under the reference, float32 [supervised], without gradient.
 

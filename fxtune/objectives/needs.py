@@ -14,6 +14,8 @@ from fxtune.distributed.parallel import Degrees
 
 @dataclass(frozen=True)
 class Needs:
+    head: str = "lm"
+    """The head of the model (Kind.head): `lm` gives log-probabilities of tokens, `score` a number for a document."""
     documents: tuple[int, int | None] = (1, 1)
     """The fewest and the most documents of a group; None: any number."""
     labels: bool | None = False

@@ -389,6 +389,7 @@ def _library_optimizers(
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tables |= set(head.parameters()) if head is not None else set()
     tables |= {p for name, p in model.named_parameters() if "trainable_tokens" in name}  # rows of both
+    tables |= {p for name, p in model.named_parameters() if "score." in name and len(p) == 1}  # a head of one row
     tables |= {rows[table] for table in tables if table in rows}
     matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
     rest = [p for p in parameters if p.ndim != 2 or p in tables]

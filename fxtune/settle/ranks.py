@@ -120,4 +120,4 @@ def _facts_of_another_process(config: Config) -> Facts:
 
 def _facts_here(config: Config) -> Facts:
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
-    return decide_rows(config, machine, load_config(config.model))[2]
+    return decide_rows(config, machine, load_config(config.model, config.objective.needs.head))[2]

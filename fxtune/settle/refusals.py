@@ -17,6 +17,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from config.objective.refusals(facts.degrees)
     yield from _noise_scale(config, facts.degrees)
     yield from in_backward.refusals(config, facts)
+    yield from _scores(config, facts)
     lora, quantize = config.techniques.lora, config.techniques.quantize
     if config.model.add_tokens:
         if facts.degrees.shard > 1:
@@ -31,6 +32,20 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
             f"parallel.shard: {facts.degrees.shard} ranks would read the weights row by row, and this checkpoint has "
             "its experts in MXFP4, which are unpacked as whole matrices. Set parallel.shard=1, or save the model in "
             "16 bits with transformers first."
+        )
+
+
+def _scores(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield each reason why a model that scores documents cannot be trained as `config` says."""
+    if facts.head != "score":
+        return
+    needs = f"objective={config.objective.name} trains a head that scores documents"
+    if config.data.questions.path is not None:
+        yield f"data.questions.path: {needs} and answers no questions. Remove it."
+    if facts.degrees.shard > 1:
+        yield (
+            f"parallel.shard: {needs}, which the base does not have, and {facts.degrees.shard} ranks would read the "
+            "weights row by row. Set parallel.shard=1."
         )
 
 

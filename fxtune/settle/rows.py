@@ -26,6 +26,7 @@ def decide_rows(
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),
+        head=config.objective.needs.head,
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),
         sequence_length=data.sequence_length,

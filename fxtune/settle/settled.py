@@ -81,7 +81,7 @@ def settle(
     """
     if hf_config is None:
         try:
-            hf_config = load_config(config.model)
+            hf_config = load_config(config.model, config.objective.needs.head)
         except HubError as error:
             raise HubError(*error.reasons, *missing_data(config.data)) from error
     if why := isolation.why_not_causal(hf_config):

@@ -36,6 +36,7 @@ from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.objectives.score_model import ScoreModel
 from fxtune.optim import config as update_rule
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
@@ -64,6 +65,8 @@ from fxtune.training.stored_reference import store_reference
 
 CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
 """Techniques whose options change log-probabilities by more than the rounding of another order of sums."""
+INTERFACES: dict[str, type[LanguageModel]] = {"lm": LanguageModel, "score": ScoreModel}
+"""What objectives read, by the head that they need (Needs.head)."""
 LOOKS = 8
 """Steps whose documents documents_padding() looks at."""
 
@@ -200,7 +203,8 @@ class RunBuilder:
                 which = self.config.objective.reference
                 if which is not Reference.stored:
                     reference = ReferenceModel(model, keeps_start=which is Reference.start)
-            return LanguageModel(model, self.techniques.liger, self.world.context_group, reference)
+            made = INTERFACES[self.config.objective.needs.head]
+            return made(model, self.techniques.liger, self.world.context_group, reference)
 
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """observed_model(), and a ConfigError if a technique did not act."""

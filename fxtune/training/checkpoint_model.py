@@ -60,9 +60,9 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     pipeline = Pipeline(rope=techniques.rope, lora=lora)
     pipeline.attention.enabled = pipeline.precision.enabled = False
     source = replace(config.model, dtype=_dtype(run, config))
-    hf_config = models.load_config(source)
+    hf_config = models.load_config(source, config.objective.needs.head)
     set_attention(hf_config, "eager")  # the kernels of its attention may not be installed here
-    tokenizer = models.load_tokenizer(source)
+    tokenizer = models.load_tokenizer(source, hf_config)
     model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model.module)
     add_end_tokens(model, _ends(run, config))

@@ -214,6 +214,8 @@ CASES: dict[str, Case] = {
     "objective.gamma": Case(
         step, "0.5", PAIRS.replace("dpo", "simpo") + " optimizer.name=sgd train.max_grad_norm=100"
     ),
+    "objective.center": Case(step, "1.0", PAIRS.replace("dpo", "reward")),
+    "objective.margin": Case(step, "true", PAIRS.replace("dpo", "reward")),
     "optimizer.name": Case(step, "sgd"),
     "optimizer.lr": Case(step, "1e-2"),
     "optimizer.weight_decay": Case(step, "0.5"),

@@ -78,6 +78,15 @@ class Batch:
         """int64 [supervised]: the document of `cu_seqlens` that has each of `labels`."""
         return torch.searchsorted(self.cu_seqlens[1:].long(), self.supervised_at, right=True)
 
+    def last_tokens(self) -> torch.Tensor:
+        """int64 [slots]: the flattened position of each document's last token, never of padding behind it. Slots
+        without a document have some position."""
+        last = self.cu_seqlens[1:].long() - 1
+        if self.filled is None:
+            return last
+        row = last // self.input_ids.shape[1]
+        return torch.minimum(last, row * self.input_ids.shape[1] + self.filled[row] - 1).clamp(min=0)
+
     @property
     def supervised(self) -> int:
         """Targets that are not -100, in a batch without added ones."""

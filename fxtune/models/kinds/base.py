@@ -2,8 +2,8 @@
 
 A kind is what is alike in all families of one auto class of transformers: decoders of text are one kind, whether Llama
 or Qwen. Decoders that also read images would be another kind, with a processor beside the tokenizer, pixels in the
-small row, and parts outside of the text model. A head that gives a number for a document makes another kind, too: it
-has another auto class, and `architectures` in its config names its class.
+small row, and parts outside of the text model. A head that gives a number for a document makes another kind, too
+(scorer.py): it has another auto class, and `architectures` in its config names its class.
 """
 
 from __future__ import annotations
@@ -18,6 +18,16 @@ from torch import nn
 
 
 class Kind(ABC):
+    head: str
+    """What the head gives: `lm`, log-probabilities of tokens, or `score`, a number for a document."""
+    adapter_task: str
+    """peft's name (TaskType) of what adapters of such models are for."""
+    writes: bool = True
+    """Whether models of this kind write text."""
+    trains_head: bool = False
+    """Whether the head is new, so that a run with adapters trains it, too, whole."""
+    pads_by_token: bool = False
+    """Whether a plain forward pass tells padding by its token, so that the config must name it."""
     auto_class: str
     """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
     tokenizer_class: str = "AutoTokenizer"
@@ -37,6 +47,10 @@ class Kind(ABC):
     def is_in_own_code(self, config: Any) -> bool:
         """Whether the author of the model of this config ships code for it that is of this kind."""
         return self.auto_class in (getattr(config, "auto_map", None) or {})
+
+    def takes(self, config: Any, own_code: bool = True) -> bool:
+        """Whether a model of this config is of this kind. `own_code`: whether the author's code counts."""
+        return config.model_type in self.families or (own_code and self.is_in_own_code(config))
 
     @property
     def auto(self) -> Any:
@@ -62,6 +76,22 @@ class Kind(ABC):
     @abstractmethod
     def layers(self, model: Any) -> list[nn.Module]:
         """The decoder layers of a model without adapters, first to last."""
+
+    @abstractmethod
+    def head_of(self, model: Any) -> nn.Module | None:
+        """The head of a model without adapters; None if nothing comes after the backbone."""
+
+    @abstractmethod
+    def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the head makes of each token of `inputs`, [rows, tokens, numbers]. `model`: with adapters or without."""
+
+    def drawn_weights(self, missing: Collection[str]) -> list[str]:
+        """Those of the weights that are `missing` in a base's files that training begins with drawn ones."""
+        return []
+
+    def unused_weights(self, unexpected: Collection[str]) -> list[str]:
+        """Those of the weights that only a base's files have that this kind leaves out."""
+        return []
 
     @abstractmethod
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:

@@ -21,6 +21,8 @@ PROCESSORS = "*processor_config.json"
 
 
 class Decoder(Kind):
+    head = "lm"
+    adapter_task = "CAUSAL_LM"
     auto_class = "AutoModelForCausalLM"
     pipeline_tag = "text-generation"
 
@@ -51,6 +53,14 @@ class Decoder(Kind):
 
     def layers(self, model: Any) -> list[nn.Module]:
         return [layer for layers in _layer_lists(_decoder(model), model.config) for layer in layers]
+
+    def head_of(self, model: Any) -> nn.Module | None:
+        head: nn.Module | None = model.get_output_embeddings()
+        return head
+
+    def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        logits: torch.Tensor = model(**inputs).logits
+        return logits
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
         ids = torch.arange(tokens, device=next(model.parameters()).device)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.base import Kind
 from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.scorer import Scorer
 
-KINDS: tuple[Kind, ...] = (Decoder(),)
+SCORER = Scorer()
+KINDS: tuple[Kind, ...] = (SCORER, Decoder())
 """The first kind that takes a config has it."""
 
 
@@ -16,9 +19,29 @@ def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Kin
     """The kind of the model of this config. `own_code`: whether the author's code counts. Raises ConfigError, which
     begins with `name`, if fxtune trains no such model."""
     for kind in KINDS:
-        if config.model_type in kind.families or (own_code and kind.is_in_own_code(config)):
+        if kind.takes(config, own_code):
             return kind
     raise ConfigError(f"{name} is a {config.model_type} model, {why_none(config.model_type)}.")
+
+
+def with_head(config: Any, head: str, name: str = "model.path") -> Any:
+    """`config`, or a copy of it for a model with this `head` (Kind.head) over the same body. Raises ConfigError, which
+    begins with `name`, if fxtune cannot make that head."""
+    kind = kind_of(config, name)
+    if kind is SCORER:
+        SCORER.require_one_score(config, name)
+    if kind.head == head:
+        return config
+    if head != SCORER.head:
+        raise ConfigError(
+            f"{name} gives a score for a document ({config.architectures[0]}) and no log-probabilities of tokens. Use "
+            "the model that it was made from, or objective=reward."
+        )
+    if config.model_type not in SCORER.families:
+        raise ConfigError(f"{name} is a {config.model_type} model, {SCORER.why_not(config.model_type)}. Use another.")
+    config = copy.deepcopy(config)
+    SCORER.become(config)
+    return config
 
 
 def families() -> set[str]:
@@ -28,4 +51,4 @@ def families() -> set[str]:
 
 def why_none(family: str) -> str:
     """Why no kind takes models of this `model_type`, as the end of a sentence."""
-    return "; ".join(kind.why_not(family) for kind in KINDS)
+    return KINDS[-1].why_not(family)

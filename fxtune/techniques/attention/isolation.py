@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import observed
+from fxtune.models.structure import observed, outputs
 from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
@@ -44,13 +44,13 @@ def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, floa
     ids, positions = inputs["input_ids"], inputs["position_ids"]
     document = (positions == 0).long().cumsum(-1) - 1
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    before = model(**inputs).logits.float()
+    before = outputs(model, **inputs).float()
     leaked, moved = 0.0, float("inf")
     count = int(document.max()) + 1
     for index in range(min(count, MOST_DOCUMENTS)):
         inside = document == index
         changed = torch.where(inside, (ids + 1) % vocabulary, ids)
-        shift = (model(**{**inputs, "input_ids": changed}).logits.float() - before).abs().amax(-1)
+        shift = (outputs(model, **{**inputs, "input_ids": changed}).float() - before).abs().amax(-1)
         leaked = max(leaked, shift[~inside].max().item())
         moved = min(moved, shift[inside].max().item())
     return count, moved, leaked
@@ -138,9 +138,9 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
 
 def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:
     """How far a changed last token moves the logits before it, relative to the movement of its own logits."""
-    before, changed = model(input_ids=ids, use_cache=False).logits.float(), ids.clone()
+    before, changed = outputs(model, input_ids=ids, use_cache=False).float(), ids.clone()
     changed[:, -1] += 1
-    shift = (model(input_ids=changed, use_cache=False).logits.float() - before).abs()
+    shift = (outputs(model, input_ids=changed, use_cache=False).float() - before).abs()
     return (shift[:, :-1].max() / shift[:, -1].max()).item()
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fxtune.distributed.chunks import is_divided
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, observed
+from fxtune.models.structure import backbone, decoder_layers, observed, outputs
 from fxtune.system.nested import leaves
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
@@ -71,7 +71,7 @@ class Proof:
         self.counts = Counts([rules[level] for level in self.levels])
 
     def forward(self) -> Any:
-        return self.model(**self.probe).logits
+        return outputs(self.model, **self.probe)
 
     def backward(self, logits: torch.Tensor) -> Any:
         return torch.autograd.grad(logits.float().mean(), self.trained, allow_unused=True)

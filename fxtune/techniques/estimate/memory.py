@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch
 from fxtune.facts.run import Facts
@@ -216,7 +216,7 @@ class LayerBytes:
 
     def __init__(self, facts: Facts, plan: RecomputePlan) -> None:
         attention = facts.techniques.attention
-        self.facts, self.plan, self.shape = facts, plan, Shape.of(facts.text)
+        self.facts, self.plan, self.shape = facts, plan, shape_of(facts)
         self.number, self.fused, self.compiled = number_bytes(facts), is_fused(facts), facts.techniques.compile.enabled
         backend = backend_of(attention.backend) if attention.enabled else None
         self.grouped = facts.device == "cuda" and (backend is None or backend.fused)
@@ -402,9 +402,15 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, trained
 
 
+def shape_of(facts: Facts) -> Shape:
+    """The decoder's sizes. A head that scores documents is one row, so the embedding is the only table."""
+    shape = Shape.of(facts.text)
+    return shape if facts.head == "lm" else replace(shape, tied=True)
+
+
 def exchange_bytes(facts: Facts) -> int:
     """Bytes that a rank holds to exchange weights and gradients with the others; see the module's docstring."""
-    shape, degrees = Shape.of(facts.text), facts.degrees
+    shape, degrees = shape_of(facts), facts.degrees
     if degrees.ranks == 1:
         return 0
     if degrees.shard == 1:
@@ -420,7 +426,7 @@ def exchange_bytes(facts: Facts) -> int:
 
 def trained_parameters(facts: Facts) -> int:
     """How many numbers the optimizer updates."""
-    shape, lora = Shape.of(facts.text), facts.techniques.lora
+    shape, lora = shape_of(facts), facts.techniques.lora
     if not lora.enabled:
         return shape.linear_parameters + shape.other_parameters
     widths, layers = shape.linears, lora.layers_to_transform or range(shape.layers)
@@ -485,6 +491,8 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
     number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
     copies = 0 if _liger_runs(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
+    if facts.head != "lm":
+        return max(states, 5 * copies)
     if not _liger_runs(facts, "fused_linear_cross_entropy"):
         return max(states + logits * (2 * number + 8), 5 * copies)
     rows = facts.techniques.liger.chunk_rows

@@ -151,7 +151,9 @@ def forward_seconds(facts: Facts, supervised: float = 1.0, attended: float | Non
 
 
 def _head_seconds(facts: Facts, supervised: float) -> float:
-    """Seconds of the output head's forward pass."""
+    """Seconds of the output head's forward pass. A head that scores documents is one row."""
+    if facts.head != "lm":
+        return 0.0
     shape = Shape.of(facts.text)
     return 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / rates(facts).matmul
 

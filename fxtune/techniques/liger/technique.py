@@ -71,6 +71,11 @@ class Liger(LigerOptions, Technique):
                 "chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave "
                 "chunk_rows out."
             )
+        if facts.head != "lm" and self.fused_linear_cross_entropy is Switch.on:
+            yield (
+                f"fused_linear_cross_entropy: the head `{facts.head}` has no logits of a vocabulary. Set it to auto "
+                "or off."
+            )
         possible = [name for name in OPERATIONS if getattr(self, name) is not Switch.off]
         if not possible:
             return
@@ -129,13 +134,12 @@ class Liger(LigerOptions, Technique):
                     notes.append(f"{name} {'on' if on else 'off'} ({why})")
         if self.fused_linear_cross_entropy is Switch.auto:
             size = facts.tokens * facts.text.get("vocab_size", 0) * 4
-            on = size > SMALL_LOGITS
+            on = size > SMALL_LOGITS and facts.head == "lm"
             self.fused_linear_cross_entropy = Switch.on if on else Switch.off
             self.chunk_rows = self.chunk_rows if on else None
-            notes.append(
-                f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to "
-                f"{size / GIB:.2g} GiB in float32)"
-            )
+            why = f"a micro-batch's logits are up to {size / GIB:.2g} GiB in float32"
+            why = why if facts.head == "lm" else "the head has no logits of a vocabulary"
+            notes.append(f"fused_linear_cross_entropy {'on' if on else 'off'} ({why})")
         if self.fused_linear_cross_entropy is not Switch.on and not self._enabled():
             return f"no kernel runs here: {', '.join(notes) or 'each kernel is off'}"
         return ", ".join(notes) or None

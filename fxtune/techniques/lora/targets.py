@@ -26,7 +26,8 @@ from fxtune.errors import ConfigError, nearest
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.models.peft_adapter import lost_on_loading
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.structure import backbone, decoder_layers, is_named
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.structure import backbone, decoder_layers, is_named, output_head
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
@@ -63,7 +64,7 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
             path for path in weights if all_linear or any(matches(path, entry) for entry in lora.target_modules)
         ]
         adaptable += [path for path in selected if path not in adaptable and is_described(named, path)]
-    decoder, head = _path(model, backbone(model)), model.get_output_embeddings()
+    decoder, head = _path(model, backbone(model)), output_head(model)
     layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
 
     def reason(path: str) -> str:
@@ -81,7 +82,7 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
         if not all_linear:
             return "" if any(matches(path, entry) for entry in lora.target_modules) else "target_modules"
         if named[path] is head:
-            return "the head"
+            return "trained in full" if kind_of(model.config).trains_head else "the head"
         if not path.startswith(f"{decoder}."):
             return "not in the decoder"
         if path.endswith(".out_proj") and model.config.model_type in MAMBA:
@@ -154,7 +155,7 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
                 f"{option}: {value}, which peft does not offer for experts in one tensor. Leave it out, or set "
                 "techniques.lora.exclude_modules=[experts]."
             )
-    decoder, ends = _path(model, backbone(model)), (model.get_output_embeddings(), model.get_input_embeddings())
+    decoder, ends = _path(model, backbone(model)), (output_head(model), model.get_input_embeddings())
     saved = [path for path in named if any(matches(path, entry) for entry in lora.modules_to_save)]
     for option, paths in (("target_modules", chosen.modules), ("modules_to_save", saved)):
         lost = [
@@ -192,7 +193,7 @@ def add_adapters(
     def named_by(entries: Iterable[str], every: Iterable[tuple[str, Any]]) -> list[str]:
         return [path for path, _ in every if path and any(matches(path, entry) for entry in entries)]
 
-    config = _read_as_experts(model, lora)[0] if chosen.experts else _peft_config(lora, [])
+    config = _read_as_experts(model, lora)[0] if chosen.experts else _peft_config(model, lora, [])
     config.trainable_token_indices = trained_tokens.indices(model, [*token_ids]) if token_ids else None
     plain = all(NAME.fullmatch(entry) for entry in lora.target_modules)
     as_written = plain and named_by(lora.target_modules, model.named_modules()) == chosen.modules
@@ -275,7 +276,7 @@ def _files_are_converted(model: Any) -> bool:
     return get_checkpoint_conversion_mapping(getattr(model.config, "model_type", None)) is not None
 
 
-def _peft_config(lora: LoraOptions, target_modules: list[str]) -> Any:
+def _peft_config(model: Any, lora: LoraOptions, target_modules: list[str]) -> Any:
     """The options as peft's LoraConfig."""
     with alone() as peft:
         return peft.LoraConfig(
@@ -289,14 +290,14 @@ def _peft_config(lora: LoraOptions, target_modules: list[str]) -> Any:
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init is AdapterInit.default else lora.init.value,
-            task_type="CAUSAL_LM",
+            task_type=kind_of(model.config).adapter_task,
         )
 
 
 def _read_as_experts(model: Any, lora: LoraOptions) -> tuple[Any, set[str]]:
     """peft's config with the tensors of experts as its `target_parameters`, and the names that peft was given."""
     names = set(EXPERT_LINEARS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
-    config = _peft_config(lora, sorted(names))
+    config = _peft_config(model, lora, sorted(names))
     try:
         read_as_experts(config, model)
     except ValueError as error:

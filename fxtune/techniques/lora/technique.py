@@ -29,7 +29,15 @@ from fxtune.models.dims import EXPERTS
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
-from fxtune.models.structure import base_dtype, is_adapter, observed, parameter_counts, running_on_text, skeleton
+from fxtune.models.structure import (
+    base_dtype,
+    is_adapter,
+    observed,
+    outputs,
+    parameter_counts,
+    running_on_text,
+    skeleton,
+)
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Technique
@@ -217,7 +225,7 @@ class Lora(LoraOptions, Technique):
         names = ("r", "alpha", "rslora", "dora", "exclude_modules", "layers_to_transform")
         options = {name: getattr(self, name) for name in names}
         init = self.init.value if self.factored else AdapterInit.default.value
-        options = {**options, "init": init, "modules_to_save": sorted(self.modules_to_save)}
+        options = {**options, "init": init}
         load_adapter(model.module, adapter, options)
         model.adapter_start = adapter
 
@@ -229,7 +237,7 @@ class Lora(LoraOptions, Technique):
         assert selected is not None, "apply() has chosen them"
         with observed(adapted), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             learns = any(parameter.requires_grad for parameter in adapted.parameters())
-            if learns and not adapted(**probe).logits.requires_grad:
+            if learns and not outputs(adapted, **probe).requires_grad:
                 raise ConfigError(
                     f"techniques.lora.enabled: the code of {adapted.config.model_type} in transformers computes no "
                     "gradient for adapters while its embeddings are frozen. Set it to false, or use another model."

@@ -21,7 +21,7 @@ from fxtune.errors import ConfigError, did_you_mean
 from fxtune.models.added_tokens import mean_of_rows
 from fxtune.models.peft_adapter import fetch_adapter, read_options
 from fxtune.models.probe import relative_distance
-from fxtune.models.structure import observed
+from fxtune.models.structure import observed, outputs
 from fxtune.system.hub import locate_adapter
 
 KEY = "techniques.lora.train_tokens"
@@ -134,7 +134,7 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
     probe = {**probe, "input_ids": ids}
     with observed(adapted), torch.compiler.set_stance("force_eager"):
         with torch.enable_grad():
-            total = adapted(**probe).logits.float().logsumexp(-1).sum()
+            total = outputs(adapted, **probe).float().logsumexp(-1).sum()
             gradients = torch.autograd.grad(total, matrices)
         learning = sum(int(gradient.any(-1).sum()) for gradient in gradients)
         in_head = [len(layers) == 1 or not _is_lookup(layer.base_layer) for layer in layers]
@@ -144,14 +144,14 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
             try:
                 for matrix in matrices:  # a new adapter has the base's rows
                     matrix.copy_(matrix.roll(1, -1) + matrix.abs().mean() + 0.01)
-                own = adapted(**probe).logits
+                own = outputs(adapted, **probe)
                 as_peft(adapted)
-                peft = adapted(**probe).logits
+                peft = outputs(adapted, **probe)
             finally:
                 _run_apart(adapted)
                 for matrix, rows in zip(matrices, before, strict=True):
                     matrix.copy_(rows)
-            base = adapted(**probe).logits
+            base = outputs(adapted, **probe)
     return Observed(learning, expected, relative_distance(own, peft), relative_distance(own, base))
 
 

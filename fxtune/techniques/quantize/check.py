@@ -10,7 +10,7 @@ from torch import nn
 from fxtune.facts.options import ComputeDtype, Library, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
-from fxtune.models.structure import is_named, skeleton
+from fxtune.models.structure import is_named, output_head, skeleton
 from fxtune.system.units import GIB
 from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.quantize.selection import (
@@ -122,7 +122,7 @@ def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
 
 def _ends(options: QuantizeOptions, model: Any, facts: Facts) -> Iterator[str]:
     """Reasons why this model's head and embeddings cannot be in fp8."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = output_head(model), model.get_input_embeddings()
     if options.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
         yield (
             f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model "

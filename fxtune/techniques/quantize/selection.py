@@ -10,7 +10,7 @@ from torch import nn
 from fxtune.facts.options import Library, LoraOptions, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
-from fxtune.models.structure import is_named, skeleton
+from fxtune.models.structure import is_named, output_head, skeleton
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
 from fxtune.techniques.quantize.quantized_experts import refusal as refusal_of_experts
@@ -19,7 +19,7 @@ from fxtune.techniques.quantize.quantized_experts import refusal as refusal_of_e
 def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
     """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`;
     none where they stay in 16 bits beside the `experts`."""
-    head, found = model.get_output_embeddings(), []
+    head, found = output_head(model), []
     for path, parent in model.named_modules():
         for name, module in parent.named_children():
             full = f"{path}.{name}" if path else name

@@ -1,0 +1,110 @@
+"""Decoders whose head gives one number for a document: AutoModelForSequenceClassification of transformers, one label.
+
+A reward model is one. Its head `score` is a linear without bias over the hidden state of the document's last token. A
+base has no such head, so training draws it.
+
+transformers reads the score at the rightmost token of a row that is not `pad_token_id`. If padding and end of text are
+one token, that is the token before the end. So the tokenizer of a scorer pads with a token that ends no document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.decoder import Decoder
+
+SCORE = "score.weight"
+LM_HEADS = ("lm_head.", "embed_out.")
+"""Beginnings of the names of heads over a vocabulary."""
+
+
+class Scorer(Decoder):
+    head = "score"
+    adapter_task = "SEQ_CLS"  # with which peft trains `score` whole and saves it with the adapter
+    writes = False
+    trains_head = True
+    pads_by_token = True
+    auto_class = "AutoModelForSequenceClassification"
+    pipeline_tag = "text-classification"
+
+    @property
+    def families(self) -> Collection[str]:
+        return _classes().keys() & super().families
+
+    def takes(self, config: Any, own_code: bool = True) -> bool:
+        known = _classes().get(config.model_type)
+        return config.model_type in self.families and known in (config.architectures or ())
+
+    def is_in_own_code(self, config: Any) -> bool:
+        return False
+
+    def why_not(self, family: str) -> str:
+        return f"for which transformers has no head that scores documents ({self.auto_class})"
+
+    def model_class(self, config_class: type) -> Any:
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
+
+    def become(self, config: Any) -> None:
+        """Edit the config of a decoder so that it is the config of a scorer."""
+        config.architectures = [_classes()[config.model_type]]
+        config.id2label, config.label2id = {0: "score"}, {"score": 0}
+        config.problem_type = "regression"  # or pipelines of transformers would return sigmoid(score)
+
+    def require_one_score(self, config: Any, name: str) -> None:
+        """Raise ConfigError, which begins with `name`, for a classifier of several labels."""
+        if config.num_labels != 1:
+            raise ConfigError(f"{name} has {config.num_labels} labels, and a reward is one number. Use another model.")
+
+    def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
+        tokenizer = super().read_tokenizer(folder, trust_remote_code)
+        if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+            tokenizer.pad_token = _padding(tokenizer)
+        return tokenizer
+
+    def head_of(self, model: Any) -> nn.Module | None:
+        head: nn.Module | None = getattr(model, "score", None)
+        return head
+
+    def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """The scores of all beginnings of the rows. transformers returns the score of a row's last token alone."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        scores: torch.Tensor = base.score(self.backbone(base)(**inputs)[0])
+        return scores
+
+    def drawn_weights(self, missing: Collection[str]) -> list[str]:
+        return [name for name in missing if name == SCORE]
+
+    def unused_weights(self, unexpected: Collection[str]) -> list[str]:
+        return [name for name in unexpected if name.startswith(LM_HEADS)]
+
+
+def _classes() -> dict[str, str]:
+    """The names of transformers' classes, by `model_type`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    return dict(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+
+
+def _padding(tokenizer: Any) -> str:
+    """A token for padding that ends no document: the unknown token, a special token that is named for padding, the
+    last special token, or the last token of the vocabulary."""
+    ends = {tokenizer.eos_token, tokenizer.bos_token}
+    special = sorted((number, str(token)) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    others = [token for _, token in special if token not in ends]
+    named = [token for token in others if "pad" in token.lower()]
+    if named:
+        return named[0]
+    if tokenizer.unk_token is not None and tokenizer.unk_token not in ends:
+        return str(tokenizer.unk_token)
+    if others:
+        return others[-1]
+    vocabulary = tokenizer.get_vocab()
+    return str(max((token for token in vocabulary if token not in ends), key=vocabulary.__getitem__))

@@ -1,0 +1,71 @@
+"""The model's interface for objectives over a head that scores documents (models/kinds/scorer.py).
+
+The score of a document is the head's number for the hidden state of its last token. transformers takes the rightmost
+token of a row that is not `pad_token_id`: one score a row, at another token where padding and end of text are one
+token. Here the bounds of documents say where each ends, so rows may be packed, and only these hidden states reach the
+head. The product is float32 under every autocast, because rewards are compared with each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fxtune.data.batches.batch import Batch
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.probe import relative_distance
+from fxtune.models.structure import backbone, observed, output_head, running_on_text
+from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.base import Evidence
+
+
+class ScoreModel(LanguageModel):
+    """As LanguageModel, with scores() in place of what reads tokens. The constructor raises ConfigError if the head
+    does not give the scores of the model's own forward pass."""
+
+    def scores(self, batch: Batch) -> torch.Tensor:
+        return self.prepared.with_head(lambda: self._scores(self._inputs(batch), batch.last_tokens()))
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _scores(self, inputs: dict[str, Any], at: torch.Tensor) -> torch.Tensor:
+        """Scores [len(at)] at flattened positions, which may be equal."""
+        states = backbone(self.model)(**inputs)[0]
+        states = states.flatten(0, 1).index_select(0, at)
+        head: Any = output_head(self.model)
+        if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
+            head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), head.weight.float()).squeeze(-1)
+
+    def _compare(self) -> Evidence:
+        """Compare the score of a small row with that of the model's own forward pass."""
+        self.fused = False
+        device = next(self.model.parameters()).device
+        row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
+        padding = self.model.config.get_text_config().pad_token_id
+        ids = torch.where(row["input_ids"] == padding, (row["input_ids"] + 1) % 3, row["input_ids"])
+        starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
+        positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
+        inputs = {**row, **model_inputs(self.model, ids, positions, starts)}
+        with observed(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with running_on_text(self.model):
+                own = self.model(**inputs).logits.flatten()
+            scores = self.prepared.with_head(lambda: self._scores(inputs, starts[1:].long() - 1))
+        limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
+        difference = relative_distance(scores, own) if own.shape == scores.shape else float("inf")
+        if not difference <= limit:
+            raise ConfigError(
+                f"model.path: {type(self.model).__name__} does not score a row by a linear over its last hidden state "
+                f"(relative difference {difference:.1e}). Use another model."
+            )
+        found = f"the score of a small row within {difference:.1e} of the model's own"
+        return Evidence("loss", "scores in float32, at the last token of each document", found, True)

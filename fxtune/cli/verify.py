@@ -263,7 +263,7 @@ def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
 
 
 def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
-    """Whether other tokens in one document of a real row leave the loss of its other documents the same (at the real
+    """Whether other tokens in one document of a real row leave the results of its other documents the same (at the real
     length, other kernels may run than in Technique.verify). None if no row has two documents with targets."""
     flat = batch.position_ids.flatten()
     document = (flat == 0).long().cumsum(0) - 1
@@ -283,15 +283,15 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
     changed = torch.where(inside.view_as(batch.input_ids), next_ids, batch.input_ids)
     with observed(language_model.model), torch.no_grad(), builder.techniques.precision.context(builder.world.device):
         own, others = (
-            [language_model.summed_loss(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
+            [language_model.total(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
             for part in (_with_targets_at(batch, inside), _with_targets_at(batch, ~inside))
         )
     moved, leaked = (abs(after - before) for before, after in (own, others))
     return Evidence(
         "data",
         "documents of a real row do not see each other",
-        f"other tokens in one of {len(counts)} documents changed its loss by {moved:.2g} nats, the loss of the "
-        f"other documents by {leaked:.2g}",
+        f"other tokens in one of {len(counts)} documents changed its {language_model.unit} by {moved:.2g}, "
+        f"the {language_model.unit} of the other documents by {leaked:.2g}",
         moved > 0 and leaked <= 1e-3 * moved,
     )
 

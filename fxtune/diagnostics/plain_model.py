@@ -88,6 +88,19 @@ class PlainModel(LanguageModel):
             self.outputs.append(found)
         return found
 
+    def scores(self, batch: Batch) -> Tensor:
+        counts, found = self._counts(batch), []
+        for ids, _ in _documents(batch):
+            score, of_routers = self._pass(ids)
+            found.append(score.float())
+            if counts is not None:
+                self._count(of_routers, counts)
+        scores = torch.cat(found)
+        if scores.requires_grad:
+            scores.retain_grad()
+            self.outputs.append(scores)
+        return scores
+
     def reference_log_probs(self, batch: Batch) -> Tensor:
         if batch.reference is not None:
             return batch.reference
@@ -118,9 +131,7 @@ class PlainModel(LanguageModel):
 
     def _log_probs(self, batch: Batch) -> Tensor:
         """As log_probs(). A pass with a gradient also counts the routers' choices."""
-        counts = None
-        if self.routers is not None and torch.is_grad_enabled():
-            counts = self.counts = RouterCounts(self.routers.experts, batch.input_ids.device)
+        counts = self._counts(batch)
         parts = [torch.zeros(0, device=batch.input_ids.device)]
         for ids, targets in _documents(batch):
             wanted = (targets != IGNORE_INDEX).nonzero().flatten()
@@ -134,8 +145,15 @@ class PlainModel(LanguageModel):
                 self._count(of_routers, counts)
         return torch.cat(parts)
 
+    def _counts(self, batch: Batch) -> RouterCounts | None:
+        """New counts for a pass with a gradient through a model with routers."""
+        if self.routers is None or not torch.is_grad_enabled():
+            return None
+        self.counts = RouterCounts(self.routers.experts, batch.input_ids.device)
+        return self.counts
+
     def _pass(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(the logits of one document's tokens, those of each layer's router)."""
+        """(the logits of one document's tokens, or its score; the logits of each layer's router)."""
         found: list[Tensor] = []
         self._logits_of_routers = found
         try:

@@ -56,13 +56,14 @@ def write_card(folder: Path, kind: Kind, facts: dict[str, Any]) -> None:
         "Trained with fxtune.",
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
+        *([kind.use] if kind.use else []),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
-        *_rope_notes(hf_config, base, adapter, refused),
+        *_rope_notes(hf_config, base, adapter, refused)[: None if kind.writes else 1],
     ]
     if adapter:
-        parts.append(_vllm_note(adapter, refused))
+        parts.append(_vllm_note(adapter, refused) if kind.writes else "Loads in vLLM: not tried.")
     if facts.get("proof"):
         parts += ["## Proof", str(facts["proof"])]
     if facts.get("figures"):
@@ -79,12 +80,12 @@ def _loading_code(path: Path, kind: Kind, base: str, adapter: bool, hf_config: A
     `grown_from`: how many tokens the base embeds, if the run added rows."""
     config = bool(hf_config)
     classes, folder = f"{kind.auto_class}, {kind.tokenizer_class}", 'folder = "."  # where this file lies'
-    scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
+    scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with what training changed"
     grow = []
     if grown_from:
         rows = (hf_config.get("text_config") or hf_config)["vocab_size"]
         scaled = (
-            "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training\n"
+            "config = AutoConfig.from_pretrained(folder)  # the base's, with what training changed\n"
             f"config.get_text_config().vocab_size = {grown_from}  # as in the base's files"
         )
         grow = [

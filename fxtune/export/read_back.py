@@ -36,6 +36,7 @@ from fxtune.errors import first_line, shortened
 from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
 from fxtune.models.generation import GENERATION_CONFIG, end_tokens
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weights, comparable
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
@@ -101,7 +102,7 @@ def prove(
         )
     difference = (wanted.logits.float() - seen.float()).abs().max().item()
     proof = replace(proof, kl=distance, difference=difference)
-    if question is not None:
+    if question is not None and kind_of(model.config).writes:
         try:
             proof = replace(proof, asked=question[1], ended_after=_ended_after(plain, model, folder, *question))
         except CODE_ERRORS as error:

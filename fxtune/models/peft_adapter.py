@@ -56,8 +56,8 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     saved, lora_config = read_options(origin, adapter, key), model.peft_config["default"]
     if lora_config.task_type == SCORES != saved.get("task_type"):
         raise ConfigError(
-            f"{key}={adapter} has no head that scores documents, and the objective trains one. fxtune merge writes its "
-            "base with this adapter in it: train a new one over that (model.path)."
+            f"{key}={adapter} has no head that scores documents, and the objective trains one. fxtune merge writes "
+            "its base with this adapter in it: train a new one over that (model.path)."
         )
     patterns = {name: getattr(lora_config, name) or {} for name in ("rank_pattern", "alpha_pattern")}
     options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}

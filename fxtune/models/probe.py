@@ -30,7 +30,7 @@ class Answer:
 
 
 def kl(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats; both are logits. A single
+    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats; both are logits. One
     number a token is the logit of yes against no, as a reward is."""
     if one.shape[-1] == 1:
         one, other = (F.pad(scores, (0, 1)) for scores in (one, other))
@@ -39,8 +39,8 @@ def kl(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
-    """The model's logits [1, 8, vocabulary], or scores [1, 8, 1], for eight fixed tokens, under the autocast that is active: few enough to
-    keep for a check.
+    """The model's logits [1, 8, vocabulary], or scores [1, 8, 1], for eight fixed tokens, under the autocast that is
+    active: few enough to keep for a check.
 
     `nudge`: the relative change of each number of the embedded tokens.
     """

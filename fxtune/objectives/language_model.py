@@ -62,6 +62,9 @@ class LanguageModel:
     numbers.
     """
 
+    unit = "loss in nats"
+    """What total() adds up."""
+
     def __init__(
         self,
         prepared: PreparedModel,
@@ -93,6 +96,10 @@ class LanguageModel:
     def log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability of each supervised token, float32 [supervised], as in `batch.labels`; 0 for IGNORE_INDEX."""
         return -self._cross_entropy(batch, "none")
+
+    def total(self, batch: Batch) -> torch.Tensor:
+        """The sum, in `unit`, of what the head makes of the documents with targets; for proofs."""
+        return self.summed_loss(batch)
 
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].

@@ -30,8 +30,8 @@ class Reward(Objective):
     center: float = field(default=0.01, metadata={"min": 0})
     """Weight of the squared sum of a pair's rewards, which keeps them around zero."""
     margin: bool = False
-    """Whether the chosen reward must win by the difference of the pair's labels (`margin` of a row, or `score_chosen` -
-    `score_rejected`). A pair without labels has margin 0."""
+    """Whether the chosen reward must win by the difference of the pair's labels (`margin` of a row, or `score_chosen`
+    minus `score_rejected`). A pair without labels has margin 0."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rewards = Answers.of(model.scores(batch))

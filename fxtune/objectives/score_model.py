@@ -27,8 +27,13 @@ class ScoreModel(LanguageModel):
     """As LanguageModel, with scores() in place of what reads tokens. The constructor raises ConfigError if the head
     does not give the scores of the model's own forward pass."""
 
+    unit = "score"
+
     def scores(self, batch: Batch) -> torch.Tensor:
         return self.prepared.with_head(lambda: self._scores(self._inputs(batch), batch.last_tokens()))
+
+    def total(self, batch: Batch) -> torch.Tensor:
+        return self.scores(batch)[batch.document_of_target().unique()].sum()
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError

@@ -22,6 +22,8 @@ class Kind(ABC):
     """What the head gives: `lm`, log-probabilities of tokens, or `score`, a number for a document."""
     adapter_task: str
     """peft's name (TaskType) of what adapters of such models are for."""
+    use: str = ""
+    """Markdown for the model card: how to use a loaded model."""
     writes: bool = True
     """Whether models of this kind write text."""
     trains_head: bool = False

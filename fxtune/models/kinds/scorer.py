@@ -23,10 +23,20 @@ SCORE = "score.weight"
 LM_HEADS = ("lm_head.", "embed_out.")
 """Beginnings of the names of heads over a vocabulary."""
 
+USE = """It scores an answer, the higher the better by the preferences that it has learned. Only the difference of scores for
+one prompt has a meaning.
+
+```python
+text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the prompt and one answer
+ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+score = model(input_ids=ids).logits[0, 0]  # several rows: pad with tokenizer.pad_token
+```"""
+
 
 class Scorer(Decoder):
     head = "score"
     adapter_task = "SEQ_CLS"  # with which peft trains `score` whole and saves it with the adapter
+    use = USE
     writes = False
     trains_head = True
     pads_by_token = True

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError, nearest
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.peft_adapter import lost_on_loading
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import backbone, decoder_layers, is_named, output_head
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.lora.experts import is_described

@@ -122,7 +122,8 @@ def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
 
 def _ends(options: QuantizeOptions, model: Any, facts: Facts) -> Iterator[str]:
     """Reasons why this model's head and embeddings cannot be in fp8."""
-    head, embedding = output_head(model), model.get_input_embeddings()
+    head: Any = output_head(model)
+    embedding = model.get_input_embeddings()
     if options.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
         yield (
             f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model "

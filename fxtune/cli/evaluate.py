@@ -77,7 +77,9 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     techniques = config.techniques if checkpoint else _trained_techniques(config)
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
     world = builder.world
-    tokenizer = world.main_first(partial(models.load_tokenizer, config.model), "waiting for the tokenizer")
+    tokenizer = world.main_first(
+        partial(models.load_tokenizer, config.model, builder.settled.hf_config), "waiting for the tokenizer"
+    )
     rows, require = config.train.micro_batch_size, config.objective.require_fit
     prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, require=require)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")

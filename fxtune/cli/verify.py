@@ -263,8 +263,8 @@ def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
 
 
 def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
-    """Whether other tokens in one document of a real row leave the results of its other documents the same (at the real
-    length, other kernels may run than in Technique.verify). None if no row has two documents with targets."""
+    """Whether other tokens in one document of a real row leave the row's other documents the same (at the real length,
+    other kernels may run than in Technique.verify). None if no row has two documents with targets."""
     flat = batch.position_ids.flatten()
     document = (flat == 0).long().cumsum(0) - 1
     row = torch.arange(len(flat), device=flat.device) // batch.input_ids.shape[1]

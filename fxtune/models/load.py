@@ -145,9 +145,9 @@ def rows_of_base(model: ModelConfig) -> int:
 
 
 def with_changes_of(adapter: Origin, config: Any) -> Any:
-    """A base's config with the RoPE parameters, the rows for added tokens and the head that `adapter` was trained with,
-    which save_model() writes to a config.json next to it. At other frequencies the adapter gives wrong results, without
-    an error.
+    """A base's config with the RoPE parameters, the rows for added tokens and the head of the training of `adapter`,
+    which save_model() writes to a config.json next to it. At other frequencies the adapter gives wrong results,
+    without an error.
 
     Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
     """

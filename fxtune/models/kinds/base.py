@@ -85,7 +85,7 @@ class Kind(ABC):
 
     @abstractmethod
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """What the head makes of each token of `inputs`, [rows, tokens, numbers]. `model`: with adapters or without."""
+        """What the head makes of each token, [rows, tokens, numbers]. `model`: with adapters or without."""
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
         """Those of the weights that are `missing` in a base's files that training begins with drawn ones."""

@@ -41,6 +41,10 @@ def with_head(config: Any, head: str, name: str = "model.path") -> Any:
         raise ConfigError(f"{name} is a {config.model_type} model, {SCORER.why_not(config.model_type)}. Use another.")
     config = copy.deepcopy(config)
     SCORER.become(config)
+    if not SCORER.scores_by_linear(config):
+        raise ConfigError(
+            f"{name} is a {config.model_type} model, which has another head for scores. Use another model."
+        )
     return config
 
 

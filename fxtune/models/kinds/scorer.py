@@ -23,11 +23,11 @@ SCORE = "score.weight"
 LM_HEADS = ("lm_head.", "embed_out.")
 """Beginnings of the names of heads over a vocabulary."""
 
-USE = """It scores an answer, the higher the better by the preferences that it has learned. Only the difference of scores for
-one prompt has a meaning.
+USE = """It scores an answer, the higher the better by the preferences that it has learned. Only the difference of two
+scores for one prompt has a meaning.
 
 ```python
-text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the prompt and one answer
+text = tokenizer.apply_chat_template(messages, tokenize=False)  # or plain text, and tokenizer.eos_token
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 score = model(input_ids=ids).logits[0, 0]  # several rows: pad with tokenizer.pad_token
 ```"""
@@ -67,6 +67,11 @@ class Scorer(Decoder):
         config.architectures = [_classes()[config.model_type]]
         config.id2label, config.label2id = {0: "score"}, {"score": 0}
         config.problem_type = "regression"  # or pipelines of transformers would return sigmoid(score)
+
+    def scores_by_linear(self, config: Any) -> bool:
+        """Whether transformers' model of this config has the head `score`."""
+        with torch.device("meta"):
+            return isinstance(self.head_of(self.auto.from_config(config)), nn.Linear)
 
     def require_one_score(self, config: Any, name: str) -> None:
         """Raise ConfigError, which begins with `name`, for a classifier of several labels."""

@@ -99,7 +99,7 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
         tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
     if tuned is not None and not kind_of(tuned.config).writes:
         raise ConfigError(
-            f"{output.folder} scores documents and writes no answers. docs/preferences.md shows its use."
+            f"{output.folder} scores documents and writes no answers. docs/reward_models.md shows its use."
         )
     if hasattr(tuned, "peft_config"):
         model = tuned.to(device).eval()

@@ -14,8 +14,6 @@ from fxtune.distributed.parallel import Degrees
 
 @dataclass(frozen=True)
 class Needs:
-    head: str = "lm"
-    """The head of the model (Kind.head): `lm` gives log-probabilities of tokens, `score` a number for a document."""
     documents: tuple[int, int | None] = (1, 1)
     """The fewest and the most documents of a group; None: any number."""
     labels: bool | None = False
@@ -29,6 +27,8 @@ class Needs:
     objective has an option `reference` (objectives/reference.py)."""
     step_sums: int = 0
     """How many sums over the whole optimizer step the loss of a micro-batch depends on (Objective.step_sums())."""
+    head: str = "lm"
+    """The head of the model (Kind.head): `lm` gives log-probabilities of tokens, `score` a number for a document."""
 
     @property
     def reads_groups(self) -> bool:

@@ -41,7 +41,24 @@ NARROW = [
     "train.max_steps=4",
     "optimizer.lr=1e-2",
 ]
-WORDS = "the a red blue green cat dog runs sleeps fast slow under over tree house river".split()
+WORDS = [
+    "the",
+    "a",
+    "red",
+    "blue",
+    "green",
+    "cat",
+    "dog",
+    "runs",
+    "sleeps",
+    "fast",
+    "slow",
+    "under",
+    "over",
+    "tree",
+    "house",
+    "river",
+]
 
 
 def write_pairs(file: Path, count: int) -> list[dict]:

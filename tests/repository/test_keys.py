@@ -422,7 +422,7 @@ def write_files(place: Path) -> None:
     write_chats(place / "new.jsonl", 60, seed=3)
     write_texts(place / "texts.jsonl")
     pairs = [
-        {"documents": [json.loads(chosen), json.loads(rejected)]}
+        {"documents": [json.loads(chosen), json.loads(rejected)], "labels": [2.0, 0.0]}
         for chosen, rejected in zip(chats[::2], chats[1::2], strict=True)
     ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

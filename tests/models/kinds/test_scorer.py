@@ -12,7 +12,7 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.models.kinds.known import kind_of, with_head
 from fxtune.models.kinds.scorer import Scorer
 from fxtune.models.load import Init, ModelConfig, build, load_config, load_tokenizer
-from fxtune.models.structure import outputs, output_head
+from fxtune.models.structure import output_head, outputs
 
 
 def test_head_that_is_needed_makes_the_kind():

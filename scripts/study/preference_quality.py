@@ -46,6 +46,7 @@ HELD_OUT = [
 ]
 LEARNING_RATE, PAIRS_A_STEP, STEPS, WARMUP = 4e-4, 19, 52, 2
 """As the recipe has them: a step of four packed rows has about 19 pairs."""
+CHOICES = ("chosen", "rejected")
 FORM = re.compile(r"Dear \w+, .+ will leave for \w+ today\.")
 
 Figures = dict[str, Any]
@@ -146,9 +147,6 @@ def run_trl(objective: str, seed: int, smoke: bool) -> Figures:
             written = trainer.model.generate(**ids, max_new_tokens=64, do_sample=False)
         answers.append(tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip())
     return {"accuracy": accuracy, **judged(answers, [row["chosen"][0]["content"] for row in test[: len(answers)]])}
-
-
-CHOICES = ("chosen", "rejected")
 
 
 def table(found: dict[str, Figures]) -> Iterable[str]:

@@ -92,3 +92,16 @@ def test_full_fine_tuning_learns_and_plain_transformers_loads_the_model(cwd):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     assert not any(torch.equal(new, old) for new, old in zip(model.parameters(), base.parameters(), strict=True))
+
+
+def test_sweep_and_python_api_over_objectives_of_preferences(cwd):
+    import fxtune
+
+    short = ["train.max_steps=2", "data.questions.limit=2", "data.sources.0.limit=60", "run.report=false"]
+    assert main(["-m", "+recipe=dpo_quickstart", *short, "objective=ipo,simpo"]) == 0
+    swept = json.loads(next(Path("runs").rglob("sweep.json")).read_text())["runs"]
+    assert len(swept) == 2
+    assert all("eval/reward_accuracy" in run["figures"] for run in swept)
+    run = fxtune.train("dpo_quickstart", [*short, "objective=orpo", "run.dir=api"])
+    assert run.result["eval/length_chosen"] > 0
+    assert run.generate("Ida from Bern ordered two red hats.")

@@ -147,6 +147,7 @@ OBJECTIVES: Registry[type] = Registry(
     causal_lm="fxtune.objectives.causal_lm:CausalLM",
     dpo="fxtune.objectives.dpo:DPO",
     ipo="fxtune.objectives.ipo:IPO",
+    kto="fxtune.objectives.kto:KTO",
     orpo="fxtune.objectives.orpo:ORPO",
     reward="fxtune.objectives.reward:Reward",
     simpo="fxtune.objectives.simpo:SimPO",

@@ -80,8 +80,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     tokenizer = world.main_first(
         partial(models.load_tokenizer, config.model, builder.settled.hf_config), "waiting for the tokenizer"
     )
-    rows, require = config.train.micro_batch_size, config.objective.require_fit
-    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, require=require)
+    rows, accept = config.train.micro_batch_size, config.objective.accept
+    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, accept=accept)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:

@@ -100,6 +100,12 @@ def run(
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
     settled = settle(config, machine, checks=False)
     refusals: list[str] = []
+
+    def accept(tables: list[TokenTable], held_out: list[TokenTable]) -> tuple[list[TokenTable], list[TokenTable]]:
+        """Show what the files hold, also where the objective learns from something else."""
+        refusals.extend(config.objective.needs.row_refusals(config.objective.name, [*tables, *held_out]))
+        return tables, held_out
+
     data = prepare_data(
         settled.config.data,
         tokenizer,
@@ -109,7 +115,7 @@ def run(
         epochs=config.train.epochs,
         ramp=config.train.batch_ramp,
         seed=config.run.seed,
-        require=lambda tables: refusals.extend(config.objective.needs.row_refusals(config.objective.name, tables)),
+        accept=accept,
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     rows = list(shown_rows(data.training))

@@ -10,7 +10,7 @@ An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -76,10 +76,16 @@ class Objective:
         """Yield each reason, with its key, why this objective cannot run on ranks of these degrees."""
         yield from self.needs.refusals(self.name, degrees)
 
-    def require_fit(self, tables: Iterable[TokenTable]) -> None:
-        """Raise one ConfigError that names each table whose rows this objective cannot learn from."""
-        if refusals := list(self.needs.row_refusals(self.name, tables)):
+    def accept(
+        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable] = ()
+    ) -> tuple[list[TokenTable], list[TokenTable]]:
+        """The tables to train and to evaluate on: those of the sources, or tables made from them.
+
+        Raises one ConfigError that names each table whose rows this objective cannot learn from.
+        """
+        if refusals := list(self.needs.row_refusals(self.name, [*tables, *held_out])):
             raise ConfigError("\n".join(refusals))
+        return list(tables), list(held_out)
 
 
 def from_options(options: Mapping[str, Any]) -> Objective:

@@ -137,7 +137,7 @@ class RunBuilder:
             seed=config.run.seed,
             quarantine=quarantine if self.world.main else None,
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
-            require=config.objective.require_fit,
+            accept=config.objective.accept,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
         added, notes = config.model.add_tokens, list[str]()

@@ -247,7 +247,7 @@ def count_tokens(config: Config) -> Lengths | str:
             epochs=1,
             seed=config.run.seed,
             progress=False,
-            require=config.objective.require_fit,
+            accept=config.objective.accept,
         )
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["tokens"] if prepared.evaluation else 0

@@ -97,6 +97,7 @@ RISES = "optimizer.lr=1.0 schedule.name=constant"
 SPIKES = f"{RISES} techniques.lora.enabled=false train.spike_window=1 train.spike_threshold=0.1"
 """Trained whole, the model rises by more than the least spike."""
 PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fraction=0"
+JUDGED = PAIRS.replace("dpo", "kto").replace("pairs.jsonl", "judged.jsonl")
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -211,6 +212,8 @@ CASES: dict[str, Case] = {
     "objective.sft_weight": Case(step, "1.0", PAIRS),
     "objective.length_normalized": Case(step, "0.5", PAIRS),
     "objective.by_token": Case(step, "false", PAIRS.replace("dpo", "ipo")),
+    "objective.desirable_weight": Case(step, "2.0", f"{JUDGED} optimizer.name=sgd train.max_grad_norm=100"),
+    "objective.undesirable_weight": Case(step, "2.0", f"{JUDGED} optimizer.name=sgd train.max_grad_norm=100"),
     "objective.gamma": Case(
         step, "0.5", PAIRS.replace("dpo", "simpo") + " optimizer.name=sgd train.max_grad_norm=100"
     ),
@@ -425,6 +428,8 @@ def write_files(place: Path) -> None:
         {"documents": [json.loads(chosen), json.loads(rejected)], "labels": [2.0, 0.0]}
         for chosen, rejected in zip(chats[::2], chats[1::2], strict=True)
     ]
+    judged = [{**json.loads(chat), "label": number % 2 == 0} for number, chat in enumerate(chats)]
+    (place / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     jsonl("titled.jsonl", [{"text": f"text {row}", "title": f"title {row}"} for row in range(40)])
     jsonl("noted.jsonl", [{**json.loads(chat), "note": "a note"} for chat in held])

@@ -112,6 +112,14 @@ def _shares(shares: Sequence[float]) -> tuple[float, Optional[tuple[float, ...]]
     return (shares[0], None) if len(set(shares)) == 1 else (0.0, tuple(shares))
 
 
+Accept = Callable[[list[TokenTable], list[TokenTable]], tuple[list[TokenTable], list[TokenTable]]]
+"""(tables of data.sources, tables of data.eval_sources) -> the tables to train and to evaluate on."""
+
+
+def as_they_are(tables: list[TokenTable], held_out: list[TokenTable]) -> tuple[list[TokenTable], list[TokenTable]]:
+    return tables, held_out
+
+
 @dataclass(frozen=True)
 class PreparedData:
     tables: list[TokenTable]
@@ -127,11 +135,11 @@ def prepare_data(
     micro_batch_size: int,
     quarantine: Optional[Path] = None,
     progress: bool = True,
-    require: Callable[[Sequence[TokenTable]], None] = lambda tables: None,
+    accept: Accept = as_they_are,
     **sizes: Any,
 ) -> PreparedData:
     """Tokenize every source, or take it from the cache, and plan the run. `sizes`: as plan_training() takes them.
-    `require`: raises if the tables are not what the run learns from."""
+    `accept`: as Objective.accept()."""
     data.validate()
     if not data.sources:
         raise ConfigError(
@@ -141,7 +149,7 @@ def prepare_data(
     tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
     pad_id = tokenizer.pad_token_id or 0
     held_out = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.eval_sources]
-    require([*tables, *held_out])
+    tables, held_out = accept(tables, held_out)
     duplicates = find_duplicates(tables, held_out, data)
     if progress:
         for line in describe(duplicates, tables, held_out, data):
@@ -166,7 +174,7 @@ def prepare_evaluation(
     tokenizer: Any,
     micro_batch_size: int,
     progress: bool = True,
-    require: Callable[[Sequence[TokenTable]], None] = lambda tables: None,
+    accept: Accept = as_they_are,
 ) -> Optional[Plan]:
     """The plan of the held-out data, as prepare_data() makes it; None if the config holds nothing out."""
     if not data.holds_out:
@@ -176,7 +184,7 @@ def prepare_evaluation(
     tables, held_out = (
         [tokenize(source, data, tokenizer, None, progress) for source in side] for side in (sources, data.eval_sources)
     )
-    require([*tables, *held_out])
+    tables, held_out = accept(tables, held_out)
     near = find_duplicates(tables, held_out, data).near
     return _evaluation(data, tables, held_out, near, micro_batch_size, tokenizer.pad_token_id or 0)
 

@@ -1,0 +1,98 @@
+"""Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306): answers that are each judged good or bad.
+
+    r  = log(policy / reference) of the answer,  z0 = max(0, mean r of mismatched answers)
+    loss = desirable_weight   * (1 - sigmoid(beta * (r - z0)))   for a good answer
+           undesirable_weight * (1 - sigmoid(beta * (z0 - r)))   for a bad one
+
+z0 estimates how far the model has moved from its reference. Its mean is over the mismatched answers of the whole
+optimizer step and of all ranks, found in a first pass without gradient, so the loss does not depend on
+train.micro_batch_size. A mismatched answer is this row's prompt with another row's answer
+(data/tokenized/mismatched.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.plan import Plan
+from fxtune.data.tokenized.mismatched import with_mismatched
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import ConfigError
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.needs import Needs, one_kind
+from fxtune.objectives.reference import WithReference
+
+
+@dataclass
+class KTO(WithReference):
+    needs: ClassVar[Needs] = Needs(labels=True, reference=True, step_sums=2)
+    metrics: ClassVar[Mapping[str, str]] = {
+        "reward_accuracy": "share of answers that the model has moved towards if good, and away from if bad",
+        "reward_margin": "beta times how far it has moved so, beyond kl",
+        "kl": "z0: the mean log ratio of mismatched answers, at least 0",
+        "log_probs": "mean log-probability of a token of the answers",
+        "length": "tokens of an answer",
+    }
+    beta: float = field(default=0.1, metadata={"above": 0})
+    """How strongly the model is held to its reference: the larger, the closer."""
+    desirable_weight: float = field(default=1.0, metadata={"above": 0})
+    """Weight of good answers. Raise it where they are few: in the paper, weight times number of good answers is 1 to
+    4/3 of weight times number of bad ones."""
+    undesirable_weight: float = field(default=1.0, metadata={"above": 0})
+    """Weight of bad answers."""
+
+    def accept(
+        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable] = ()
+    ) -> tuple[list[TokenTable], list[TokenTable]]:
+        super().accept(tables, held_out)
+        if refusals := list(one_kind(self.name, tables)):
+            raise ConfigError("\n".join(refusals))
+        return [with_mismatched(table) for table in tables], [with_mismatched(table) for table in held_out]
+
+    def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
+        ratios = batch.document_sums(model.log_probs(batch) - model.reference_log_probs(batch))
+        return self._step_sums(batch, ratios)
+
+    def _step_sums(self, batch: Batch, ratios: torch.Tensor) -> torch.Tensor:
+        """(log ratios of mismatched answers, their number)"""
+        assert batch.document_labels is not None
+        assert batch.group_of is not None
+        mismatched = (batch.group_of >= 0) & batch.document_labels.isnan()
+        return torch.stack([torch.where(mismatched, ratios, 0.0).sum(), mismatched.sum().float()])
+
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert batch.document_labels is not None
+        reference = model.reference_log_probs(batch)
+        policy = model.log_probs(batch)
+        ratios = batch.document_sums(policy - reference)
+        total, number = batch.of_step if batch.of_step is not None else self._step_sums(batch, ratios.detach())
+        kl = (total / number).clamp(min=0)
+        is_answer, is_good = ~batch.document_labels.isnan(), batch.document_labels > 0
+        sign = torch.where(is_good, 1.0, -1.0)
+        margins = sign * self.beta * (ratios - kl)
+        weight = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
+        lengths = batch.document_sums((batch.labels != IGNORE_INDEX).float())
+        log_probs = batch.document_sums(policy.detach()) / lengths.clamp(min=1)
+
+        def sum_answers(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(is_answer, values, 0.0).sum()
+
+        loss = sum_answers(weight * torch.sigmoid(-margins))
+        metrics = {
+            "reward_accuracy": (margins > 0).float(),
+            "reward_margin": margins.detach(),
+            "kl": kl.expand_as(ratios),
+            "log_probs": log_probs,
+            "length": lengths,
+        }
+        auxiliary, routers = model.router_terms(batch, is_answer.sum())
+        sums = {name: sum_answers(values) for name, values in metrics.items()}
+        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
+
+    def normalizer(self, plan: Plan, step: int) -> float:
+        return float(plan.groups(step))

@@ -88,9 +88,10 @@ def _loading_code(path: Path, kind: Kind, base: str, adapter: bool, hf_config: A
             "config = AutoConfig.from_pretrained(folder)  # the base's, with what training changed\n"
             f"config.get_text_config().vocab_size = {grown_from}  # as in the base's files"
         )
+        tables = f"base.get_input_embeddings(),{' base.get_output_embeddings()' * kind.writes}"
         grow = [
             f"base.resize_token_embeddings({rows}, mean_resizing=False)",
-            "for table in (base.get_input_embeddings(), base.get_output_embeddings()):",
+            f"for table in ({tables}):",
             f"    table.weight.data[{grown_from}:] = table.weight.data[:{grown_from}].mean(0)",
         ]
     ends = adapter and (path / GENERATION_CONFIG).exists()

@@ -96,8 +96,25 @@ FLOAT32 = ("model.dtype=float32", "techniques.precision.autocast=none", "techniq
 )
 def test_preferences_equal_plain_transformers(cwd, words):
     """With all of [lora,fast]: compiled, fused, recomputed where that helps."""
+    compare_pairs(cwd, ["objective=dpo", "objective.reference=base"], words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(FLOAT32, id="float32"),
+        pytest.param((), id="bfloat16"),
+        pytest.param(("data.packing=false", "techniques=[fast]"), id="padded full"),
+        pytest.param(("techniques.quantize.enabled=true",), id="nf4"),
+    ],
+)
+def test_reward_models_equal_plain_transformers(cwd, words):
+    compare_pairs(cwd, ["objective=reward"], words)
+
+
+def compare_pairs(cwd: Path, objective: list[str], words: tuple[str, ...]) -> None:
     write_pairs()
-    chosen = ["objective=dpo", "objective.reference=base", "techniques=[lora,fast]", "model.dtype=bfloat16", *SHAPE]
+    chosen = [*objective, "techniques=[lora,fast]", "model.dtype=bfloat16", *SHAPE]
     changed = {word.partition("=")[0] for word in words}
     kept = [word for word in chosen if word.partition("=")[0] not in changed]
     kept += ["train.micro_batch_size=2", "train.global_batch_size=4", f"data.cache_dir={cwd / 'cache'}"]

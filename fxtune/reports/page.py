@@ -58,12 +58,12 @@ CHARTS = (
 PREFERENCES = (
     (
         "Reward accuracy",
-        "share of the pairs",
+        "share of the rows",
         {"train/reward_accuracy": "training", "eval/reward_accuracy": "held out"},
     ),
     (
         "Reward margin",
-        "chosen minus rejected",
+        "of rewards",
         {"train/reward_margin": "training", "eval/reward_margin": "held out"},
     ),
     ("Rewards", "", _both("reward")),
@@ -271,7 +271,7 @@ def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], li
     charts, missing = [], []
     recorded = {metric for run in runs for metric in run.curves}
     of_pairs = [chart for chart in PREFERENCES if recorded & chart[2].keys()]
-    loss = (CHARTS[0][0], "a pair", CHARTS[0][2]) if of_pairs else CHARTS[0]
+    loss = (CHARTS[0][0], "a row", CHARTS[0][2]) if of_pairs else CHARTS[0]
     for title, unit, metrics in (loss, *of_pairs, *CHARTS[1:]):
         lines = [
             [Line(label, run.curves.get(metric, {}), index) for index, (metric, label) in enumerate(metrics.items())]

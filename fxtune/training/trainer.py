@@ -822,10 +822,10 @@ def _due(step: int, every: int) -> bool:
 
 def _preferred(figures: Mapping[str, Any]) -> Iterator[str]:
     """A line on the last reward_accuracy of a run on preferences."""
-    for part, whose in (("eval", "held-out pairs"), ("train", "training pairs, in the last log line")):
+    for part, whose in (("eval", "held-out rows"), ("train", "training rows, in the last log line")):
         if (accuracy := figures.get(f"{part}/reward_accuracy")) is not None:
             margin = figures.get(f"{part}/reward_margin", math.nan)
-            yield f"Chosen answer preferred in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
+            yield f"Preferences met in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
             return
 
 

@@ -195,6 +195,6 @@ def test_preferences_have_charts_of_margins_rewards_and_lengths(tmp_path):
     assert all(f"{title} " in shown for title in titles)
     assert "chosen, held out" in shown
     assert "Held-out reward accuracy 75.0%" in shown
-    assert "a pair" in shown
+    assert "a row" in shown
     other = page(record(tmp_path / "chats")).text
     assert not any(title in other for title in titles)

@@ -75,7 +75,7 @@ def test_dpo_learns_the_preferred_answers(cwd, capsys):
     assert last["eval/reward_accuracy"] >= 0.9
     assert last["eval/reward_margin"] > 0
     out = capsys.readouterr().out
-    assert f"Chosen answer preferred in {last['eval/reward_accuracy']:.1%} of held-out pairs (reward_accuracy)" in out
+    assert f"Preferences met in {last['eval/reward_accuracy']:.1%} of held-out rows (reward_accuracy)" in out
     page = Path("runs/dpo_quickstart/report.html").read_text()
     assert "Reward margin" in page
 

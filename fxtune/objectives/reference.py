@@ -44,9 +44,9 @@ class WithReference(Objective):
         own = super().forward_passes
         return own if self.reference is Reference.stored else 2 * own + 1
 
-    def settle_reference(self, adapters: bool, epochs: float) -> Reference:
-        """The reference of a run. `adapters`: whether adapters are trained. Raises ConfigError for a reference that
-        the run does not have."""
+    def settle_reference(self, adapters: bool, epochs: float, factored: bool = False) -> Reference:
+        """The reference of a run. `adapters`: whether adapters are trained; `factored`: whether their start holds a
+        part of the base. Raises ConfigError for a reference that the run does not have."""
         if self.reference is Reference.auto:
             if not adapters or epochs > 1:
                 return Reference.stored
@@ -55,5 +55,10 @@ class WithReference(Objective):
             raise ConfigError(
                 f"objective.reference={self.reference.value}: full fine-tuning has no adapters to switch off, and a "
                 "second copy of all weights would take too much memory. Set objective.reference=stored (or auto)."
+            )
+        if factored and self.reference is Reference.base:
+            raise ConfigError(
+                "objective.reference=base: techniques.lora.init moves a part of the base's weights into the adapters, "
+                "so the model without them is not the one that training starts from. Set objective.reference=start."
             )
         return self.reference

@@ -162,8 +162,8 @@ class RunBuilder:
         if not isinstance(objective, WithReference):
             return
         epochs = plans[0].epoch(plans[0].steps)
-        which = objective.settle_reference(self.techniques.lora.enabled, epochs)
-        which = Reference.base if from_base else which
+        lora = self.techniques.lora
+        which = Reference.base if from_base else objective.settle_reference(lora.enabled, epochs, lora.factored)
         self._compared = plans if which is Reference.stored else ()
         self._set(objective=replace(objective, reference=which))
         self.settled = self.settled.noting(f"reference: {which.describe()}")

@@ -183,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_slower_card": partial(peers, "h200_peers_slower_card"),
     "peers_first": partial(peers, "h200_peers_first"),
     "two_cards": partial(peers, "h100_two_cards"),
+    "preferences": partial(peers, "h100_preferences"),
     "four_cards": partial(scaling, "h200_four_cards"),
 }
 

@@ -112,6 +112,12 @@ def test_continued_adapter_is_its_own_reference(capsys):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
+def test_base_is_refused_where_the_adapter_holds_a_part_of_it(capsys):
+    assert main([*WORDS, "techniques.lora.init=pissa", "run.dir=refused", "objective.reference=base"]) == 2
+    assert "objective.reference=start" in capsys.readouterr().err
+    assert train("pissa", "techniques.lora.init=pissa", "objective.reference=start")[0][0] == pytest.approx(0.693147)
+
+
 def test_full_fine_tuning_stores(capsys):
     full = "techniques.lora.enabled=false"
     assert main([*WORDS, full, "run.dir=refused", "objective.reference=base"]) == 2

@@ -225,12 +225,12 @@ def test_names_options_and_objectives_are_checked_before_anything_is_read(exampl
     for word, message in {
         "objective.gama=1": "unknown key `objective.gama`; did you mean `objective.gamma`?",
         "objective.gamma=-1": "`objective.gamma=-1.0` must be at least 0",
-        "objective.gamma=1": "`objective.gamma` is an option of objective=focal, and this is objective=causal_lm",
-        "objective.name=focl": "`objective.name=focl` is not one of causal_lm, focal, listwise; did you mean `focal`?",
+        "objective.gamma=1": "`objective.gamma` is an option of objective=simpo and focal, and this is objective=causal_lm",
+        "objective.name=focl": "focal, listwise; did you mean `focal`?",
     }.items():
         assert message in refused(capsys, *examples, "+recipe=quickstart", word)
     said = refused(capsys, "+recipe=quickstart", USED[1])
-    assert "`data.sources.0.format=tickets` is not one of auto, messages, " in said
+    assert "`data.sources.0.format=tickets` is not one of auto, " in said
     assert "A plugin adds others: --plugin FILE.py" in said
     Path("bad.yaml").write_text("plugins: [focal.py]\n")
     assert "unknown key `plugins`" in refused(capsys, "+recipe=./bad.yaml"), "a recipe cannot load code"

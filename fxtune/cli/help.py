@@ -46,11 +46,11 @@ def run(key: str) -> None:
         raise ConfigError(validator.problems[0].removeprefix(": "))
     name = ".".join(keys)
     section = slot.below("0") if slot.container is list else slot
-    owner = _owner(keys)
-    say(name)
-    if text := _doc(owner, keys[-1]) or (_class_doc(section.kind) if section and section.fields else None):
-        say(Padding(plain(" ".join(text.split())), (0, 0, 0, 2)))
-    say(table("", ["", ""], list(_facts(name, slot, owner))))
+    for owner, variants in _owners(keys).items():
+        say(f"{name} of {', '.join(f'{keys[-2]}={variant}' for variant in variants)}" if variants else name)
+        if text := _doc(owner, keys[-1]) or (_class_doc(section.kind) if section and section.fields else None):
+            say(Padding(plain(" ".join(text.split())), (0, 0, 0, 2)))
+        say(table("", ["", ""], list(_facts(name, slot, owner))))
     if section is not None and section.fields:
         prefix = f"{name}.0" if section is not slot else name
         say(table("", ["key", "", "default", ""], list(_listed(prefix, section))))
@@ -73,16 +73,19 @@ def _entries(key: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _owner(keys: tuple[str, ...]) -> Any:
-    """The dataclass with the field `keys[-1]`; for a key of any name, the dataclass of the section above."""
+def _owners(keys: tuple[str, ...]) -> dict[type, list[str]]:
+    """The dataclass with the field `keys[-1]`; for a key of any name, the dataclass of the section above. If several
+    variants of a section define the field, all of them, with the names of these variants."""
     slot = Slot(Config)
-    owner: type = Config
+    owners: dict[type, list[str]] = {Config: []}
     for key in keys:
-        owner = slot.owner(key) if slot.fields else owner
+        if slot.fields:
+            owners = slot.definitions(key) if slot.variants else {}
+            owners = owners if len(owners) > 1 else {slot.owner(key): []}
         below = slot.below(key)
         assert below is not None, "the key was found"
         slot = below
-    return owner
+    return owners
 
 
 def _facts(name: str, slot: Slot, owner: Any) -> Iterator[tuple[str, str]]:

@@ -71,6 +71,15 @@ class Slot:
         owners: list[type] = [self.kind, *self.variants.values()]
         return next((owner for owner in owners if key in _fields(owner)), owners[0])
 
+    def definitions(self, key: str) -> dict[type, list[str]]:
+        """The dataclasses that define the field `key` of a section, each with the variants that have it from there."""
+        found: dict[type, list[str]] = {}
+        for name, kind in {"": self.kind, **self.variants}.items():
+            if key in _fields(kind):
+                of = next(base for base in kind.__mro__ if key in vars(base).get("__annotations__", {}))
+                found.setdefault(of, []).append(name)
+        return found
+
     @property
     def switches(self) -> tuple[str, ...]:
         """The keys of a section that a word in place of the section sets to true: `data.learn=since_last_question`."""

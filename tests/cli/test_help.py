@@ -91,7 +91,7 @@ def leaves() -> list[tuple[str, ...]]:
 
 
 def test_every_key_has_a_meaning():
-    silent = [".".join(key) for key in leaves() if not pages._doc(pages._owner(key), key[-1])]
+    silent = [".".join(key) for key in leaves() for owner in pages._owners(key) if not pages._doc(owner, key[-1])]
     assert silent == [], "a string under the field documents the key"
 
 
@@ -99,7 +99,7 @@ def test_every_key_has_a_meaning():
 def test_every_key_acts_in_files_that_exist():
     root = Path(fxtune.__file__).parents[1]
     for key in leaves():
-        files = pages.acts_in(list(key), pages._owner(key))
+        files = [file for owner in pages._owners(key) for file in pages.acts_in(list(key), owner)]
         assert files
         assert all((root / file).is_file() for file in files), key
 
@@ -109,3 +109,12 @@ def test_objective_lists_the_metrics_with_a_line_each(cwd, capsys):
     for metric in ("reward_accuracy", "reward_margin", "log_probs_chosen", "length_rejected"):
         assert metric in text
     assert "tokens of the chosen answer" in text
+
+
+def test_a_key_of_several_objectives_has_a_page_for_each(capsys):
+    assert main(["help", "objective.beta"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("dpo", "ipo", "kto", "orpo", "simpo"):
+        assert f"objective.beta of objective={name}" in said
+    assert "The paper's tau" in said
+    assert "default │ 2.0" in said

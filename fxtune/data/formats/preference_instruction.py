@@ -23,7 +23,7 @@ class PreferenceInstructionFormat(PairFormat):
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """A `prompt` without `system` is a text of its own (preference.py)."""
+        """A `prompt` without `system` is a plain text, which preference.py reads."""
         is_chat = row.get("prompt") is None or isinstance(row.get("system"), str)
         return is_chat and _question(row) is not None and is_answer(row.get(CHOSEN)) and is_answer(row.get(REJECTED))
 

@@ -144,7 +144,7 @@ class Run:
     def evidence(self) -> list[Evidence]:
         """What each option was asked for and what was observed of it, before the first step."""
         try:
-            return [Evidence(**one) for one in self._files.evidence]
+            return [Evidence(**observation) for observation in self._files.evidence]
         except TypeError as error:
             raise StorageError(f"{self.folder / EVIDENCE} cannot be read: {error}. Bring it back.") from error
 

@@ -214,7 +214,7 @@ def _identity(source: bytes) -> str:
 def files_used(files: Sequence[str | Path]) -> Iterator[None]:
     """Load these plugins for the body, and for the processes that it starts. Raises ConfigError."""
     before = os.environ.get(FILES)
-    given = [path for path in (before or "").split(os.pathsep) if path] + [str(Path(one).resolve()) for one in files]
+    given = [path for path in (before or "").split(os.pathsep) if path] + [str(Path(file).resolve()) for file in files]
     mine: list[Plugin] = []
     try:
         for file in files:

@@ -24,5 +24,7 @@ def gpu_processes(uuid: str) -> list[str]:
     finally:
         pynvml.nvmlShutdown()
     return [
-        f"process {one.pid} ({(one.usedGpuMemory or 0) / 2**30:.1f} GiB)" for one in running if one.pid != os.getpid()
+        f"process {process.pid} ({(process.usedGpuMemory or 0) / 2**30:.1f} GiB)"
+        for process in running
+        if process.pid != os.getpid()
     ]

@@ -22,7 +22,7 @@ SPARE = 2**20
 
 @dataclass(frozen=True)
 class Retention:
-    """The `newest` last checkpoints stay, the best one, and the one of `branch_step`.
+    """The `newest` last checkpoints stay, the best checkpoint, and the checkpoint of `branch_step`.
 
     `best_step`: the step of the best evaluation; None: the best checkpoint does not stay for being the best.
     """

@@ -79,7 +79,7 @@ class Objective:
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable] = ()
     ) -> tuple[list[TokenTable], list[TokenTable]]:
-        """The tables to train and to evaluate on: those of the sources, or tables made from them.
+        """The tables to train and to evaluate on: the tables of the sources, or tables made from them.
 
         Raises one ConfigError that names each table whose rows this objective cannot learn from.
         """

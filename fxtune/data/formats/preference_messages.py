@@ -30,7 +30,7 @@ class PreferenceMessagesFormat(PairFormat):
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         chosen, rejected = MessagesFormat().turns(row), MessagesFormat().turns(row)
         if RESPONSE in row and MESSAGES in row:
-            raise RowError(f"{RESPONSE} and {MESSAGES} are two rejected answers; keep one of them")
+            raise RowError(f"{RESPONSE} and {MESSAGES} are two rejected answers; keep one column")
         if is_whole_chat(row.get(MESSAGES)):
             rejected = MessagesFormat().turns({**row, "messages": row[MESSAGES]})
             rejected.places = [place.replace("messages", MESSAGES, 1) for place in rejected.places]

@@ -211,7 +211,7 @@ def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: flo
     """What would make it fit: changes of the recipe, more cards, or other cards."""
     say("What would help it to fit:")
     for change, enough in changes_to_fit(config, forecast):
-        saved = f"{change.saves / GIB:,.1f} GiB less"
+        saved = f"{change.saved_bytes / GIB:,.1f} GiB less"
         say(f"  {change.setting}: {saved}{', enough' if enough else ', not enough alone'}")
     fitting = [
         name

@@ -37,7 +37,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.dims import EXPERTS
 from fxtune.models.proof import PROOF, changed_since
-from fxtune.models.structure import beside_text, is_adapter, observed, parameter_counts
+from fxtune.models.structure import beside_text, is_adapter, parameter_counts, without_dropout
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.console import say, table, tick
@@ -281,7 +281,8 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
     inside = document == candidates[0]
     next_ids = (batch.input_ids + 1) % _vocabulary(language_model)
     changed = torch.where(inside.view_as(batch.input_ids), next_ids, batch.input_ids)
-    with observed(language_model.model), torch.no_grad(), builder.techniques.precision.context(builder.world.device):
+    precision = builder.techniques.precision.context(builder.world.device)
+    with without_dropout(language_model.model), torch.no_grad(), precision:
         own, others = (
             [language_model.total(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
             for part in (_with_targets_at(batch, inside), _with_targets_at(batch, ~inside))

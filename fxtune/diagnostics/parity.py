@@ -265,7 +265,7 @@ class _Comparison:
             dtypes = {name: parameter.dtype for name, parameter in plain.model.named_parameters()}
             if float32:
                 plain.to_float32()
-            references, of_step = list[torch.Tensor](), None
+            references, step_sums = list[torch.Tensor](), None
             if isinstance(self.objective, WithReference) and self.objective.reference is not Reference.base:
                 # The model as it is at the start of the run; stored numbers, which may be wrong, are not used.
                 with torch.no_grad(), pipeline.precision.context(device):
@@ -275,7 +275,7 @@ class _Comparison:
             def batches() -> Iterator[tuple[int, Batch]]:
                 for position, (micro, batch) in enumerate(self._group_batches()):
                     reference = references[position] if references else None
-                    yield micro, replace(batch, of_step=of_step, reference=reference)
+                    yield micro, replace(batch, step_sums=step_sums, reference=reference)
 
             def backward(loss: torch.Tensor) -> None:
                 self.scale.scaled(loss).backward()
@@ -289,7 +289,7 @@ class _Comparison:
             """Of each micro-batch."""
             if self.objective.needs.step_sums:
                 with torch.no_grad(), pipeline.precision.context(device):
-                    of_step = torch.stack([self.objective.step_sums(plain, batch) for _, batch in batches()]).sum(0)
+                    step_sums = torch.stack([self.objective.step_sums(plain, batch) for _, batch in batches()]).sum(0)
             for micro, batch in batches():
                 with pipeline.precision.context(device):
                     loss = self.objective.loss(plain, batch)[0] / self.normalizer
@@ -354,8 +354,8 @@ class _Comparison:
                     prepared.routers.coefficient = 0.0
                 try:
                     step = builder.train_step(language_model, self.objective, self.scale, recorded=False)
-                    own, batches = self._own_batches(size)
-                    metrics = together(self.world, partial(step.backward, batches, self.normalizer, own=own))
+                    counted, batches = self._own_batches(size)
+                    metrics = together(self.world, partial(step.backward, batches, self.normalizer, counted=counted))
                     result = _collect(model, step.sum_over_ranks(metrics)["loss"])
                 except (torch.OutOfMemoryError, MemoryShortError):
                     if size <= configured:
@@ -381,7 +381,7 @@ class _Comparison:
         """How many micro-batches of this rank count, and the micro-batches, as a loader gives them to a GPU."""
         plan = self.builder.own(self.plan.with_micro_batch_size(size))
         micro_batches = (plan.batch(0, micro).with_rounded_targets() for micro in range(plan.micro_batches(0)))
-        return plan.own_micro_batches(0), (batch.to(self.world.device) for batch in micro_batches)
+        return plan.counted_micro_batches(0), (batch.to(self.world.device) for batch in micro_batches)
 
     def _compare(self, name: str, result: _Result, balanced: bool, bounded: bool = True) -> Compared:
         """The comparison by rank 0, on every rank. `balanced`: with the routers' loss."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import observed, outputs
+from fxtune.models.structure import outputs, without_dropout
 
 TOKENS = 8
 """Tokens of the probe."""
@@ -55,7 +55,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
 
     hook = model.get_input_embeddings().register_forward_hook(moved)
     try:
-        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = outputs(model, **row, attention_mask=mask, use_cache=False)
     finally:
         hook.remove()

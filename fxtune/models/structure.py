@@ -144,7 +144,7 @@ def running_on_text(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def observed(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch dropout off, and restore the training flag and the random state afterwards."""
     was_training = model.training
     device = next(model.parameters()).device

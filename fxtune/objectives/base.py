@@ -59,7 +59,7 @@ class Objective:
         """float32 [Needs.step_sums], without gradient: sums of a micro-batch that the loss of others depends on.
 
         A first pass adds them up over all micro-batches and ranks of the step, or of an evaluation. loss() then reads
-        them as `batch.of_step`; None there means that the micro-batch is looked at alone.
+        them as `batch.step_sums`; None there means that the micro-batch is looked at alone.
         """
         raise NotImplementedError
 

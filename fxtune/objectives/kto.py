@@ -70,7 +70,7 @@ class KTO(WithReference):
         reference = model.reference_log_probs(batch)
         policy = model.log_probs(batch)
         ratios = batch.document_sums(policy - reference)
-        total, number = batch.of_step if batch.of_step is not None else self._step_sums(batch, ratios.detach())
+        total, number = batch.step_sums if batch.step_sums is not None else self._step_sums(batch, ratios.detach())
         kl = (total / number).clamp(min=0)
         is_answer, is_good = ~batch.document_labels.isnan(), batch.document_labels > 0
         sign = torch.where(is_good, 1.0, -1.0)

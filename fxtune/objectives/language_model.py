@@ -33,7 +33,7 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import relative_distance
 from fxtune.models.reference import ReferenceModel
-from fxtune.models.structure import backbone, observed, running_on_text
+from fxtune.models.structure import backbone, running_on_text, without_dropout
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
@@ -213,7 +213,7 @@ class LanguageModel:
         positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
         inputs = {**row, **model_inputs(self.model, row["input_ids"], positions, starts)}
         labels = row["input_ids"][0].roll(-1)
-        with observed(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
                 own = self.model(**inputs).logits.flatten(0, 1)
             expected = F.cross_entropy(own.float(), labels, reduction="none")

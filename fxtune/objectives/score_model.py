@@ -17,7 +17,7 @@ from fxtune.data.batches.batch import Batch
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.probe import relative_distance
-from fxtune.models.structure import backbone, observed, output_head, running_on_text
+from fxtune.models.structure import backbone, output_head, running_on_text, without_dropout
 from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
@@ -61,7 +61,7 @@ class ScoreModel(LanguageModel):
         starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
         positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
         inputs = {**row, **model_inputs(self.model, ids, positions, starts)}
-        with observed(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
                 own = self.model(**inputs).logits.flatten()
             scores = self.prepared.with_head(lambda: self._scores(inputs, starts[1:].long() - 1))

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.facts.run import Facts
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.settle import in_backward
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why a run of `config` cannot start under `facts`."""
-    yield from update_rule.refusals(config.optimizer, facts)
+    yield from optimizer_config.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts.degrees)
     yield from _noise_scale(config, facts.degrees)
     yield from in_backward.refusals(config, facts)

@@ -19,7 +19,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.settle import in_backward
 from fxtune.settle.degrees import with_degrees
 from fxtune.settle.missing import missing_data
@@ -127,7 +127,7 @@ def _with_working_packages(
             break
         shape = Shape.of(facts.text)
         heads = Heads(shape.heads, shape.key_heads, shape.q // shape.heads)
-        needed = [*config.techniques.packages(facts), *update_rule.packages(config.optimizer, facts)]
+        needed = [*config.techniques.packages(facts), *optimizer_config.packages(config.optimizer, facts)]
         broken = tries(machine, needed, heads)
         if not broken:
             break

@@ -27,7 +27,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
 from fxtune.kernels.fp8_training import MULTIPLE
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers, is_named, observed, skeleton
+from fxtune.models.structure import decoder_layers, is_named, skeleton, without_dropout
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
@@ -118,9 +118,9 @@ class Float8(Float8Options, Technique):
             ", ".join(f"{name} {error:.4f}" for name, error in errors.items()),
             all(0 < error < WORST_ERROR for error in errors.values()),
         )
-        with observed(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for linear in linears:
-                linear.training = True  # observed() restores it
+                linear.training = True  # without_dropout() restores it
             seen = observe_operators(lambda: model.module(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
         kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
         yield evidence(

@@ -27,7 +27,7 @@ from fxtune.facts.options import RouterOptions
 from fxtune.facts.run import Facts
 from fxtune.models.dims import EXPERTS_USED
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, observed, skeleton
+from fxtune.models.structure import backbone, skeleton, without_dropout
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import recorded_outputs, router_loss
 
@@ -70,7 +70,7 @@ class Router(RouterOptions, Technique):
             router.register_forward_hook(lambda _, __, output: logits.append(output[0])) for router in routers.modules
         ]
         try:
-            with observed(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with without_dropout(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 module(**probe)
         finally:
             for hook in hooks:

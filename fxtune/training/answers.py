@@ -26,7 +26,7 @@ from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import cache_keyword, observed
+from fxtune.models.structure import cache_keyword, without_dropout
 from fxtune.plugins import METRICS
 from fxtune.system.oom import RowsPerPass
 from fxtune.system.progress import phase
@@ -114,7 +114,7 @@ def answer(
     answers = [""] * len(questions)
     # Compiled layers would be recompiled for each length of the cache.
     asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
-    with asking as work, observed(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with asking as work, without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index].prompt for index in order]
             pad = tokenizer.pad_token_id or 0

@@ -37,7 +37,7 @@ from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.objectives.score_model import ScoreModel
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
@@ -145,7 +145,7 @@ class RunBuilder:
             self.special_tokens = used_special_tokens(data.tables, tokenizer)
         if added:
             notes += self._about_added_tokens(tokenizer)
-        if config.optimizer.lr == update_rule.AUTO:
+        if config.optimizer.lr == optimizer_config.AUTO:
             found = guess(config.optimizer, self.facts, data.training.documents_per_step)
             self._set(optimizer=replace(config.optimizer, lr=found.rate))
             notes.append(found.text)
@@ -353,7 +353,7 @@ class RunBuilder:
     def own(self, plan: Plan) -> Plan:
         """This rank's part of `plan`: its micro-batches, and its piece of their rows."""
         world = self.world
-        return plan.for_rank(world.data_rank, world.data_ranks).cut(world.context_rank, world.context_ranks)
+        return plan.for_rank(world.data_rank, world.data_ranks).with_row_piece(world.context_rank, world.context_ranks)
 
     def held_out(self, plan: Plan, model: LanguageModel, objective: Objective) -> HeldOutEvaluation:
         """The evaluation of `model` on `plan`. The caller closes it."""
@@ -387,17 +387,24 @@ class RunBuilder:
             raise
 
     def out_of_memory(
-        self, message: str, phase: MemoryPhase, rows: int | None = None, width: int | None = None, of_step: int = 1
+        self,
+        message: str,
+        phase: MemoryPhase,
+        rows: int | None = None,
+        row_length: int | None = None,
+        micro_batches: int = 1,
     ) -> HardwareError:
-        """The error with `message` and the changes that would help most. `rows` and `width`: of the batch that did
-        not fit; None: the largest of the recipe. `of_step`: micro-batches of its step.
+        """The error with `message` and the changes that would help most.
+
+        `rows`, `row_length`: of the micro-batch that did not fit; None: the largest of the recipe. `micro_batches`: of
+        its step.
         """
         rows = rows or self.facts.micro_batch_size
-        width = width or self.facts.row_length
-        facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
-        freeing = change_for(self.config, facts) if of_step == 1 else ""
-        need, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase, freeing)
-        return HardwareError(f"{message}\n{oom_advice.to_text(need, changes, phase, rows, width)}")
+        row_length = row_length or self.facts.row_length
+        facts = replace(self.facts, micro_batch_size=rows, rows=(row_length,))
+        keys = change_for(self.config, facts) if micro_batches == 1 else ""
+        needed, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase, keys)
+        return HardwareError(f"{message}\n{oom_advice.to_text(needed, changes, phase, rows, row_length)}")
 
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
@@ -409,7 +416,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     undecided = config.data.packing == AUTO
     if resumes and undecided:
         config = replace(config, data=check.earlier_rows(config.data))
-    if resumes and config.optimizer.lr == update_rule.AUTO:
+    if resumes and config.optimizer.lr == optimizer_config.AUTO:
         config = replace(config, optimizer=check.earlier_rate(config.optimizer))
     threads = check.earlier_threads()
     builder = RunBuilder(config, threads=threads)

@@ -11,7 +11,7 @@ from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.distributed.world import World
-from fxtune.models.structure import observed
+from fxtune.models.structure import without_dropout
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.progress import phase
@@ -33,8 +33,8 @@ class HeldOutEvaluation:
     ) -> None:
         """`load` makes the loader of a plan. Each rank of `world` evaluates its share of the plan."""
         self.load, self.model, self.objective, self.precision, self.world = load, model, objective, precision, world
-        own = plan.dealt_out(world.data_rank, world.data_ranks)
-        self.loader = load(own.cut(world.context_rank, world.context_ranks))
+        rank_plan = plan.dealt_out(world.data_rank, world.data_ranks)
+        self.loader = load(rank_plan.with_row_piece(world.context_rank, world.context_ranks))
 
     def measure(self, rows: int) -> dict[str, float]:
         """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all ranks raise
@@ -48,8 +48,8 @@ class HeldOutEvaluation:
         self.loader.close()
 
     @property
-    def widest(self) -> int:
-        """Tokens of the longest row."""
+    def max_row_length(self) -> int:
+        """Tokens in the longest row."""
         plan = self.loader.plan
         return max(map(plan.max_row_length, range(plan.steps)))
 
@@ -58,23 +58,23 @@ class HeldOutEvaluation:
 def evaluate(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World | None = None
 ) -> dict[str, float]:
-    """Means of the objective over the plan, without dropout: `loss`, the objective's metrics, and figures derived from
-    these means.
+    """The objective's mean `loss` and mean metrics over the loader's plan, without dropout, and the figures that the
+    objective derives from these means.
 
     `world`: the ranks that share the plan; None means that this process evaluates the whole plan.
     """
     plan, world = loader.plan, world or World(loader.device)
-    of_step: torch.Tensor | None = None
+    step_sums: torch.Tensor | None = None
     if objective.needs.step_sums:
 
-        def step_sums(batch: Batch) -> dict[str, torch.Tensor]:
+        def batch_sums(batch: Batch) -> dict[str, torch.Tensor]:
             return {"sums": objective.step_sums(model, batch)}
 
-        found = _sums(model, step_sums, loader, precision, world)["sums"]
-        of_step = world.sum(found, "adding up sums of the held-out data").float()
+        rank_sums = _sums(model, batch_sums, loader, precision, world)["sums"]
+        step_sums = world.sum(rank_sums, "adding up sums of the held-out data").float()
 
     def figures(batch: Batch) -> dict[str, torch.Tensor]:
-        loss, metrics = objective.loss(model, replace(batch, of_step=of_step))
+        loss, metrics = objective.loss(model, replace(batch, step_sums=step_sums))
         return {"loss": loss, **metrics}
 
     sums = _sums(model, figures, loader, precision, world)
@@ -91,21 +91,21 @@ def _sums(
     precision: Precision,
     world: World,
 ) -> dict[str, torch.Tensor]:
-    """What figures() returns for each batch, summed over the plan of this rank: float64 on the device.
+    """The results of figures(), summed over the batches of this rank: float64 on the device.
 
-    The ranks agree after every batch, so a signal at one rank ends the evaluation of all ranks.
+    The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the evaluation of all ranks.
     """
     training, sums = model.model.training, dict[str, torch.Tensor]()
 
     def add_next() -> bool:
         if (following := next(batches, None)) is None:
             return False
-        counts, batch = following
+        is_counted, batch = following
         with precision.context(loader.device):
-            found = figures(batch)
-        for name, value in found.items():
+            values = figures(batch)
+        for name, value in values.items():
             total = sums.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
-            if counts:
+            if is_counted:
                 total += value
         return True
 
@@ -113,11 +113,11 @@ def _sums(
         model.model.eval()
         with phase("Evaluating", loader.plan.steps, "batches", announce=False) as work:
             batches = (
-                (step.own is None or position < step.own, batch)
+                (step.counted is None or position < step.counted, batch)
                 for step in work.over(loader.steps())
                 for position, batch in enumerate(step.micro_batches)
             )
-            while together(world, add_next):  # all ranks have the same number of batches
+            while together(world, add_next):  # all ranks have the same number of batches, so all leave together
                 pass
     finally:
         model.model.train(training)
@@ -127,5 +127,6 @@ def _sums(
 @torch.no_grad()
 def gives_finite_loss(model: LanguageModel, objective: Objective, batch: Batch, precision: Precision) -> bool:
     """Whether the loss on `batch` is finite, without dropout. Waits for the device."""
-    with observed(model.model), torch.compiler.set_stance("force_eager"), precision.context(batch.input_ids.device):
+    device = batch.input_ids.device
+    with without_dropout(model.model), torch.compiler.set_stance("force_eager"), precision.context(device):
         return bool(objective.loss(model, batch)[0].isfinite().item())

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError
-from fxtune.models.structure import observed
+from fxtune.models.structure import without_dropout
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.base import Evidence
 
@@ -100,7 +100,7 @@ def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:
 
     hooks = [weight.register_post_accumulate_grad_hook(count) for weight in weights]
     try:
-        with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             model(**probe).logits.float().square().mean().backward()
     finally:
         for hook in hooks:

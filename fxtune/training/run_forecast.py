@@ -202,9 +202,9 @@ def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | N
 def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, bool]]:
     """Single changes of the recipe that save the most memory, the best one first, each with whether it is enough."""
     facts = forecast.facts
-    freeing = change_for(config, facts)
-    _, changes = oom_advice.advice(facts, forecast.techniques, config.optimizer, MemoryPhase.training, freeing)
-    return [(change, forecast.need.device - change.saves <= facts.free_memory) for change in changes]
+    keys = change_for(config, facts)
+    _, changes = oom_advice.advice(facts, forecast.techniques, config.optimizer, MemoryPhase.training, keys)
+    return [(change, forecast.need.device - change.saved_bytes <= facts.free_memory) for change in changes]
 
 
 def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Lengths | None) -> int | None:

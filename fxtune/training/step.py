@@ -96,7 +96,7 @@ class TrainStep:
         updated), `loss_scale`, and `spike_limit`, the loss above which this step is a spike.
         """
         normalizer = self.objective.normalizer(plan, step.index)
-        backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.own, lr)
+        backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.counted, lr)
         metrics = self.sum_over_ranks(self.rank_report.timed(backward))
         with self.rank_report.timer.part(UPDATE):
             self.clip(metrics)
@@ -108,7 +108,7 @@ class TrainStep:
         batches: Iterable[Batch],
         normalizer: float,
         index: int = 0,
-        own: int | None = None,
+        counted: int | None = None,
         lr: float | None = None,
     ) -> Metrics:
         """Run forward and backward over this rank's micro-batches. Leaves the gradients of the mean loss in the
@@ -116,13 +116,13 @@ class TrainStep:
 
         `index`: the step's. Dropout depends only on the index, the micro-batch's place in the step and the seed, so a
         resumed run repeats it exactly, with any number of ranks.
-        `own`: see StepBatches; further micro-batches add zeros.
+        `counted`: see StepBatches; further micro-batches add zeros.
         `lr`: with optimizer.in_backward the weights are updated at this rate, no gradients are left, and the means
         hold `spike_limit`. None: gradients are left.
         """
         totals: torch.Tensor | None = None
         if self.objective.needs.step_sums:
-            batches = self._with_step_sums([*batches], own)
+            batches = self._with_step_sums([*batches], counted)
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # the last pass sums gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
@@ -130,7 +130,7 @@ class TrainStep:
             # Each piece of a row draws other dropout.
             place = position * self.world.data_ranks + self.world.data_rank
             torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
-            share = normalizer if own is None or position < own else math.inf
+            share = normalizer if counted is None or position < counted else math.inf
             part = self.recorder(batch, share) if self.recorder else self._pass(batch, share, index, lr)
             totals = part if totals is None else totals + part
         assert totals is not None, "a step has a micro-batch"
@@ -141,19 +141,19 @@ class TrainStep:
             metrics[noise_scale.PARTS] = metrics[noise_scale.PARTS] / self.loss_scale.scale.square()
         return metrics
 
-    def _with_step_sums(self, batches: Sequence[Batch], own: int | None) -> list[Batch]:
+    def _with_step_sums(self, batches: Sequence[Batch], counted: int | None) -> list[Batch]:
         """`batches` with the objective's sums over the step, from a first pass without gradient."""
         device = batches[0].input_ids.device
         sums, failed = torch.full((self.objective.needs.step_sums,), math.nan, device=device), None
         try:
             with torch.no_grad(), self.precision.context(device):
-                sums = torch.stack([self.objective.step_sums(self.model, batch) for batch in batches[:own]]).sum(0)
+                sums = torch.stack([self.objective.step_sums(self.model, batch) for batch in batches[:counted]]).sum(0)
         except Exception as error:  # noqa: BLE001  raised below: the other ranks wait for this rank's sums
             failed = error
         self.world.sum(sums, "adding up sums of the step")
         if failed is not None:
             raise failed
-        return [replace(batch, of_step=sums) for batch in batches]
+        return [replace(batch, step_sums=sums) for batch in batches]
 
     def start_sums(self) -> None:
         """Start all sums over ranks that need no agreement on this step and that backward() has not started. A rank

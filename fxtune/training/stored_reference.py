@@ -95,10 +95,10 @@ def _computed(model: LanguageModel, loader: Loader, precision: Precision, world:
     def compute_next() -> bool:
         if (following := next(batches, None)) is None:
             return False
-        step, position, batch, counts = following
+        step, position, batch, is_counted = following
         with precision.context(device), torch.no_grad():
             values = model.log_probs(batch)[batch.labels != IGNORE_INDEX].cpu().numpy()
-        if counts:
+        if is_counted:
             _scatter(plan.batch_spec(step, position), plan.tables, values, numbers)
         return True
 
@@ -106,7 +106,7 @@ def _computed(model: LanguageModel, loader: Loader, precision: Precision, world:
         model.model.eval()
         with phase("Computing the reference's log-probabilities", plan.steps, "batches") as work:
             batches = (
-                (step.index, position, batch, step.own is None or position < step.own)
+                (step.index, position, batch, step.counted is None or position < step.counted)
                 for step in work.over(loader.steps())
                 for position, batch in enumerate(step.micro_batches)
             )

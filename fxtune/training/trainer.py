@@ -507,7 +507,7 @@ class Trainer:
         # Interruptible, because nothing has changed yet, and compiling can take minutes.
         with self._interruptible(changes=train_step.in_backward is not None), counted as work:
             batches = work.over(step.micro_batches)
-            passes = partial(train_step.backward, batches, normalizer, step.index, step.own, lr)
+            passes = partial(train_step.backward, batches, normalizer, step.index, step.counted, lr)
             backward = partial(self.rank_report.timed, passes)
             agree = self.rank_report.agree if self._collects(step.index + 1) else None
             # A signal between two averages of the ranks' weights waits for the next average. A run that is saved there
@@ -606,8 +606,8 @@ class Trainer:
                 self.plan.max_row_length(self.state.step),
                 self.plan.micro_batches(self.state.step),
             )
-        width = self.held_out.widest if part == "evaluation" and self.held_out else None
-        return self.builder.out_of_memory(message, MemoryPhase.forward, rows, width)
+        row_length = self.held_out.max_row_length if part == "evaluation" and self.held_out else None
+        return self.builder.out_of_memory(message, MemoryPhase.forward, rows, row_length)
 
     def _stop(self, stop: Stopped) -> None:
         """Save the state and tell the user how to resume the run. Returns when the state is on the disk."""
@@ -772,7 +772,7 @@ class Trainer:
             "data": self.plan.fingerprint,
             "weights": note,
             "figures": figures,
-            "facts": self.facts,
+            "machine": self.facts,
             "config": self.recipe,
         }
         save_model(

@@ -220,8 +220,8 @@ class Centered(Objective):
         return torch.stack([scores.sum(), (batch.group_of >= 0).sum()])
 
     def loss(self, model, batch):
-        scores, of_step = batch.document_sums(model.log_probs(batch)), batch.of_step
-        off = torch.where(batch.group_of >= 0, scores - of_step[0] / of_step[1], 0.0)
+        scores, step_sums = batch.document_sums(model.log_probs(batch)), batch.step_sums
+        off = torch.where(batch.group_of >= 0, scores - step_sums[0] / step_sums[1], 0.0)
         return off.square().sum(), {}
 
     def normalizer(self, plan, step):
@@ -276,7 +276,7 @@ def test_a_loss_that_depends_on_the_split_is_out_of_bounds(monkeypatch):
     """The mean of each micro-batch instead of the mean of the step: right for one micro-batch, wrong for several."""
     backward = TrainStep.backward
 
-    def mean_of_means(self, batches, normalizer, index=0, own=None):
+    def mean_of_means(self, batches, normalizer, index=0, counted=None):
         kept = list(batches)
         counts = [int((batch.targets != IGNORE_INDEX).sum()) * len(kept) for batch in kept]
         parts = [backward(self, [batch], count, index) for batch, count in zip(kept, counts, strict=True)]

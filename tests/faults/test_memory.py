@@ -110,9 +110,7 @@ def test_single_row_that_does_not_fit_saves_and_suggests_three_changes(short):
     first, saved, most, *changes = result["message"].splitlines()
     assert first.startswith("Training ran out of memory with 1 row at once: DefaultCPUAllocator")
     assert saved == f"Saved after step {done}: the same command resumes there, given more memory."
-    assert most.startswith(
-        "What would help most, each alone, by arithmetic for this model and 1 x 256 tokens, which need"
-    )
+    assert most.startswith("What would help most, each change alone (by arithmetic this model and 1 x 256 tokens need")
     gib = [float(change.split("about ")[1].split(" GiB less")[0]) for change in changes]
     assert len(gib) == 3
     assert gib == sorted(gib, reverse=True)

@@ -13,9 +13,9 @@ from fxtune.models.structure import (
     beside_text,
     decoder_layers,
     is_named,
-    observed,
     parameter_counts,
     skeleton,
+    without_dropout,
 )
 
 
@@ -53,7 +53,7 @@ def test_weights_are_counted_without_the_space_for_adapters(fused):
 def test_observation_restores_training_and_the_random_state():
     model = built(lora(), random_model("llama")).train()
     before = torch.get_rng_state()
-    with observed(model):
+    with without_dropout(model):
         assert not model.training
         torch.rand(3)
     assert model.training

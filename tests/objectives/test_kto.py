@@ -23,7 +23,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def batch(of_step=None) -> Batch:
+def batch(step_sums=None) -> Batch:
     """Four documents of two tokens, the second supervised, and padding."""
     row = torch.zeros(1, 10, dtype=torch.long)
     return Batch(
@@ -36,7 +36,7 @@ def batch(of_step=None) -> Batch:
         tokens=8,
         group_of=torch.tensor([0, 0, 1, 1, -1]),
         document_labels=torch.tensor([1.0, math.nan, 0.0, math.nan, math.nan]),
-        of_step=of_step,
+        step_sums=step_sums,
     )
 
 
@@ -59,8 +59,8 @@ class FakeModel:
 def test_loss_and_gradient(sums, kl):
     model = FakeModel()
     objective = KTO(beta=0.3, desirable_weight=1.2, undesirable_weight=0.8)
-    of_step = None if sums is None else torch.tensor(sums)
-    loss, metrics = objective.loss(model, batch(of_step))
+    step_sums = None if sums is None else torch.tensor(sums)
+    loss, metrics = objective.loss(model, batch(step_sums))
     loss.backward()
     good, bad = 0.3 * (0.5 - kl), 0.3 * (kl + 1.5)
     assert loss.item() == pytest.approx(1.2 * (1 - sigmoid(good)) + 0.8 * (1 - sigmoid(bad)), rel=1e-6)

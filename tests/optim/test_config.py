@@ -10,7 +10,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Library
 from fxtune.facts.run import Facts
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.training.builder import RunBuilder
 
@@ -18,7 +18,7 @@ GPU = Facts(device="cuda", dtype="bfloat16", packages={"bitsandbytes": "1", "tor
 
 
 def reasons(facts=GPU, **options):
-    return list(update_rule.refusals(OptimizerConfig(**options), facts))
+    return list(optimizer_config.refusals(OptimizerConfig(**options), facts))
 
 
 def facts(**changes):
@@ -61,7 +61,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("known", "options", "parts"), REFUSED, ids=range(len(REFUSED)))
 def test_refusals_say_what_to_change(known, options, parts, monkeypatch):
-    monkeypatch.setattr(update_rule, "c_compiler", lambda: "/usr/bin/gcc")
+    monkeypatch.setattr(optimizer_config, "c_compiler", lambda: "/usr/bin/gcc")
     (reason,) = reasons(known, **options)
     assert reason.startswith("optimizer.")
     assert all(part in reason for part in parts), reason
@@ -91,10 +91,10 @@ def test_options_an_optimizer_reads_may_be_changed():
 
 
 def test_auto_library_of_adamw_8bit():
-    assert update_rule.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
-    assert update_rule.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
-    assert update_rule.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
-    assert update_rule.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
 
 
 def test_run_is_refused_with_optimizer_and_technique_reasons_together():

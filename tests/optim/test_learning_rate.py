@@ -6,7 +6,7 @@ import pytest
 from support.architectures import enable
 
 from fxtune.facts.run import Facts
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.learning_rate import guess
 
@@ -57,6 +57,6 @@ def test_line_names_the_adapters_and_the_family_that_is_borrowed_from():
     ],
 )
 def test_auto_without_a_rule_is_refused(options, facts, reason):
-    (found,) = update_rule.refusals(OptimizerConfig(lr="auto", **options), facts)
+    (found,) = optimizer_config.refusals(OptimizerConfig(lr="auto", **options), facts)
     assert reason in found
-    assert not list(update_rule.refusals(OptimizerConfig(lr=1e-3, **options), facts))
+    assert not list(optimizer_config.refusals(OptimizerConfig(lr=1e-3, **options), facts))

@@ -5,7 +5,7 @@ import torch
 from support.optimizers import CASES, YES, Small, backward, make, stored
 from torch import nn
 
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, _can_undo, undo_limit
 
@@ -261,7 +261,7 @@ def test_traits_list_the_options_that_each_optimizer_uses():
         return str(plain)
 
     changes = {"betas": [0.5, 0.6], "eps": 1e-3, "momentum": 0.25, "fused": False}
-    for name, traits in update_rule.TRAITS.items():
+    for name, traits in optimizer_config.TRAITS.items():
         acts = {
             option for option, value in changes.items() if built(name.value, {option: value}) != built(name.value, {})
         }

@@ -7,7 +7,7 @@ import torch
 from support.optimizers import CASES, YES, backward, make, stored
 from torch import nn
 
-from fxtune.optim import config as update_rule
+from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.skip_nonfinite import Guard
@@ -57,7 +57,7 @@ def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
     (model, asking), (other, guarded) = (
         make(
             name,
-            fused="fused" not in update_rule.TRAITS[OptimizerName(CASES[name].get("name", name))].reads
+            fused="fused" not in optimizer_config.TRAITS[OptimizerName(CASES[name].get("name", name))].reads
             or "stochastic" in name,
         )
         for _ in range(2)

@@ -47,7 +47,7 @@ def test_rows_are_cut_where_one_does_not_fit():
     chosen, need = choose(facts.techniques, facts, possible(2))
     assert chosen == Degrees(context=2)
     # Half of it, and what ranks hold to exchange their pieces.
-    assert need.layer < 0.65 * need_with(facts.techniques, facts, Degrees(shard=2)).layer
+    assert need.backward < 0.65 * need_with(facts.techniques, facts, Degrees(shard=2)).backward
 
 
 def test_the_smallest_is_chosen_if_nothing_fits():

@@ -39,7 +39,7 @@ def advice(phase: MemoryPhase, **changes) -> tuple[int, dict[str, int]]:
     facts = replace(facts_of(random_model("llama")), **changes)
     techniques, _ = Pipeline().resolved(facts)
     need, found = oom_advice.advice(facts, techniques, OptimizerConfig(), phase)
-    return need, {change.setting: change.saves for change in found}
+    return need, {change.setting: change.saved_bytes for change in found}
 
 
 def test_advice_depends_on_what_the_phase_holds():

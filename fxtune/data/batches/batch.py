@@ -54,8 +54,8 @@ class Batch:
     """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None as `group_of`."""
     reference: torch.Tensor | None = None
     """float32 [supervised]: the log-probability of each target under the reference model, if it is stored."""
-    of_step: torch.Tensor | None = None
-    """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step."""
+    step_sums: torch.Tensor | None = None
+    """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step, or over an evaluation's data."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""

@@ -73,8 +73,8 @@ class StepBatches:
     index: int
     micro_batches: Iterator[Batch]
     """In order. Take them before the next step (the rest is skipped) and while the iterator of steps exists."""
-    own: Optional[int] = None
-    """The first `own` of them count in sums (Plan.own_micro_batches); None: all."""
+    counted: Optional[int] = None
+    """How many micro-batches, from the first on, count in sums (Plan.counted_micro_batches); None: all."""
     wait_seconds: float = 0.0
     """How long the consumer of `micro_batches` has waited for them."""
 
@@ -97,7 +97,7 @@ class Loader:
         feed = self._on_device(self._on_host(start_step))
         try:
             for index in range(start_step, self.plan.steps):
-                step = StepBatches(index, iter(()), self.plan.own_micro_batches(index))
+                step = StepBatches(index, iter(()), self.plan.counted_micro_batches(index))
                 step.micro_batches = self._timed(step, feed)
                 yield step
                 for _ in step.micro_batches:

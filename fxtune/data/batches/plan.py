@@ -137,8 +137,8 @@ class Plan:
         """The same steps, with the micro-batches of one of `ranks` ranks."""
         return self._changed(rank=rank, ranks=ranks)
 
-    def cut(self, piece: int, pieces: int) -> Plan:
-        """The same steps and micro-batches, with one of `pieces` pieces of each row."""
+    def with_row_piece(self, piece: int, pieces: int) -> Plan:
+        """The same steps and micro-batches, with piece number `piece` of the `pieces` that each row is cut into."""
         return self._changed(piece=piece, pieces=pieces)
 
     def until(self, last: int, dropped: int = 0) -> Plan:
@@ -184,7 +184,7 @@ class Plan:
         """
         return -(-self._all_micro_batches(step) // self.sizes.ranks)
 
-    def own_micro_batches(self, step: int) -> int:
+    def counted_micro_batches(self, step: int) -> int:
         """How many of this rank's micro-batches count. If the ranks do not divide the last step of a run, the last
         micro-batch of some ranks repeats one of another rank, and must be left out of every sum.
         """

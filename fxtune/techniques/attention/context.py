@@ -35,7 +35,7 @@ from fxtune.kernels.all_to_all import all_to_all
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.models.dims import position_limit
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import observed
+from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.attention.backends.backend import SINKS, Backend, offers
 from fxtune.techniques.attention.inputs import model_inputs
@@ -191,7 +191,7 @@ def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evide
     positions = torch.cat([torch.arange(int(size), device=device) for size in starts.diff()]).unsqueeze(0)
     piece = slice(world.context_rank * PROBE, (world.context_rank + 1) * PROBE)
     counter = OperatorCounter(lambda name, _: name if name == "fxtune.all_to_all" else None)
-    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         whole = model(**model_inputs(model, ids, positions, starts)).logits[:, piece].float()
         cut = model_inputs(model, ids[:, piece], positions[:, piece], starts, ranks, world.context_group)
         with counter:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import observed, outputs
+from fxtune.models.structure import outputs, without_dropout
 from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
@@ -121,7 +121,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
             recurrent.separate(model)
             ids = torch.arange(2, 26).unsqueeze(0)
             positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)
-            with observed(model), torch.no_grad():
+            with without_dropout(model), torch.no_grad():
                 row: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
                 if by_bounds:
                     FLASH4.prepare()

@@ -35,7 +35,7 @@ from fxtune.errors import nearest
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import observed
+from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import Observed, observe_operators, short_name
 from fxtune.techniques.attention import context, isolation, recurrent
 from fxtune.techniques.attention.backends.backend import Backend, offers
@@ -162,7 +162,7 @@ class Attention(AttentionOptions, Technique):
         layers = attention_layers(text.to_dict())
         evidence = []
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
-        with observed(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if layers:
                 seen, observation = _operators(model.module, probe, layers)
                 # Not every config of a hybrid says how many of its layers attend.

@@ -18,7 +18,7 @@ from torch import nn
 
 from fxtune.distributed.chunks import is_divided
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, observed, outputs
+from fxtune.models.structure import backbone, decoder_layers, outputs, without_dropout
 from fxtune.system.nested import leaves
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
@@ -79,7 +79,7 @@ class Proof:
     def evidence(self, description: str) -> Iterator[Evidence]:
         """`description`: what the options ask for, in words."""
         recomputed = [level not in ("everything", "budget") for level in self.levels]
-        with observed(self.model):
+        with without_dropout(self.model):
             self.counts.run(self.layers, self.forward, self.backward)
             if any(recomputed):
                 yield self._layers_ran_twice(recomputed)

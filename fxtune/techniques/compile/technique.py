@@ -41,7 +41,7 @@ from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Sco
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
+from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
 from fxtune.techniques.attention import recurrent
@@ -229,7 +229,7 @@ class Compile(CompileOptions, Technique):
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead
         stats = upstream.counters()["stats"]
-        with observed(model), torch.enable_grad():
+        with without_dropout(model), torch.enable_grad():
             for _ in range(1 + records):  # the second one records CUDA graphs
                 model(**probe)
             graphs_before = stats["unique_graphs"]

@@ -100,8 +100,8 @@ class Need:
     trained: int
     """Gradients and the optimizer's moments."""
     kept: int
-    """Bytes that all layers keep for the backward pass, on the device."""
-    layer: int
+    """Activations that all layers keep for the backward pass, on the device."""
+    backward: int
     """Bytes that the layers' backward pass adds to `kept` at its peak, with the gradients that exist then."""
     loss: int
     host: int = 0
@@ -116,7 +116,7 @@ class Need:
     @property
     def passing(self) -> int:
         """The peak of activations and of the gradients that each step makes and frees."""
-        return max(self.kept + max(self.layer, self.loss), self.gradients + self.update)
+        return max(self.kept + max(self.backward, self.loss), self.gradients + self.update)
 
     @property
     def allocated(self) -> int:

@@ -27,7 +27,7 @@ from fxtune.errors import UnavailableError
 from fxtune.facts.options import AUTO, LigerOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
+from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
 from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
@@ -227,7 +227,7 @@ def _unrotatable(facts: Facts) -> str | None:
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     """Runs of each operation's kernel in one forward pass; None where the profiler may not see the device."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
-    with observed(model), torch.enable_grad():  # with gradients, so that the compiled code is that of training
+    with without_dropout(model), torch.enable_grad():  # with gradients, so that the compiled code is that of training
         seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None

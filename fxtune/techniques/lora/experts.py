@@ -29,7 +29,7 @@ from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import ACTS, Activation
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.replacement import InPlaceOf
-from fxtune.models.structure import observed, outputs
+from fxtune.models.structure import outputs, without_dropout
 from fxtune.techniques.lora.frozen_weights import ADAPTER
 from fxtune.upstream.peft import specialize
 
@@ -126,7 +126,7 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
     }
     weights = [weight for pairs in halves.values() for weight, _ in pairs]
     try:
-        with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with without_dropout(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             loss = outputs(model, **probe).float().logsumexp(-1).mean()
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     finally:

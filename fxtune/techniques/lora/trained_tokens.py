@@ -21,7 +21,7 @@ from fxtune.errors import ConfigError, did_you_mean
 from fxtune.models.added_tokens import mean_of_rows
 from fxtune.models.peft_adapter import fetch_adapter, read_options
 from fxtune.models.probe import relative_distance
-from fxtune.models.structure import observed, outputs
+from fxtune.models.structure import outputs, without_dropout
 from fxtune.system.hub import locate_adapter
 
 KEY = "techniques.lora.train_tokens"
@@ -132,7 +132,7 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
     shown = layers[0].trained_ids[: ids.shape[1]]
     ids[0, : len(shown)] = shown
     probe = {**probe, "input_ids": ids}
-    with observed(adapted), torch.compiler.set_stance("force_eager"):
+    with without_dropout(adapted), torch.compiler.set_stance("force_eager"):
         with torch.enable_grad():
             total = outputs(adapted, **probe).float().logsumexp(-1).sum()
             gradients = torch.autograd.grad(total, matrices)

@@ -12,7 +12,7 @@ from fxtune.facts.options import QuantizeOptions, WeightFormat
 from fxtune.kernels.quantized import MXFP4
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.replacement import PackedLinear
-from fxtune.models.structure import observed
+from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
@@ -100,7 +100,7 @@ def _products(
     model, done = prepared.module, prepared.quantization
     in_fp8 = options.type is WeightFormat.fp8
     assert done is not None, "apply() has filled it in"
-    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
         seen = observe_operators(lambda: model(**probe), operators)
     if in_fp8 and (has_linears or options.head):

@@ -53,7 +53,10 @@ def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share
 def test_pieces_together_are_the_rows(pieces, length, rows, packing, seed):
     plan = training([natural(12, 20, seed)], micro=rows, step=rows, sequence_length=length, packing=packing)
     for step in range(plan.steps):
-        whole, parts = plan.batch(step, 0), [plan.cut(piece, pieces).batch(step, 0) for piece in range(pieces)]
+        whole, parts = (
+            plan.batch(step, 0),
+            [plan.with_row_piece(piece, pieces).batch(step, 0) for piece in range(pieces)],
+        )
         ids, targets, positions = (
             torch.cat([getattr(part, name) for part in parts], 1) for name in ("input_ids", "targets", "position_ids")
         )

@@ -98,7 +98,7 @@ def groups_of(plan, step: int, micro: int) -> list[tuple[int, int]]:
 def taken(plan) -> list[list[tuple[int, int]]]:
     """The groups of each step."""
     return [
-        [name for micro in range(plan.own_micro_batches(step)) for name in groups_of(plan, step, micro)]
+        [name for micro in range(plan.counted_micro_batches(step)) for name in groups_of(plan, step, micro)]
         for step in range(plan.steps)
     ]
 
@@ -245,7 +245,7 @@ def test_unpacked_groups_need_one_size_and_micro_batches_of_whole_groups():
     with pytest.raises(ConfigError, match=r"train\.micro_batch_size=4.*multiple of 3"):
         training([grouped([TAUGHT[:3]] * 4)], micro=4, step=4, packing=False, sequence_length=8)
     with pytest.raises(ConfigError, match=r"parallel\.context=1"):
-        training([grouped([TAUGHT[:3]] * 4)], sequence_length=LENGTH).cut(0, 2)
+        training([grouped([TAUGHT[:3]] * 4)], sequence_length=LENGTH).with_row_piece(0, 2)
 
 
 def test_copies_are_copies_of_whole_groups():

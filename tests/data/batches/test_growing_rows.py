@@ -165,7 +165,7 @@ def test_rows_of_a_stage_are_dealt_out_to_ranks_and_cut_into_pieces():
             assert [own.batch(step, m).input_ids.tolist() for m in range(own.micro_batches(step))] == [
                 one.tolist() for one in whole[rank::2]
             ]
-        half = plan.cut(1, 2).batch(step, 0).input_ids
+        half = plan.with_row_piece(1, 2).batch(step, 0).input_ids
         assert half.tolist() == whole[0][:, whole[0].shape[1] // 2 :].tolist()
 
 

@@ -48,7 +48,7 @@ def repeated():
 PLANS = {
     "packed": lambda: training(tables((300, 60)), sequence_length=256, epochs=2),
     "two ranks": lambda: training(tables((300, 60)), sequence_length=256, epochs=1).for_rank(1, 2),
-    "pieces": lambda: training(tables((300, 60)), sequence_length=256, epochs=1).cut(1, 2),
+    "pieces": lambda: training(tables((300, 60)), sequence_length=256, epochs=1).with_row_piece(1, 2),
     "unpacked": lambda: training(tables((120, 60)), sequence_length=128, packing=False, epochs=1.5),
     "buckets": lambda: training(
         tables((120, 60)), sequence_length=128, packing=False, buckets=[32, 64], on_long="truncate"

@@ -17,7 +17,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers, observed
+from fxtune.models.structure import decoder_layers, without_dropout
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention import context
 from fxtune.techniques.attention.backends import flash4
@@ -71,7 +71,8 @@ def test_losses_and_gradients_of_the_pieces_add_up_to_those_of_the_rows(key_head
     whole, gradients = _loss_and_gradients(model, plan.batch(0, 0), "")
     context.register(SDPA)
     parts = on_ranks(
-        2, lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.cut(rank, 2).batch(0, 0), group)
+        2,
+        lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.with_row_piece(rank, 2).batch(0, 0), group),
     )
     assert sum(loss for loss, _ in parts) == pytest.approx(whole, rel=1e-6)
     for expected, *own in zip(gradients, *(found for _, found in parts), strict=True):
@@ -80,12 +81,13 @@ def test_losses_and_gradients_of_the_pieces_add_up_to_those_of_the_rows(key_head
 
 def test_a_piece_without_targets_takes_part_in_every_exchange():
     plan = training([natural(8, 60, 5, share=0.2)], micro=1, step=1, sequence_length=64, packing=False)
-    assert not plan.cut(0, 2).batch(0, 0).supervised
+    assert not plan.with_row_piece(0, 2).batch(0, 0).supervised
     model = _llama(2)
     _, gradients = _loss_and_gradients(model, plan.batch(0, 0), "")
     context.register(SDPA)
     parts = on_ranks(
-        2, lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.cut(rank, 2).batch(0, 0), group)
+        2,
+        lambda rank, group: _loss_and_gradients(copy.deepcopy(model), plan.with_row_piece(rank, 2).batch(0, 0), group),
     )
     for expected, *own in zip(gradients, *(found for _, found in parts), strict=True):
         assert torch.allclose(sum(own), expected, atol=1e-5)
@@ -99,7 +101,7 @@ def test_offload_sends_the_queries_of_all_ranks_tokens():
         def on_rank(rank, group):
             own = copy.deepcopy(model)
             offload = Offload(decoder_layers(own), torch.device("cpu"), True, min_bytes=0, pieces=pieces)
-            found = _loss_and_gradients(own, plan.cut(rank, 2).batch(0, 0), group)[1]
+            found = _loss_and_gradients(own, plan.with_row_piece(rank, 2).batch(0, 0), group)[1]
             return offload.sent, found
 
         return on_ranks(2, on_rank)
@@ -139,7 +141,7 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
         with torch.no_grad():
             return model(**model_inputs(model, ids[:, piece], positions[:, piece], starts, 2, group)).logits
 
-    with observed(model), torch.no_grad():
+    with without_dropout(model), torch.no_grad():
         expected = model(**model_inputs(model, ids, positions, starts)).logits
         assert torch.allclose(torch.cat(on_ranks(2, work), 1), expected, atol=1e-5)
 

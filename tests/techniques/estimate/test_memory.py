@@ -52,7 +52,7 @@ def test_layers_with_low_levels_come_first():
         "wide",
         "wide",
     ]
-    assert mixed.layer == wide.layer < forecast(facts, RecomputePlan("input")).layer
+    assert mixed.backward == wide.backward < forecast(facts, RecomputePlan("input")).backward
     assert mixed.kept == (forecast(facts, RecomputePlan("input")).kept + wide.kept) // 2
 
 
@@ -99,7 +99,7 @@ def test_the_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles
         dtype="float32",
         techniques={"lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}},
     )
-    said = forecast(facts, RecomputePlan("wide" if keep else "narrow", tiles=tiles)).layer / 4 / rows
+    said = forecast(facts, RecomputePlan("wide" if keep else "narrow", tiles=tiles)).backward / 4 / rows
     assert peak == pytest.approx(said - 3 * h, rel=0.06)  # without dy, x and the norm's input
 
 
@@ -210,6 +210,6 @@ def test_copies_that_undo_a_bad_step_are_counted():
     facts = replace(facts, in_backward=True)
     seen = [forecast(replace(facts, undo_limit=limit), RecomputePlan("input")) for limit in (0, 2**31)]
     assert [need.update for need in seen] == [0, pytest.approx(head * (2 + 2 + 2), rel=0.01)]
-    assert seen[1].layer - seen[0].layer > 2 * head
+    assert seen[1].backward - seen[0].backward > 2 * head
     adapters = replace(card(139, 4096), optimizer="lion", undo_limit=2**31)
     assert forecast(adapters, RecomputePlan()).update == 4 * 3 * trained_parameters(adapters)

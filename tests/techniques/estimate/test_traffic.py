@@ -28,7 +28,7 @@ def test_parts_of_weights_and_rows_take_their_share_of_memory():
     assert half.weights == pytest.approx(whole.weights / 2, abs=1)
     assert half.trained == pytest.approx(whole.trained / 2, abs=1)
     assert (half.kept, whole.exchange) == (whole.kept, 0)
-    assert half.layer < whole.layer  # with half of the gradients
+    assert half.backward < whole.backward  # with half of the gradients
     rows = forecast(replace(one, degrees=Degrees(context=2)), plan)
     assert (rows.kept, rows.weights) == (whole.kept // 2, whole.weights)
 

@@ -37,7 +37,7 @@ from fxtune.distributed.chunks import Coordinates, chunk_of, coordinates, is_div
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
 from fxtune.system.oom import out_of_memory_reason
-from fxtune.system.units import size as in_words
+from fxtune.system.units import format_bytes
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Checkpoints:
         if not self._noted_memory:
             self._noted_memory = True
             self.note(
-                f"{whose} memory has no room for a copy of a checkpoint's tensors ({in_words(size)}), so training "
+                f"{whose} memory has no room for a copy of a checkpoint's tensors ({format_bytes(size)}), so training "
                 "stands still while one is written."
             )
 

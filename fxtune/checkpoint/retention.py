@@ -14,7 +14,7 @@ from pathlib import Path
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.folder import damage_of, step_of
 from fxtune.errors import StorageError
-from fxtune.system.units import size as in_words
+from fxtune.system.units import format_bytes
 
 SPARE = 2**20
 """Bytes that a save leaves free on the disk, for metrics and other small files."""
@@ -64,7 +64,7 @@ class Retention:
         for path in chosen if missing <= 0 else ():
             stored.remove(path)
         if (free := shutil.disk_usage(folder).free) < need:
-            raise OSError(f"it takes {in_words(need)}, and {in_words(free)} are free there")
+            raise OSError(f"it takes {format_bytes(need)}, and {format_bytes(free)} are free there")
 
 
 def require_room(folder: Path, own: int, size: int, exported: int, saves: int, keep: int, best: bool) -> str:
@@ -81,10 +81,10 @@ def require_room(folder: Path, own: int, size: int, exported: int, saves: int, k
             f"The disk of {folder} cannot be looked at: {error}. Set run.dir to another disk."
         ) from error
     free += max(own - 1, 0) * size - SPARE  # all but the newest may be removed
-    need = f"a checkpoint takes {in_words(size)} and the export at the end {in_words(exported)}"
+    need = f"a checkpoint takes {format_bytes(size)} and the export at the end {format_bytes(exported)}"
     if free < size + exported:
         raise StorageError(
-            f"The disk of {folder} has no room for this run: {need}, and {in_words(max(free, 0))} are free. Free "
+            f"The disk of {folder} has no room for this run: {need}, and {format_bytes(max(free, 0))} are free. Free "
             "space there, or set run.dir to another disk."
         )
     fit, present = (free - exported) // max(size, 1) + min(own, 1), min(own, 1)
@@ -92,8 +92,8 @@ def require_room(folder: Path, own: int, size: int, exported: int, saves: int, k
         only = "checkpoint.every=0" + " checkpoint.keep_best=false" * best
         raise StorageError(
             f"The disk of {folder} has room for one checkpoint, and this run saves several. A new checkpoint is "
-            f"complete before an older one is removed: {need}, and {in_words(free)} are free. Free "
-            f"{in_words(2 * size + exported - free)} more there, set run.dir to another disk, or save only at the "
+            f"complete before an older one is removed: {need}, and {format_bytes(free)} are free. Free "
+            f"{format_bytes(2 * size + exported - free)} more there, set run.dir to another disk, or save only at the "
             f"end: {only}."
         )
     most, least = min(keep + 1, present + saves) + best, 2 + best

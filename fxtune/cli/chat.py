@@ -29,7 +29,7 @@ from fxtune.data.formats.registry import FORMATS
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.models import load as models
-from fxtune.models.generation import end_tokens
+from fxtune.models.end_tokens import end_tokens
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig
 from fxtune.system import progress

@@ -3,11 +3,11 @@
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a separate process, so a package that crashes or hangs is only a line of the page. On a
-machine with several GPUs, a process on each GPU adds up numbers with the others for a few seconds, which measures the
-links; with a recipe, only as many GPUs as it trains on. Runs on a GPU reuse the results of the packages until a
-package, the driver or the card changes. Secrets are not printed, only whether there is one. Exit code 1: an installed
-package or the links do not work, or the recipe cannot run here.
+Each package is checked in a separate process, so a package that crashes or hangs costs a line of the page, not the
+page. Between several GPUs an all-reduce of a few seconds measures the links; with a recipe, between the GPUs that the
+recipe trains on. Training on a GPU reuses the results of the package checks until a package, the driver or the GPU
+changes. The page says whether a secret is set, and never prints the secret. Exit code 1: an installed package or the
+links do not work, or the recipe cannot run here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
 
-if TYPE_CHECKING:  # importing it imports torch, and the page must also come if torch is broken
+if TYPE_CHECKING:  # Config imports torch, and doctor must also run with a broken torch
     from fxtune.config.root import Config
 
 TIMEOUT = 45.0
@@ -50,7 +50,7 @@ DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files that show a GPU if nvidia-smi is not installed."""
 
 
-COMPILERS = "apt install g++ python3-dev"
+INSTALL_COMPILER = "apt install g++ python3-dev"
 SIGNS = {
     State.works: ("✓", "ok", "green"),
     State.info: ("·", "-", "dim"),
@@ -62,10 +62,10 @@ REMEDIES = {State.broken: "To repair", State.warning: "To look at", State.missin
 
 
 def run(config: Optional[Config] = None, json: Optional[Path] = None) -> None:
-    """Print the page, with a recipe also whether it can run. Raises CheckError if something is broken."""
+    """Print the page, and with a recipe whether the recipe can run. Raises CheckError if something is broken."""
     findings: list[Finding] = []
     for title, section in _sections(config):
-        # The names of packages and folders are free text.
+        # The name of a package or a folder may hold a secret.
         shown = [replace(finding, what=redact(finding.what), seen=redact(finding.seen)) for finding in section]
         say(_page(title, shown))
         findings += shown
@@ -107,7 +107,7 @@ def tested_range() -> Iterator[Finding]:
         yield Finding("versions", line, State.warning, "pip install fxtune brings versions inside the range")
 
 
-def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
+def _torch(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
     versions = [f"{name} {_version(name) or 'is missing'}" for name in ("transformers", "peft", "datasets")]
     yield Finding("Python", f"{sys.version.split()[0]}; {', '.join(versions)}")
     facts, reinstall = answer.get("facts") or {}, "pip install --force-reinstall torch"
@@ -116,8 +116,8 @@ def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
     if answer["state"] != "works":
         yield Finding("torch", f"{built}: {answer['seen'] or 'not installed'}", State.broken, reinstall)
         return
-    if card and facts["device"] == "cpu":
-        why = "it sees no GPU (CUDA_VISIBLE_DEVICES?)" if cuda else "it is built for the CPU"
+    if has_gpu and facts["device"] == "cpu":
+        why = "torch sees no GPU (CUDA_VISIBLE_DEVICES?)" if cuda else "torch is built for the CPU"
         seen = f"{built}, does not use the GPU: {facts['why_no_gpu'] or why}"
         remedy = f"{reinstall}  (a build for a CUDA version that the driver supports: https://pytorch.org)"
         yield Finding("torch", seen, State.broken, remedy)
@@ -134,35 +134,35 @@ def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
 
 def _package(package: Package, answer: dict[str, Any]) -> Finding:
     name, version, seen = package.name, _version(*(package.distributions or (package.name,))), answer["seen"]
-    if answer["state"] == "missing" and version:  # PyPI's apex
-        seen = f"{version} is another project of that name ({package.purpose})"
+    if answer["state"] == "missing" and version:  # as apex on PyPI, which is not NVIDIA's
+        seen = f"{version} is another project with the same name ({package.purpose})"
         return Finding(name, seen, State.missing, f"pip uninstall {name}; {package.install}")
     if answer["state"] == "missing":
         return Finding(name, f"not installed ({package.purpose})", State.missing, package.install)
     seen = f"{version}: {seen}" if version else seen
     if answer["state"] == "broken":
-        again = package.install.replace("pip install", "pip install --force-reinstall --no-deps", 1)
-        again = again.replace("'fxtune[flash]'", name).replace("'fxtune[quant]'", name)
-        return Finding(name, seen, State.broken, f"{again}  (or: pip uninstall {name})")
+        reinstall = package.install.replace("pip install", "pip install --force-reinstall --no-deps", 1)
+        reinstall = reinstall.replace("'fxtune[flash]'", name).replace("'fxtune[quant]'", name)
+        return Finding(name, seen, State.broken, f"{reinstall}  (or: pip uninstall {name})")
     return Finding(name, seen, State.works if answer["state"] == "works" else State.info)
 
 
 def _compiler(answer: dict[str, Any]) -> Finding:
     if answer["state"] == "works":
         return Finding("torch.compile", answer["seen"], State.works)
-    remedy = f"{COMPILERS}  (a C++ compiler and Python's headers), or leave techniques.compile.enabled=false"
+    remedy = f"{INSTALL_COMPILER}  (a C++ compiler and Python's headers), or leave techniques.compile.enabled=false"
     return Finding("torch.compile", answer["seen"] or "torch is not installed", State.warning, remedy)
 
 
 def _shared_memory(config: Optional[Config]) -> Iterator[Finding]:
-    place = Path("/dev/shm")
-    if not place.is_dir():
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
         return
     workers, prefetch, tokens = 2, 4, BATCH_TOKENS
     if config is not None:
         workers = 2 if config.loader.num_workers is None else config.loader.num_workers
         prefetch, tokens = config.loader.prefetch_factor, config.train.micro_batch_size * config.data.sequence_length
-    free, need = shutil.disk_usage(place).free, workers * prefetch * tokens * TOKEN_BYTES
+    free, need = shutil.disk_usage(shared).free, workers * prefetch * tokens * TOKEN_BYTES
     seen = f"/dev/shm: {free / GIB:.2f} GiB free, {workers} loader processes need {need / GIB:.2f} GiB"
     if free > need:
         yield Finding("shared memory", seen)
@@ -172,7 +172,7 @@ def _shared_memory(config: Optional[Config]) -> Iterator[Finding]:
 
 
 def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] | None:
-    """How many ranks the recipe (without one: this machine) trains on, and on which device; None for a single one."""
+    """(ranks, device) of the recipe, or of this machine without a recipe; None for a single rank."""
     device = "cpu" if not facts.get("gpus") or (config and config.run.device.value == "cpu") else "cuda"
     ranks = facts.get("gpus", 1)
     if config is not None:
@@ -180,27 +180,27 @@ def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] |
 
         try:
             ranks = ranks_of(config)
-        except UserError:  # _recipe() reports it
+        except UserError:  # _recipe() reports the error
             return None
     return (ranks, device) if ranks > 1 else None
 
 
 def _recipe(config: Config) -> Finding:
     from fxtune.distributed.world import World
-    from fxtune.settle.degrees import need_with
+    from fxtune.settle.degrees import memory_need
     from fxtune.settle.settled import settle_here
 
     name = config.run.name
     try:
         settled = settle_here(config, World.create(config.run.device, config.run.memory_gib))
         facts = settled.facts
-        need = need_with(config.techniques, facts, facts.degrees).device
+        need = memory_need(config.techniques, facts, facts.degrees).device
     except UserError as error:
         return Finding(name, f"cannot run here: {redact(str(error))}", State.broken)
     notes = "".join(f"\n{note}" for note in [*config.techniques.ignored_options(), *settled.notes])
-    several = f"{facts.degrees.ranks} ranks ({facts.degrees}) on " if facts.degrees.ranks > 1 else ""
-    seen = f"can run on {several}{facts.device_name}, weights in {facts.dtype}"
-    verify = "(`fxtune verify` builds it and checks that each technique acts)"
+    ranks = f"{facts.degrees.ranks} ranks ({facts.degrees}) on " if facts.degrees.ranks > 1 else ""
+    seen = f"can run on {ranks}{facts.device_name}, weights in {facts.dtype}"
+    verify = "(`fxtune verify` builds the model and checks that each technique takes effect)"
     if need <= (free := facts.free_memory):
         return Finding(name, f"{seen}{notes}\n{verify}", State.works)
     seen += f", but may run out of memory: a step needs about {need / GIB:.1f} GiB, and {free / GIB:.1f} are free"

@@ -37,7 +37,7 @@ from fxtune.export.merged_weights import recompute
 from fxtune.export.save import save_model, staging_folders
 from fxtune.models import load as models
 from fxtune.models import weights
-from fxtune.models.generation import add_end_tokens, read_end_tokens
+from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType, ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
 from fxtune.models.prepared import PreparedModel

@@ -24,7 +24,7 @@ from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HubError
 from fxtune.models.load import load_config
 from fxtune.system.console import plain, say, table, unicode
-from fxtune.system.units import GIB, duration, size
+from fxtune.system.units import GIB, format_bytes, format_seconds
 from fxtune.techniques.estimate.machines import MODELS, machine
 from fxtune.training.run_forecast import (
     Lengths,
@@ -147,7 +147,7 @@ def _bar(forecast: RunForecast) -> Text:
         bar.append(block * (end - shown), colour)
         shown = end
         legend.append(f"  {block} ", colour)
-        legend.append(f"{name} {size(part)}")
+        legend.append(f"{name} {format_bytes(part)}")
     bar.append(empty * (BAR - shown), "dim")
     free = forecast.facts.free_memory / GIB
     fits = forecast.need.device <= forecast.facts.free_memory
@@ -162,20 +162,25 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
     rows = [
         ("ranks", f"{gpus} ({facts.degrees})" if gpus > 1 else ""),
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
-        ("reference", duration(forecast.reference_seconds) if forecast.reference_seconds else ""),
+        ("reference", format_seconds(forecast.reference_seconds) if forecast.reference_seconds else ""),
         ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
         (
             "evaluations",
-            f"{forecast.evaluations:,}, {duration(forecast.evaluation_seconds)} each" if forecast.evaluations else "",
+            f"{forecast.evaluations:,}, {format_seconds(forecast.evaluation_seconds)} each"
+            if forecast.evaluations
+            else "",
         ),
-        ("time", "not known" if seconds is None else duration(seconds)),
+        ("time", "not known" if seconds is None else format_seconds(seconds)),
         ("cost", "" if figures["cost"] is None else f"{figures['cost']:,.2f} at {price:g} per GPU and hour"),
-        ("allocated", f"{size(forecast.need.allocated)} at the peak, as `bench` measures it: without fragmentation"),
+        (
+            "allocated",
+            f"{format_bytes(forecast.need.allocated)} at the peak, as `bench` measures it: without fragmentation",
+        ),
         ("host memory", f"{forecast.need.host / GIB:,.1f} GiB pinned by each rank" if forecast.need.host else ""),
         (
             "disk",
-            f"{size(forecast.disk_bytes)}: up to {forecast.checkpoints} checkpoints of "
-            f"{size(forecast.checkpoint_bytes)}, the export {size(forecast.export_bytes)}",
+            f"{format_bytes(forecast.disk_bytes)}: up to {forecast.checkpoints} checkpoints of "
+            f"{format_bytes(forecast.checkpoint_bytes)}, the export {format_bytes(forecast.export_bytes)}",
         ),
     ]
     timed = "a matrix product was timed" if facts.device == "cpu" else "nothing was run"
@@ -191,7 +196,7 @@ def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
         more = f", --gpus {row['fitting_gpus']} fits" if row.get("fitting_gpus") else ""
         fits = Text("fits", "green") if row["fits"] else Text(f"does not fit{more}", "red")
         memory = Text.assemble(f"{row['memory_gib']:,.1f} of {row['free_gib']:,.1f} GiB: ", fits)
-        time = "" if row["seconds"] is None else duration(row["seconds"])
+        time = "" if row["seconds"] is None else format_seconds(row["seconds"])
         cost = "" if row["cost"] is None else f"{row['cost']:,.2f}"
         speed = f"{row['tokens_per_second']:,.0f}"
         shown = [f"{row['step_seconds']:,.3g} s", speed, time, cost] if row["fits"] else ["", "", "", ""]

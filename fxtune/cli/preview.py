@@ -31,7 +31,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.settle.settled import settle
 from fxtune.system import console as screen
-from fxtune.system.units import GIB, duration
+from fxtune.system.units import GIB, format_seconds
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import recompute_plan
@@ -349,7 +349,7 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         speed = plan.tokens(plan.last_stage) / seconds
         rows["a step"] = f"at least {seconds:,.2g} s, at most {speed:,.0f} tokens/s in all, by the kernels' rates"
     elif whole := seconds_here(facts, plan):
-        rows["the steps"] = f"about {duration(whole)} if these cores stay as free as now (a product was timed)"
+        rows["the steps"] = f"about {format_seconds(whole)} if these cores stay as free as now (a product was timed)"
     shown = [(name, _gib(row) if isinstance(row, int) else row) for name, row in rows.items() if row]
     title = f"Forecast for {'each rank' if degrees.ranks > 1 else 'a step'} on {facts.device_name}"
     console.print(screen.table(title, ["", ""], shown))

@@ -1,9 +1,9 @@
-"""Keys that are read only beside another setting. A value that nothing would read is refused.
+"""Keys that are read only with another setting. A value that nothing would read is refused.
 
-This is the list for all groups but `techniques`: the needs of a technique's options often depend on the model and the
-machine, so `check()` of the technique refuses them. A key is refused only if its value differs from the default, so a
-config with all its defaults written out stays valid. tests/repository/test_keys.py changes every key of the schema and
-fails for a key that neither acts nor is refused.
+This is the list for all groups but `techniques`: whether an option of a technique is read often depends on the model
+and the machine, so the technique's `check()` refuses unread options. A key is refused only if its value differs from
+the default, so a config with all its defaults written out stays valid. tests/repository/test_keys.py changes every key
+of the schema and fails for a key that neither acts nor is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class KeyNeed:
     setting: str
     """As a user types it: `KEY=VALUE|VALUE`; `KEY` stands for any value but null, zero and an empty list."""
     holds: Callable[[Config], bool] | None = None
-    """Whether a config meets a `setting` that is a text for people. None: `setting` is keys and values."""
-    named: bool = False
-    """Whether a line of the run names the unread key in place of a refusal. So a recipe may keep the options of a
-    section that is switched off, its eval_fraction and eval_limit if the command line holds out other data or none,
-    and its revision if the command line names a folder."""
+    """Whether a config has the setting, if `setting` is prose. None: `setting` is keys and values."""
+    warns: bool = False
+    """Whether an unread key gets a line in the log instead of a refusal. The command line may switch off a section of
+    a recipe whose options stay, hold out other data or none where the recipe has eval_fraction and eval_limit, or name
+    a folder where the recipe has a revision."""
 
     def is_met(self, config: Config) -> bool:
         if self.holds is not None:
@@ -41,23 +41,23 @@ class KeyNeed:
 def _is_set(config: Config, setting: str) -> bool:
     key, _, values = setting.partition("=")
     value = operator.attrgetter(key)(config)
-    return _typed(value) in values.split("|") if values else bool(value)
+    return _override_text(value) in values.split("|") if values else bool(value)
 
 
-def _readers(option: str) -> str:
+def _optimizers_that_read(option: str) -> str:
     return "optimizer.name=" + "|".join(name.value for name, traits in TRAITS.items() if option in traits.reads)
 
 
-_ASKED = ("limit", "show", "max_new_tokens", "batch_size", "metrics")
+_QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "batch_size", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _SPIKES = "train.spikes=report|skip"
-_WANDB = ("project", "entity", "group", "tags", "init_timeout")
+_WANDB_OPTIONS = ("project", "entity", "group", "tags", "init_timeout")
 
 NEEDS = (
-    KeyNeed("model.revision", "a hub id in model.path", lambda config: config.model.on_hub, named=True),
-    KeyNeed("data.eval_fraction", "data.eval_sources=[]", named=True),
-    KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), named=True),
-    *(KeyNeed(f"data.questions.{option}", "data.questions.path", named=True) for option in _ASKED),
+    KeyNeed("model.revision", "a hub id in model.path", lambda config: config.model.on_hub, warns=True),
+    KeyNeed("data.eval_fraction", "data.eval_sources=[]", warns=True),
+    KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
+    *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", "data.eval_sources or data.questions.path"),
@@ -66,7 +66,10 @@ NEEDS = (
     KeyNeed("train.stop.metric", "train.stop.patience"),
     KeyNeed("train.spike_window", _SPIKES),
     KeyNeed("train.spike_threshold", _SPIKES),
-    *(KeyNeed(f"optimizer.{option}", _readers(option)) for option in ("betas", "eps", "momentum", "fused")),
+    *(
+        KeyNeed(f"optimizer.{option}", _optimizers_that_read(option))
+        for option in ("betas", "eps", "momentum", "fused")
+    ),
     KeyNeed("optimizer.fused", "optimizer.stochastic_rounding=false"),
     KeyNeed("schedule.warmup_ratio", "schedule.warmup_steps=0"),
     KeyNeed("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
@@ -75,44 +78,47 @@ NEEDS = (
     KeyNeed("schedule.decay_ratio", "schedule.decay_steps=0"),
     KeyNeed("parallel.powersgd_start", "parallel.powersgd_rank"),
     *(
-        # null: a GPU has two workers
+        # null is automatic: two workers on a GPU
         KeyNeed(f"loader.{option}", "loader.num_workers", lambda config: config.loader.num_workers != 0)
         for option in ("persistent_workers", "prefetch_factor")
     ),
-    *(KeyNeed(f"tracking.wandb.{option}", "tracking.wandb.mode=auto|online|offline", named=True) for option in _WANDB),
+    *(
+        KeyNeed(f"tracking.wandb.{option}", "tracking.wandb.mode=auto|online|offline", warns=True)
+        for option in _WANDB_OPTIONS
+    ),
 )
 
 
 def unread(config: Config) -> Iterator[str]:
-    """Yield a message for each key that nothing reads in `config`, with what to change."""
+    """Yield a message with what to change, for each unread key of `config` that is refused."""
     for need, value, default in _unmet(config):
-        if not need.named:
+        if not need.warns:
             yield (
-                f"`{need.key}={_typed(value)}` is not read without {need.setting}: set that, too, or put "
-                f"{need.key} back to its default, {_typed(default)}"
+                f"`{need.key}={_override_text(value)}` is not read without {need.setting}: set both, or put "
+                f"{need.key} back to its default, {_override_text(default)}"
             )
 
 
-def named_unread(config: Config) -> Iterator[str]:
-    """Yield a line for each key that nothing reads and that is not refused."""
+def unread_warnings(config: Config) -> Iterator[str]:
+    """Yield a line for each unread key of `config` that is not refused."""
     for need, value, _ in _unmet(config):
-        if need.named:
-            yield f"{need.key}={_typed(value)} has no effect without {need.setting}"
+        if need.warns:
+            yield f"{need.key}={_override_text(value)} has no effect without {need.setting}"
 
 
 def _unmet(config: Config) -> Iterator[tuple[KeyNeed, Any, Any]]:
     """Yield each need that `config` does not meet, with the value of its key and the default."""
-    usual = Config()
+    defaults = Config()
     for need in NEEDS:
-        value, default = (operator.attrgetter(need.key)(source) for source in (config, usual))
+        value, default = (operator.attrgetter(need.key)(source) for source in (config, defaults))
         if value != default and not need.is_met(config):
             yield need, value, default
 
 
-def _typed(value: Any) -> str:
-    """A value as a user types it."""
+def _override_text(value: Any) -> str:
+    """A value as a user writes it in `KEY=VALUE`."""
     if isinstance(value, list):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(_override_text, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value.value if isinstance(value, Enum) else value)

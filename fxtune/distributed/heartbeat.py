@@ -1,7 +1,8 @@
 """Each rank's present work, in a small file that the launcher reads when a rank dies or hangs.
 
 The file is a memory map of 256 bytes, so a note costs a microsecond and survives a SIGKILL of its writer. A thread
-counts in it every second. If it stops counting, the process or the machine is stopped, or a call holds Python's lock.
+raises a count in the file every second. A count that stands still means that the process or the machine is stopped, or
+that a call holds Python's lock.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _NOTE = SIZE - 8
 PULSE_SECONDS = 1.0
 SAVING_SECONDS = 600
 """How long ranks may take to save after a signal before they are killed."""
-STEP = "forward and backward"
-"""What a rank does in a step, until its gradients are there."""
+FORWARD_BACKWARD = "forward and backward"
+"""What a rank does in a step, until the rank has its gradients."""
 SAVING, EXPORTING = "saving", "exporting"
 WRITING = (SAVING, EXPORTING)
 """What a rank does when it writes files that must become complete."""
@@ -43,12 +44,12 @@ class Beat:
     """Optimizer steps begun."""
     doing: str = "starting"
     waits: bool = False
-    """Whether it waits for other ranks."""
+    """Whether the rank waits for other ranks."""
     since: float = 0.0
-    """time.monotonic() of the note, which all processes of a host share."""
+    """time.monotonic() of the note; all processes of a host share this clock."""
     process: int = 0
     pulse: int = 0
-    """How many seconds the process has run, roughly."""
+    """The thread's count, one per PULSE_SECONDS."""
     host: str = HOST
 
     def __str__(self) -> str:
@@ -71,7 +72,7 @@ class Heartbeat:
 
     @staticmethod
     def open(rank: int) -> Heartbeat:
-        """The heartbeat of `rank`, in the folder that fxtune's launcher made; without one it writes nothing."""
+        """The heartbeat of `rank`, in the folder that fxtune's launcher made. Writes nothing without a launcher."""
         folder = os.environ.get(HEARTBEATS)
         return Heartbeat(Path(folder) / str(rank) if folder else None)
 
@@ -97,23 +98,23 @@ class Heartbeat:
             self._map[:_NOTE] = text[:_NOTE].ljust(_NOTE)
 
     def _count(self, process: int) -> None:
-        pulse, launcher, alone = 0, os.getppid(), 0.0
+        pulse, launcher, orphaned_seconds = 0, os.getppid(), 0.0
         while self._map is not None and os.getpid() == process:
             pulse += 1
             self._map[_NOTE:] = struct.pack("q", pulse)
             time.sleep(PULSE_SECONDS)
-            alone += PULSE_SECONDS * (os.getppid() != launcher)
-            if alone > SAVING_SECONDS:  # the launcher is dead, and so is a rank that this one waits for
+            orphaned_seconds += PULSE_SECONDS * (os.getppid() != launcher)
+            if orphaned_seconds > SAVING_SECONDS:  # this rank would have ended, unless it waits for a dead rank
                 os._exit(RankError.exit_code)
 
 
 def read(folder: Path) -> dict[int, Beat]:
-    """The last beat of each rank that has written any."""
+    """The last beat of each rank that has written a beat."""
     beats = {}
     for path in folder.iterdir():
         try:
             rank, content = int(path.name), path.read_bytes()
             beats[rank] = Beat(*json.loads(content[:_NOTE]), *struct.unpack("q", content[_NOTE:]))
-        except (ValueError, struct.error):  # read in the middle of a write, or not begun; or not a heartbeat
+        except (ValueError, struct.error):  # half written, still empty, or not a heartbeat
             continue
     return beats

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.distributed import failure
-from fxtune.distributed.heartbeat import HOST, PULSE_SECONDS, STEP, Beat, Heartbeat
+from fxtune.distributed.heartbeat import FORWARD_BACKWARD, HOST, PULSE_SECONDS, Beat, Heartbeat
 from fxtune.errors import RankError
 
 STALL_SECONDS = 45.0
@@ -58,7 +58,7 @@ class Watch:
         if (waited_for := stalled(beats, now)) is None:
             return None
         rank, beat = waited_for
-        if beat.doing == STEP and now - beat.since > STEP_SECONDS:
+        if beat.doing == FORWARD_BACKWARD and now - beat.since > STEP_SECONDS:
             why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
             return rank, _sentence(rank, beat, why)
         if is_stopped(beat):

@@ -9,7 +9,7 @@ from typing import Any
 
 from fxtune.export import vllm
 from fxtune.export.config import versions_of_readers
-from fxtune.models.generation import GENERATION_CONFIG
+from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.base import Kind
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact

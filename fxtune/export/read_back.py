@@ -35,7 +35,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import first_line, shortened
 from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
-from fxtune.models.generation import GENERATION_CONFIG, end_tokens
+from fxtune.models.end_tokens import GENERATION_CONFIG, end_tokens
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weights, comparable
 from fxtune.models.prepared import PreparedModel

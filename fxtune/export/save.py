@@ -47,7 +47,7 @@ def save_model(
 
     With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
     config.json beside the adapter; the card says so, and with_changes_of() reads it. The same holds for a generation
-    config with end tokens that training has added (generation.py).
+    config with end tokens that training has added (end_tokens.py).
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
     with RoPE as transformers 5, transformers 4 and vLLM read it.
 

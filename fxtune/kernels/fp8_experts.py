@@ -88,7 +88,7 @@ def fp8_experts(
     matrices: tuple[Weights, Weights],
     adapters: tuple[Adapter, Adapter],
     act: Activation = SILU,
-    by: str = TRITON,
+    gemm: str = TRITON,
 ) -> Tensor:
     """[tokens, d]: the weighted sum of the outputs of each token's experts, see gated_experts.gated_experts().
 
@@ -96,32 +96,32 @@ def fp8_experts(
         matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
             is bfloat16, and both sizes are multiples of 16.
         adapters: for each of the two matrices; of rank 0 where there is no adapter.
-        by: TORCH or TRITON.
+        gemm: TORCH or TRITON.
     """
     first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
     tensors = *adapters[0], *adapters[1], None, None
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, by, "")[0]
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, "")[0]
     return out
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
-    first, last, ends, by, token = layer.first, layer.last, layer.ends, layer.by, layer.token
+    first, last, ends, gemm, token = layer.first, layer.last, layer.ends, layer.gemm, layer.token
     r1 = project(layer.hidden, token, layer.a1.mT, ends)
     x = quantize_tokens(layer.hidden, token, layer.back)
-    g = scaled_product(x, first[0], first[1], ends, layer.hidden.dtype, by)
+    g = scaled_product(x, first[0], first[1], ends, layer.hidden.dtype, gemm)
     del x
     h, r2 = activate(g, r1, layer.b1, layer.a2, ends, layer.activation)
-    y, plus = _with_adapter(h, last[:2], r2, layer.b2.mT, ends, by)
+    y, plus = _with_adapter(h, last[:2], r2, layer.b2.mT, ends, gemm)
     return gated_experts.combine(y, layer.back, layer.weights, plus=plus), g, r1, r2
 
 
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
-    weights, back, ends, by, token = layer.weights, layer.back, layer.ends, layer.by, layer.token
+    weights, back, ends, gemm, token = layer.weights, layer.back, layer.ends, layer.gemm, layer.token
     has_transposes, w = len(layer.first) == 4, layer.row_weights
     db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends)
     dr2 = project(dout, token, layer.b2, ends)
     dy = quantize_tokens(dout, token, back) if has_transposes else quantize_scaled(dout, token, layer.last[1], ends)
-    dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, by)
+    dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, gemm)
     del dy
     factors = None if has_transposes else layer.first[1]
     # This overwrites dh with w h.
@@ -130,7 +130,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     db1 = outer_of(dg, None, r1, ends)
     del dg, dh
     da1 = outer_of(layer.hidden, token, dr1, ends).mT.contiguous()
-    dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, by)
+    dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, gemm)
     dweights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
     return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), dweights, da1, db1, da2, db2
 
@@ -139,7 +139,7 @@ _operator = gated_experts.register("fp8_experts", _forward, _backward)
 
 
 def scaled_product(
-    x: Rows, codes: Tensor, scales: Tensor, ends: Tensor, dtype: torch.dtype, by: str = TORCH, low: Any = None
+    x: Rows, codes: Tensor, scales: Tensor, ends: Tensor, dtype: torch.dtype, gemm: str = TORCH, low: Any = None
 ) -> Tensor:
     """[rows, out] in `dtype`: each row of `x` times the transpose of its expert's matrix.
 
@@ -149,7 +149,7 @@ def scaled_product(
     """
     left, left_scales = x
     if left.is_cuda and len(left):
-        if by == TRITON:
+        if gemm == TRITON:
             from fxtune.kernels import fp8_experts_triton
 
             return fp8_experts_triton.product(left, left_scales, codes.view(E4M3), scales, ends, low)
@@ -170,16 +170,16 @@ def scaled_product(
 
 
 def _with_adapter(
-    x: Rows, weights: Sequence[Tensor], narrow: Tensor, factor: Tensor, ends: Tensor, by: str
+    x: Rows, weights: Sequence[Tensor], narrow: Tensor, factor: Tensor, ends: Tensor, gemm: str
 ) -> tuple[Tensor, Tensor | None]:
     """The product of `x` with its experts' `weights` (codes, scales), and the product of `narrow` [rows, r] with
     `factor` [experts, r, out], if the first product does not contain it."""
     codes, scales = weights
     low = (narrow, factor) if narrow.shape[1] else None
-    by = TORCH if narrow.shape[1] > MOST_RANKS else by
-    if low is None or by == TRITON:
-        return scaled_product(x, codes, scales, ends, narrow.dtype, by, low), None
-    return scaled_product(x, codes, scales, ends, narrow.dtype, by), expand(narrow, factor, ends)
+    gemm = TORCH if narrow.shape[1] > MOST_RANKS else gemm
+    if low is None or gemm == TRITON:
+        return scaled_product(x, codes, scales, ends, narrow.dtype, gemm, low), None
+    return scaled_product(x, codes, scales, ends, narrow.dtype, gemm), expand(narrow, factor, ends)
 
 
 def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ class Dense(Base):
 
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters, kind: str = DENSE) -> None:
         (matrix,) = tensors
-        self.adapters, self.by = adapters, CUTE if kind == DENSE_CUTE else CUBLAS
+        self.adapters, self.gemm = adapters, CUTE if kind == DENSE_CUTE else CUBLAS
         # .data, so that autograd does not see the writes of pack(); nobody else reads what they change.
         self.matrix = matrix = matrix.data.to(adapters.dtype)
         self.out, self.inner = sum(adapters.outs), adapters.inner
@@ -171,10 +171,10 @@ class Dense(Base):
     def forward(
         self, operand: Operand, xa: Tensor | None, out: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        return mm(operand.prepared, self.matrix[: self.out].t(), out, self.by, residual)
+        return mm(operand.prepared, self.matrix[: self.out].t(), out, self.gemm, residual)
 
     def backward(self, operand: Operand, dyb: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return mm(operand.prepared, self.matrix[:, : self.inner], out, self.by)
+        return mm(operand.prepared, self.matrix[:, : self.inner], out, self.gemm)
 
     def full(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, padded: bool = False
@@ -189,10 +189,10 @@ class Dense(Base):
         return add_adapter(product, dyb, self.a, product.new_empty(product.shape)), dyb
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return _split_columns(mm(x, self.matrix[:, : self.inner].t(), by=self.by), self.out)
+        return _split_columns(mm(x, self.matrix[:, : self.inner].t(), gemm=self.gemm), self.out)
 
     def split_backward(self, dy: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return _split_columns(mm(dy, self.matrix[: self.out], by=self.by), self.inner)
+        return _split_columns(mm(dy, self.matrix[: self.out], gemm=self.gemm), self.inner)
 
 
 def _split_columns(product: Tensor, width: int) -> tuple[Tensor, Tensor]:

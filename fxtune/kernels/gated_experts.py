@@ -56,7 +56,7 @@ def gated_experts(
     matrices: tuple[Tensor, Tensor] | tuple[Sequence[Tensor], Sequence[Tensor]],
     adapters: tuple[Adapter, Adapter],
     act: Activation = SILU,
-    by: str = CUBLAS,
+    gemm: str = CUBLAS,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     stored: str = "",
 ) -> Tensor:
@@ -68,13 +68,13 @@ def gated_experts(
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
             strides. With `stored` each is a list of packed tensors.
         adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
-        by: see grouped_matmul.product().
+        gemm: see grouped_matmul.product().
         biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
         stored: how the matrices are packed, see quantized.unpack(); empty: they are not packed.
     """
     first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
     tensors = *adapters[0], *adapters[1], *biases
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, by, stored)[0]
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, stored)[0]
     return out
 
 
@@ -99,7 +99,7 @@ class Layer(NamedTuple):
     limit: float
     shift: float
     interleaved: bool
-    by: str
+    gemm: str
     stored: str
 
     @property
@@ -121,7 +121,7 @@ _TENSORS = (
     "Tensor hidden, Tensor weights, Tensor order, Tensor back, Tensor ends, Tensor[] first, Tensor[] last, Tensor a1, "
     "Tensor b1, Tensor a2, Tensor b2, Tensor? bias1, Tensor? bias2"
 )
-_OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str by, str stored"
+_OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str gemm, str stored"
 _FOUR, _SIX = (f"({', '.join(['Tensor'] * number)})" for number in (4, 6))
 _FACTORS = 6
 """The tensors of adapters and biases, which follow `last`."""
@@ -202,33 +202,33 @@ def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
-    ends, by, stored = layer.ends, layer.by, layer.stored
+    ends, gemm, stored = layer.ends, layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
     x = gather(layer.hidden, layer.back)
-    r1 = product(x, a1.mT, ends, by=by)
-    g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, by=by)
+    r1 = product(x, a1.mT, ends, gemm=gemm)
+    g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, gemm=gemm)
     del x
     h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation)
-    y = product(h, _matrices(layer.last, stored, a2, b2).mT, ends, plus=_adapter_product(r2, b2.mT, ends, by), by=by)
+    y = product(h, _matrices(layer.last, stored, a2, b2).mT, ends, _adapter_product(r2, b2.mT, ends, gemm), gemm)
     return combine(y, layer.back, layer.weights, bias=layer.bias2, ends=ends), g, r1, r2
 
 
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
-    weights, back, ends, by, stored = layer.weights, layer.back, layer.ends, layer.by, layer.stored
+    weights, back, ends, gemm, stored = layer.weights, layer.back, layer.ends, layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
     w = layer.row_weights
     dy = gather(dout, back)  # without w, which is multiplied where rows are narrow
-    db2 = outer(dy, (r2 * w).to(r2.dtype), ends, by=by)
-    dr2 = product(dy, b2, ends, by=by)
-    dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, by=by)
+    db2 = outer(dy, (r2 * w).to(r2.dtype), ends, gemm=gemm)
+    dr2 = product(dy, b2, ends, gemm=gemm)
+    dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
     del dy
     # This overwrites dh with w h.
     dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation)
-    da2 = outer(dr2, dh, ends, by=by)
-    db1 = outer(dg, r1, ends, by=by)
-    dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, plus=_adapter_product(dr1, a1, ends, by), by=by)
+    da2 = outer(dr2, dh, ends, gemm=gemm)
+    db1 = outer(dg, r1, ends, gemm=gemm)
+    dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, _adapter_product(dr1, a1, ends, gemm), gemm)
     del dg, dh
-    da1 = outer(dr1, gather(layer.hidden, back), ends, by=by)
+    da1 = outer(dr1, gather(layer.hidden, back), ends, gemm=gemm)
     dweights = dw.index_select(0, back).view(weights.shape)
     if layer.bias2 is not None:
         dweights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
@@ -247,9 +247,9 @@ def _matrices(tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor) -> T
     return matrices
 
 
-def _adapter_product(narrow: Tensor, factor: Tensor, ends: Tensor, by: str) -> Tensor | None:
+def _adapter_product(narrow: Tensor, factor: Tensor, ends: Tensor, gemm: str) -> Tensor | None:
     """The adapter's part of a product; None for an adapter of rank 0."""
-    return product(narrow, factor, ends, by=by) if narrow.shape[1] else None
+    return product(narrow, factor, ends, gemm=gemm) if narrow.shape[1] else None
 
 
 def gather(states: Tensor, back: Tensor) -> Tensor:

@@ -47,16 +47,16 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Ten
     return product(x, weight if transposed else weight.mT, ends)
 
 
-def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = None, by: str = CUBLAS) -> Tensor:
+def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = None, gemm: str = CUBLAS) -> Tensor:
     """[rows, out]: row i of x [rows, in] times the matrix of its group in `matrices` [groups, in, out], plus row i of
     `plus` if given, which may be overwritten. Autograd does not see it.
 
-    `by`: CUTE: quack's kernel, if prepare() ran and the shapes are aligned; it adds `plus` before it rounds. Otherwise
-    torch's, which adds it afterwards.
+    `gemm`: CUTE: quack's kernel, if prepare() ran and the shapes are aligned; quack adds `plus` before it rounds.
+    Otherwise torch's kernel, which rounds before it adds `plus`.
     """
     if not matrices.shape[2]:  # the adapter of a product without one
         return x.new_empty(len(x), 0)
-    if by == CUTE and _is_served(x, matrices):
+    if gemm == CUTE and _is_served(x, matrices):
         out = x.new_empty(len(x), matrices.shape[2])
         tile, cluster, pingpong = _launch(matrices.shape[2])
         _quack(x, matrices.mT, out, plus, tile, cluster, pingpong, cu_seqlens_m=F.pad(ends, (1, 0)))
@@ -73,12 +73,12 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
     return y
 
 
-def outer(x: Tensor, y: Tensor, ends: Tensor, by: str = CUBLAS) -> Tensor:
+def outer(x: Tensor, y: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
     """[groups, in, out]: the sum of x_i y_i^T over each group's rows, zero without rows. x [rows, in], y [rows,
-    out]; `ends`, `by`: see product()."""
+    out]; `ends`, `gemm`: see product()."""
     if not (x.shape[1] and y.shape[1]):
         return x.new_empty(len(ends), x.shape[1], y.shape[1])
-    if by == CUTE and _is_served(x, y):
+    if gemm == CUTE and _is_served(x, y):
         result = x.new_empty(len(ends), x.shape[1], y.shape[1])
         wide, narrow, out = (x, y, result) if x.shape[1] >= y.shape[1] else (y, x, result.mT)
         _quack(wide.t(), narrow.t(), out, None, *_launch(narrow.shape[1]), cu_seqlens_k=F.pad(ends, (1, 0)))
@@ -182,7 +182,7 @@ def _quack(
 
 @torch.no_grad()
 def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
-    """Try quack's kernel on small products of `dtype`. Call it before the first product with `by=CUTE`; `cache`: see
+    """Try quack's kernel on small products of `dtype`. Call it before the first product with `gemm=CUTE`; `cache`: see
     matmul.prepare(). Raises whatever the package and its compiler raise, and RuntimeError if a product is wrong."""
     if (device, dtype) in _PREPARED:
         return
@@ -192,9 +192,9 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     x, y, matrices = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
     ends = torch.tensor([100, 100, 300], dtype=torch.int32, device=device)
     for calls in (
-        lambda by: product(x, matrices, ends, by=by),
-        lambda by: product(y, matrices.mT, ends, plus=x.clone(), by=by),
-        lambda by: outer(x, y, ends, by=by),
+        lambda gemm: product(x, matrices, ends, gemm=gemm),
+        lambda gemm: product(y, matrices.mT, ends, plus=x.clone(), gemm=gemm),
+        lambda gemm: outer(x, y, ends, gemm=gemm),
     ):
         _PREPARED.add((device, dtype))
         try:

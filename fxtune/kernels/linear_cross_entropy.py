@@ -18,7 +18,7 @@ stored dh is scaled row by row. dW adds up rows with their upstream gradients, w
 with a trained head the backward pass computes each chunk again. Liger's kernel of the same idea (arXiv 2410.10989)
 takes chunks too small for a fast matmul and waits for the device.
 
-These are autograd.Functions and not operators: their gradients are by-products of the forward pass.
+Both functions are autograd.Functions and not custom operators: their gradients are by-products of the forward pass.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class HeadOptions:
     chunk_rows: int | None = None
     """Rows whose logits are held at a time. None: as many as fit into BUFFER bytes."""
     fp8_scales: Tensor | None = None
-    """float32 [1, vocabulary] for a frozen fp8 head: `weight` holds its codes, and its logits are an fp8 product
+    """float32 [1, vocabulary] for a frozen fp8 head: `weight` holds fp8 codes, and the logits are an fp8 product
     (techniques/quantized_modules.py). None: a head of 16 or 32 bits.
     """
-    by: str = CUBLAS
-    """GEMM backend of 16-bit products without a third term (matmul.py)."""
+    gemm: str = CUBLAS
+    """GEMM backend of 16-bit products without a bias (matmul.py)."""
 
     def compute_dtype(self, weight: Tensor) -> torch.dtype:
         """The dtype of the matmuls: autocast's, or else the weight's."""
@@ -73,8 +73,8 @@ def linear_cross_entropy(
     `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary), or IGNORED for a
     row without loss or gradient; `bias`: [vocabulary]; `options`: the fields of HeadOptions.
 
-    It never waits for the device. A label outside of the vocabulary gives nan on a GPU, and on a CPU an IndexError or
-    a RuntimeError.
+    The call never waits for the device. A label outside of the vocabulary gives nan on a GPU, and on a CPU an
+    IndexError or a RuntimeError.
     """
     head = HeadOptions(**options)
     inputs: tuple[Any, ...] = hidden, weight, bias, labels, head.compute_dtype(weight), head
@@ -89,7 +89,7 @@ def linear_log_probs(
 ) -> Tensor:
     """The log-probability of each row's label in nats, float32 [rows]; 0 for an IGNORED row.
 
-    Each row may have its own upstream gradient. The arguments are those of linear_cross_entropy().
+    Each row may have its own upstream gradient. Arguments: see linear_cross_entropy().
     """
     head = HeadOptions(**options)
     inputs: tuple[Any, ...] = hidden, weight, bias, labels, head.compute_dtype(weight), head
@@ -105,9 +105,9 @@ def default_chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     return min(max(fit // 128 * 128, 128), 65536)
 
 
-def chunk_sizes(rows: int, most: int) -> list[int]:
-    """Rows of each chunk, at most `most`. All are about equal, because a last chunk of few rows is a slow matmul."""
-    step = -(-rows // -(-rows // most)) if rows else 1
+def chunk_sizes(rows: int, max_rows: int) -> list[int]:
+    """Rows of each chunk. Chunks are about equal, because a last chunk of few rows is a slow matmul."""
+    step = -(-rows // -(-rows // max_rows)) if rows else 1
     return [min(step, rows - start) for start in range(0, rows, step)]
 
 
@@ -153,26 +153,24 @@ def _losses_and_gradients(
     needs_grad: Sequence[bool] = (False, False, False),
     upstream: Tensor | None = None,
 ) -> tuple[Tensor, Any, Any, Any]:
-    """The loss of each row, and the gradients of their sum for hidden, weight and bias; None where not `needs_grad`.
-
-    `upstream`: [rows], factors of the rows in that sum; None: 1.
-    """
+    """(losses [rows], d_hidden, d_weight, d_bias). The last three are gradients of sum(upstream * losses), and None
+    where not `needs_grad`. `upstream`: [rows]; None: ones."""
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
-    fp8_scales, exact = options.fp8_scales, torch.promote_types(dtype, torch.float32)
-    losses = hidden.new_empty(rows, dtype=exact)
+    fp8_scales, sum_dtype = options.fp8_scales, torch.promote_types(dtype, torch.float32)
+    losses = hidden.new_empty(rows, dtype=sum_dtype)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_grad[0] else None
-    d_weight = weight.new_zeros(vocabulary, width, dtype=exact) if needs_grad[1] else None
-    d_bias = weight.new_zeros(vocabulary, dtype=exact) if needs_grad[2] else None
+    d_weight = weight.new_zeros(vocabulary, width, dtype=sum_dtype) if needs_grad[1] else None
+    d_bias = weight.new_zeros(vocabulary, dtype=sum_dtype) if needs_grad[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
-        head, offset = weight, None if bias is None else bias.to(dtype)
+        head, cast_bias = weight, None if bias is None else bias.to(dtype)
         if fp8_scales is None:
             head = weight.to(dtype)
         elif needs_grad[0]:  # the product for the hidden states' gradient is not in fp8
             head = dequantize_weight(weight, fp8_scales, dtype)
-        most = min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1))
-        sizes = chunk_sizes(rows, most)
-        # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU
-        # oneDNN's bfloat16 matmul reads the gap, and nan times its zeros is nan. The fp8 product writes no gaps.
+        sizes = chunk_sizes(rows, min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1)))
+        # On a GPU the buffer's rows are padded to a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a
+        # time. Not on a CPU: oneDNN's bfloat16 matmul multiplies the uninitialized padding by zeros, and 0 * nan is
+        # nan. Not for fp8: scaled_mm writes rows without padding.
         stride = -(-vocabulary // 64) * 64 if hidden.is_cuda and fp8_scales is None else vocabulary
         buffer = torch.empty(max(sizes, default=1), stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
@@ -180,48 +178,49 @@ def _losses_and_gradients(
             inputs, logits = hidden[chunk].to(dtype), buffer[:size]
             if fp8_scales is not None:
                 scaled_mm(quantize_rows(hidden[chunk]), weight, fp8_scales, logits)
-                if offset is not None:
-                    logits += offset
-            elif offset is None:
-                mm(inputs, head.t(), logits, options.by)
+                if cast_bias is not None:
+                    logits += cast_bias
+            elif cast_bias is None:
+                mm(inputs, head.t(), logits, options.gemm)
             else:
-                torch.addmm(offset, inputs, head.t(), out=logits)
+                torch.addmm(cast_bias, inputs, head.t(), out=logits)
             _softmax_gradient(logits, labels[chunk], losses[chunk], options.scale, options.cap, any(needs_grad))
             if upstream is not None:
                 logits *= upstream[chunk, None]
             if d_hidden is not None and d_hidden.dtype is dtype:
-                mm(logits, head, d_hidden[chunk], options.by)
+                mm(logits, head, d_hidden[chunk], options.gemm)
             elif d_hidden is not None:
                 d_hidden[chunk] = logits @ head
             if d_weight is not None:
                 _add_outer(d_weight, logits, inputs)
             if d_bias is not None:
-                d_bias += logits.sum(0, dtype=exact)
-    return losses, d_hidden, _to_dtype_of(weight, d_weight), _to_dtype_of(bias, d_bias)
+                d_bias += logits.sum(0, dtype=sum_dtype)
+    return losses, d_hidden, _cast_like(d_weight, weight), _cast_like(d_bias, bias)
 
 
 def _softmax_gradient(
     logits: Tensor, labels: Tensor, losses: Tensor, scale: float, cap: float, gradient: bool
 ) -> None:
-    """Write each row's loss into `losses`. With `gradient`, replace the logits by the gradient of that loss."""
+    """Write each row's loss into `losses`. With `gradient`, replace each row's logits by the gradient of its loss."""
     if logits.device.type == "cuda":
         from fxtune.kernels.cross_entropy_triton import softmax_gradient
 
         softmax_gradient(logits, labels, losses, scale, cap, gradient, IGNORED)
         return
     ignored = labels == IGNORED
-    at = labels.where(~ignored, 0)[:, None]
+    targets = labels.where(~ignored, 0)[:, None]
     z = logits.to(losses.dtype) * scale
     slope = scale
     if cap:
         tanh = torch.tanh(z / cap)
         z, slope = cap * tanh, scale * (1 - tanh * tanh)  # type: ignore[assignment]
-    z = z - z.amax(-1, keepdim=True)  # first: a difference of large logits is exact, of logarithms it is not
+    # Before exp and log: a difference of large logits is exact, a difference of large logarithms is not.
+    z = z - z.amax(-1, keepdim=True)
     total = z.exp().sum(-1, keepdim=True).log_()
-    losses.copy_((total - z.gather(1, at)).squeeze(1)).masked_fill_(ignored, 0.0)
+    losses.copy_((total - z.gather(1, targets)).squeeze(1)).masked_fill_(ignored, 0.0)
     if gradient:
         z = (z - total).exp_()
-        z.scatter_add_(1, at, z.new_full((len(z), 1), -1.0))
+        z.scatter_add_(1, targets, z.new_full((len(z), 1), -1.0))
         logits.copy_(z * slope).masked_fill_(ignored[:, None], 0.0)
 
 
@@ -239,7 +238,7 @@ def _add_outer(total: Tensor, logits: Tensor, inputs: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor, multiplied in float32: one over the step's tokens is not a bfloat16 number.
+    """gradient * factor, multiplied in float32: bfloat16 would round a factor such as 1 / (the step's tokens).
 
     `factor`: a scalar, or [rows].
     """
@@ -259,8 +258,8 @@ def _require_grad(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
 
-def _to_dtype_of(like: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or like is None else gradient.to(like.dtype)
+def _cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or parameter is None else gradient.to(parameter.dtype)
 
 
 def scale_and_cap(logits: Tensor, scale: float, cap: float) -> Tensor:

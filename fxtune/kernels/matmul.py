@@ -5,11 +5,11 @@ not the fastest: all linears of an 8B model's layer, forward and dx at 16,384 ro
 H200 at its power limit, and 21.38 ms by quack's kernel.
 
 At its power limit, a GPU is faster the less energy its work takes, and that depends on how often an operand crosses
-the chip. So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two
+the chip. So `gemm="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two
 adjacent tiles that share the rows of the left factor, and a persistent grid (one program for each streaming
 multiprocessor, "processor" below). Sums are float32 in a fixed order: the same bits in each run.
 
-`by` is a preference for large products: cuBLAS computes the small ones, and those whose operands the CuTe kernel
+`gemm` is a preference for large products: cuBLAS computes the small ones, and those whose operands the CuTe kernel
 cannot read (is_served()). The call of quack is an operator, `fxtune::cute_mm`, so that FLOP counters, fake tensors and
 profilers see a product. On a CPU it is torch's own product, which is its reference.
 """
@@ -43,14 +43,16 @@ MAX_SPAN = 2**31
 _PREPARED: set[tuple[torch.device, torch.dtype]] = set()
 
 
-def mm(left: Tensor, right: Tensor, out: Tensor | None = None, by: str = CUBLAS, plus: Tensor | None = None) -> Tensor:
+def mm(
+    left: Tensor, right: Tensor, out: Tensor | None = None, gemm: str = CUBLAS, plus: Tensor | None = None
+) -> Tensor:
     """left right + plus, [rows, columns], for `left` [rows, k] and `right` [k, columns]; in `out` if given.
 
     Rows may have space between them; `right` may be a transpose. `plus` [rows, columns] must not be `out`. The CuTe
     kernel (if `right` is a transpose) and a CPU add it to float32 sums and round once; cuBLAS adds it to the rounded
-    product. `by`: CUBLAS, or CUTE for the products that it serves, after prepare(). Autograd does not see the product.
+    product. `gemm`: CUBLAS, or CUTE for the products that CuTe serves, after prepare(). Autograd sees no product.
     """
-    if by == CUTE:
+    if gemm == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out
         if is_served(left, right, out, plus):
             torch.ops.fxtune.cute_mm(left, right, out, plus)

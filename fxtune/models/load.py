@@ -31,7 +31,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
-from fxtune.system.hub import Origin, Wanted, is_commit, locate_all
+from fxtune.system.hub import ModelSource, Origin, is_commit, locate_all
 from fxtune.system.library_log import take_loggers
 
 FEW = 8
@@ -111,10 +111,10 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
     _check(model)
     silence_libraries()
     # All files first: a typo in any name, and all that is missing, is reported at once.
-    adapter = Wanted("model.adapter", model.adapter, adapter=True) if model.adapter else None
+    adapter = ModelSource("model.adapter", model.adapter, adapter=True) if model.adapter else None
     base = None if "model_type" in model.architecture else _base(model)
     tokenizer = _tokenizer(model)
-    found = locate_all(entry for entry in (adapter, base, tokenizer) if entry is not None)
+    found = locate_all(source for source in (adapter, base, tokenizer) if source is not None)
 
     config: Any = _read_config(found[base], model) if base else None
     config = _make_config(config, model.architecture) if model.architecture else config
@@ -197,8 +197,8 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     hf_config = hf_config or load_config(model)
     rows = hf_config.get_text_config().vocab_size
     of_base = rows_of_base(model) if model.add_tokens else rows
-    wanted = _tokenizer(model)
-    tokenizer = _read_tokenizer(locate_all([wanted])[wanted], model, kind_of(hf_config), of_base)
+    source = _tokenizer(model)
+    tokenizer = _read_tokenizer(locate_all([source])[source], model, kind_of(hf_config), of_base)
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
     if beyond:
         key = "model.path" if model.tokenizer is None else "model.tokenizer"
@@ -377,15 +377,15 @@ def _locate(model: ModelConfig) -> Origin:
     return locate_all([base])[base]
 
 
-def _base(model: ModelConfig) -> Wanted:
+def _base(model: ModelConfig) -> ModelSource:
     assert model.path is not None
-    return Wanted("model.path", model.path, model.revision, model.trust_remote_code)
+    return ModelSource("model.path", model.path, model.revision, model.trust_remote_code)
 
 
-def _tokenizer(model: ModelConfig) -> Wanted:
+def _tokenizer(model: ModelConfig) -> ModelSource:
     if model.tokenizer is not None:
-        return Wanted("model.tokenizer", model.tokenizer)
-    return Wanted("model.path", "builtin:tiny") if model.path is None else _base(model)
+        return ModelSource("model.tokenizer", model.tokenizer)
+    return ModelSource("model.path", "builtin:tiny") if model.path is None else _base(model)
 
 
 def _read_config(origin: Origin, model: ModelConfig) -> Any:

@@ -152,7 +152,7 @@ class PreparedModel:
     """The adapter whose weights training starts from (model.adapter); empty: new adapters."""
     fusion: Fusion | None = None
     """Which adapters run fused; None: all run as in peft."""
-    products_by: str = ""
+    gemm: str = ""
     """The GEMM backend of the fused loss's head and of fused adapters, if it is not cuBLAS."""
     offload: HostCopies | None = None
     """What sends tensors of layers to host memory and fetches them."""

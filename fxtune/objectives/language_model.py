@@ -82,7 +82,7 @@ class LanguageModel:
         factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
         self.scale = next(factors, 1.0)
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self.by = prepared.products_by or CUBLAS
+        self.gemm = prepared.gemm or CUBLAS
         self.asked_routers = False
         """Whether an objective has asked for router_terms()."""
         self.own_forward = False
@@ -163,7 +163,11 @@ class LanguageModel:
             return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
         if (linear := _linear(self.head)) is not None:
             options = dict(
-                scale=self.scale, cap=self.cap, chunk_rows=self.chunk_rows, fp8_scales=_fp8_scales(linear), by=self.by
+                scale=self.scale,
+                cap=self.cap,
+                chunk_rows=self.chunk_rows,
+                fp8_scales=_fp8_scales(linear),
+                gemm=self.gemm,
             )
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)

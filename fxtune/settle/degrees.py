@@ -25,7 +25,7 @@ def decided_with(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Facts:
     return replace(facts, techniques=techniques.decided(facts)[0])
 
 
-def need_with(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Need:
+def memory_need(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Need:
     """The bytes that each rank needs for a training step with `degrees`; see decided_with()."""
     facts = with_degrees(facts, degrees)
     return techniques.decided(facts)[0].memory_need(facts)
@@ -33,7 +33,7 @@ def need_with(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Need:
 
 def fits(techniques: Pipeline, facts: Facts, degrees: Degrees) -> bool:
     """Whether weights, optimizer and activations with `degrees` fit the free memory of each card by the forecast."""
-    return need_with(techniques, facts, degrees).device <= facts.free_memory
+    return memory_need(techniques, facts, degrees).device <= facts.free_memory
 
 
 def possible(ranks: int) -> Iterator[Degrees]:
@@ -48,7 +48,7 @@ def choose(techniques: Pipeline, facts: Facts, candidates: Iterable[Degrees]) ->
     """The first of `candidates` that fits, or else the one with the least need; and what each rank then needs."""
     tried: list[tuple[Degrees, Need]] = []
     for degrees in candidates:
-        need = need_with(techniques, facts, degrees)
+        need = memory_need(techniques, facts, degrees)
         if need.device <= facts.free_memory:
             return degrees, need
         tried.append((degrees, need))

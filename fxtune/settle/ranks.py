@@ -23,7 +23,7 @@ from fxtune.distributed.world import Device, World
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
 from fxtune.plugins import load_all
-from fxtune.settle.degrees import choose, fits, need_with, possible
+from fxtune.settle.degrees import choose, fits, memory_need, possible
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
 from fxtune.system.units import GIB
@@ -104,7 +104,7 @@ def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees,
     chosen, need = choose(techniques, facts, candidates)
     why = f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB a card by the forecast"
     if chosen != candidates[0]:
-        why += f"; {candidates[0]} would need {need_with(techniques, facts, candidates[0]).device / GIB:.1f}"
+        why += f"; {candidates[0]} would need {memory_need(techniques, facts, candidates[0]).device / GIB:.1f}"
     return chosen, f"{chosen} ({why})"
 
 

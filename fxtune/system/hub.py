@@ -1,12 +1,12 @@
-"""Finds the local folder of a model: a folder, a hub id, or a model that ships with fxtune.
+"""Finds the local folder of a model that a recipe names by a folder, a hub id, or `builtin:NAME`.
 
 All other code reads only local folders, so that the network can fail in one place and with one message. The small
 files (config, tokenizer) come first, then the weights by name; all are stored in the Hugging Face cache.
 
-The hub's own library waits ten seconds for an answer, repeats some requests six times, and does so for each file. Here
-each repository costs one request of at most PATIENCE seconds, and after one without an answer the hub gets none for
-SILENCE seconds. The files that an earlier run fetched are used then, with a message. So without a network a run starts
-at most PATIENCE seconds later, whatever its recipe names. A commit whose files are all on this disk needs no request.
+huggingface_hub waits ten seconds for an answer and repeats some requests six times, for each file. Here a repository
+costs one request of at most REQUEST_SECONDS. After an unanswered request fxtune sends the hub no request for
+PAUSE_SECONDS and uses the files that an earlier run fetched, with a message. So without a network a run starts at most
+REQUEST_SECONDS later, whatever its recipe names. A commit whose files are all on this disk needs no request.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fxtune.system.redact import redact
 BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
-PATIENCE = 4.0
-"""Seconds that a request may take: the name lookup, the connection and the complete answer together."""
-SILENCE = 60.0
-"""Seconds without further requests after one without an answer."""
+REQUEST_SECONDS = 4.0
+"""Timeout of a request: the name lookup, the connection and the complete answer together."""
+PAUSE_SECONDS = 60.0
+"""Time without requests after an unanswered request."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -48,10 +48,10 @@ class Origin:
     name: str
     """The base-model name for a saved adapter: the hub id, or the folder's absolute path."""
     revision: str | None = None
-    """The commit, if it comes from the hub."""
+    """The commit of a model from the hub; None for a folder."""
 
 
-class Wanted(NamedTuple):
+class ModelSource(NamedTuple):
     """A model, tokenizer or adapter that a recipe names."""
 
     key: str
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
     """A folder, a hub id, or `builtin:NAME`."""
     revision: str | None = None
     code: bool = False
-    """Whether its Python files are fetched, too; see locate()."""
+    """Whether the model's Python files are fetched, too; see locate()."""
     adapter: bool = False
 
 
@@ -69,15 +69,15 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
-def locate_all(wanted: Iterable[Wanted]) -> dict[Wanted, Origin]:
-    """Find the files of each entry. Raises what locate() and locate_adapter() raise, but one HubError names all that
-    the hub cannot be reached for."""
-    found: dict[Wanted, Origin] = {}
+def locate_all(sources: Iterable[ModelSource]) -> dict[ModelSource, Origin]:
+    """Find the files of each source. Raises what locate() and locate_adapter() raise; one HubError names all sources
+    that need the unreachable hub."""
+    found: dict[ModelSource, Origin] = {}
     missing: list[str] = []
-    for entry in dict.fromkeys(wanted):
-        key, name, revision, code, adapter = entry
+    for source in dict.fromkeys(sources):
+        key, name, revision, code, adapter = source
         try:
-            found[entry] = locate_adapter(name, key) if adapter else locate(name, revision, key, code)
+            found[source] = locate_adapter(name, key) if adapter else locate(name, revision, key, code)
         except HubError as error:
             missing += error.reasons
     if missing:
@@ -105,7 +105,7 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
             f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
             f"{folder.parent})."
         )
-    # No hub id looks like this, or it is in a folder that fxtune writes to.
+    # `name` cannot be a hub id, or is a path below a folder that fxtune writes to.
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/")):
         raise ConfigError(
             f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
@@ -121,16 +121,16 @@ def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
     """locate() for a PEFT adapter. Also raises ConfigError if a folder is not an adapter."""
     origin = locate(name, key=key)
     if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
-        below = origin.folder / "adapter"
-        known = below if (below / "adapter_config.json").exists() else "runs/NAME/adapter"
+        subfolder = origin.folder / "adapter"
+        example = subfolder if (subfolder / "adapter_config.json").exists() else "runs/NAME/adapter"
         raise ConfigError(
-            f"{key}={name} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as {known}."
+            f"{key}={name} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as {example}."
         )
     return origin
 
 
 def fetch(origin: Origin, files: Iterable[str], key: str = "model.path") -> None:
-    """Make these files of `origin` local. Raises StorageError with the first one that is missing afterwards."""
+    """Make these files of `origin` local. Raises StorageError for the first file that cannot be made local."""
     missing = [file for file in files if not (origin.folder / file).exists()]
     if missing and origin.revision is not None:
         _snapshot(origin.name, origin.revision, missing, key)
@@ -146,13 +146,13 @@ def _builtin(name: str, key: str) -> Origin:
     assets = Path(str(resources.files("fxtune"))) / "assets"
     folder = assets / name.removeprefix(BUILTIN)
     if not (folder / "config.json").exists():
-        there = ", ".join(sorted(BUILTIN + path.parent.name for path in assets.glob("*/config.json"))) or "none"
-        raise ConfigError(f"{key}={name} does not ship with this fxtune (it ships {there}).")
+        shipped = ", ".join(sorted(BUILTIN + path.parent.name for path in assets.glob("*/config.json"))) or "none"
+        raise ConfigError(f"{key}={name} does not ship with this fxtune (it ships {shipped}).")
     return Origin(folder, str(folder.resolve()))
 
 
 def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
-    """(the current commit of `revision`, None), or (None, why it is unknown). Takes at most PATIENCE seconds.
+    """(the current commit of `revision`, None), or (None, why the commit is unknown). Takes at most REQUEST_SECONDS.
 
     `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and
     HFValidationError.
@@ -161,21 +161,22 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
 
     if constants.HF_HUB_OFFLINE:
         return None, "HF_HUB_OFFLINE is set"
-    if _silence and time.monotonic() < _silence[1]:
-        return None, _silence[0]
+    if _pause and time.monotonic() < _pause[1]:
+        return None, _pause[0]
     answers: list[str | Exception] = []
 
     def request() -> None:
         try:
-            answers.append(str(HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=PATIENCE).sha))
+            info = HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=REQUEST_SECONDS)
+            answers.append(str(info.sha))
         except Exception as error:  # noqa: BLE001  handled by the thread that waits
             answers.append(error)
 
     # In a thread, because no timeout of an HTTP library limits a name lookup or an answer that trickles in.
     thread = threading.Thread(target=request, name="hub", daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    answer = answers[0] if answers else TimeoutError(f"no answer in {PATIENCE:g} s")
+    thread.join(REQUEST_SECONDS)
+    answer = answers[0] if answers else TimeoutError(f"no answer in {REQUEST_SECONDS:g} s")
     if isinstance(answer, str):
         return answer, None
     if isinstance(answer, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)):
@@ -183,12 +184,12 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
     reason = _reason(answer)
     refused = isinstance(answer, errors.HfHubHTTPError) and 400 <= answer.response.status_code < 429
     if not refused:  # a refusal concerns only this repository
-        _silence[:] = reason, time.monotonic() + SILENCE
+        _pause[:] = reason, time.monotonic() + PAUSE_SECONDS
     return None, reason
 
 
-_silence: list[Any] = []
-"""Why the last request got no answer, and the time.monotonic() until which no further request is made."""
+_pause: list[Any] = []
+"""[why the last request got no answer, the time.monotonic() at which the pause ends]; empty before a pause."""
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
@@ -204,36 +205,36 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         f"hub ({page}). Check the spelling; a private model needs `hf auth login`.",
     }
     try:
-        here = _cached(name, revision, patterns)
-        # Without the commit's list of files a missing file would go unnoticed.
-        listed = here is not None and (here.parent.parent / "trees" / f"{here.name}.json").exists()
-        if here is not None and listed and is_commit(revision):
-            return here  # a commit does not change
+        cached = _cached(name, revision, patterns)
+        # A cached folder without the commit's list of files may lack files unnoticed.
+        complete = cached is not None and (cached.parent.parent / "trees" / f"{cached.name}.json").exists()
+        if cached is not None and complete and is_commit(revision):
+            return cached  # a commit does not change
         try:
             commit, reason = resolve_commit(name, revision)
         except errors.RepositoryNotFoundError as error:  # also the answer to an expired token
-            if here is None:
+            if cached is None:
                 raise
-            commit, reason = None, f"it knows no such model, or not for this user: {_reason(error)}"
+            commit, reason = None, f"the hub has no such model, or not for this user: {_reason(error)}"
         if reason is None:
-            if here is not None and listed and here.name == commit:
-                return here
-            # Download by branch or tag, not by commit: the cache can then resolve that name without a network.
+            if cached is not None and complete and cached.name == commit:
+                return cached
+            # Download by branch or tag, not by commit: the cache can then resolve the branch without a network.
             with phase(f"Downloading {', '.join(patterns)} of {name}", unit="GB") as work:
                 found = huggingface_hub.snapshot_download(
-                    name, revision=revision, allow_patterns=patterns, tqdm_class=_counts_bytes(work)
+                    name, revision=revision, allow_patterns=patterns, tqdm_class=_byte_counter(work)
                 )
             return Path(found)
-        if here is None:
+        if cached is None:
             raise HubError(
-                f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
-                f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
+                f"{key}={name}: no such folder here, and the hub cannot be reached ({reason}). Check the network and "
+                f"HF_HUB_OFFLINE, or run `hf download {name}` on another machine and give the downloaded folder."
             )
         say(
-            f"{key}={name}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used: commit "
-            f"{here.name}."
+            f"{key}={name}: not checked on the hub ({reason}). The files of an earlier run are used: commit "
+            f"{cached.name}."
         )
-        return here
+        return cached
     except HubError:
         raise
     except Exception as error:
@@ -246,24 +247,24 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
             raise
         raise HubError(
             f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). The downloaded "
-            "part is kept: give the same command again, and it continues from there. Or fetch it elsewhere (`hf "
-            f"download {name}`) and give that folder."
+            "part is kept: the same command continues the download. Or run `hf download "
+            f"{name}` on another machine and give the downloaded folder."
         ) from error
 
 
-def _counts_bytes(work: Phase) -> Any:
-    """A class of progress bars for the hub's library that draws nothing and moves `work`, in units of 1e9 bytes."""
+def _byte_counter(work: Phase) -> Any:
+    """A subclass of tqdm for huggingface_hub. It draws nothing and moves `work`, in units of 1e9 bytes."""
     from tqdm.auto import tqdm
 
     class Bytes(tqdm):
-        monitor_interval = 0  # no thread of its own
+        monitor_interval = 0  # no monitor thread
 
-        def __init__(self, *given: Any, **options: Any) -> None:
-            self.counts = options.get("unit") == "B"  # the library also has a bar that counts files
-            super().__init__(*given, **{**options, "disable": False, "leave": False, "file": io.StringIO()})
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.counts_bytes = options.get("unit") == "B"  # huggingface_hub also has a bar that counts files
+            super().__init__(*args, **{**options, "disable": False, "leave": False, "file": io.StringIO()})
 
-        def display(self, *given: Any, **options: Any) -> bool:
-            if self.counts:  # two bars, of bytes received and of bytes written
+        def display(self, *args: Any, **options: Any) -> bool:
+            if self.counts_bytes:  # two bars: bytes received, and bytes written
                 work.total = max(work.total, (self.total or 0) / 1e9)
                 work.done = max(work.done, self.n / 1e9)
             return True
@@ -282,8 +283,8 @@ def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None
         )
     except (errors.LocalEntryNotFoundError, ValueError):
         return None
-    there = [pattern for pattern in patterns if any(found.glob(pattern))]
-    return found if there and all("*" in pattern or pattern in there for pattern in patterns) else None
+    matched = [pattern for pattern in patterns if any(found.glob(pattern))]
+    return found if matched and all("*" in pattern or pattern in matched for pattern in patterns) else None
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import Switch
 from fxtune.models import load as models
-from fxtune.models.generation import add_end_tokens, read_end_tokens
+from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType
 from fxtune.models.prepared import PreparedModel
 from fxtune.system.atomic_files import read_json

@@ -1,4 +1,4 @@
-"""The loss of each document under a run's weights: what two-sample and paired tests over documents compare."""
+"""Measures the loss of each document under a run's weights, for the statistical tests of training/refresh.py."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from fxtune.training.oom_advice import MemoryPhase
 
 @dataclass(frozen=True)
 class MeasuredDocuments:
-    """Documents of `tables`, chosen by their digests. Copies, and the pieces of a chat, count as one document."""
+    """Documents of `tables`, chosen by their digests. Rows with the same digest are one document: copies, and the
+    pieces of a chat."""
 
     tables: Sequence[TokenTable]
     digests: np.ndarray
     """uint64 [documents], each once."""
 
     def plan(self, config: Config, pad_id: int) -> Plan:
-        """The plan that evaluates them."""
+        """The plan of an evaluation on these documents."""
         tables = [table for table in self.tables if np.isin(table.digests, self.digests).any()]
         others = np.unique(np.concatenate([table.digests for table in tables]))
         others = others[~np.isin(others, self.digests)]
@@ -54,34 +55,34 @@ class DocumentLosses:
     """uint64 [documents], ascending. Documents without a supervised token have no loss and are left out."""
     summed: np.ndarray
     """float64 [documents]: nats of all supervised tokens."""
-    targets: np.ndarray
-    """float64 [documents]: supervised tokens."""
+    tokens: np.ndarray
+    """float64 [documents]: number of supervised tokens."""
 
     @property
     def means(self) -> np.ndarray:
         """float64 [documents]: nats per supervised token."""
-        return self.summed / self.targets
+        return self.summed / self.tokens
 
     def only(self, digests: np.ndarray) -> DocumentLosses:
         """The losses of some of the documents."""
         kept = np.isin(self.digests, digests)
-        return DocumentLosses(self.digests[kept], self.summed[kept], self.targets[kept])
+        return DocumentLosses(self.digests[kept], self.summed[kept], self.tokens[kept])
 
 
 def measure(
     config: Config, weights: Path, documents: Sequence[MeasuredDocuments], pad_id: int
 ) -> list[DocumentLosses]:
-    """The losses of each group of `documents` in this process, by the model of `config` with the weights that its run,
-    or one that followed it, exported to the folder `weights`.
+    """The losses of each group of `documents` in this process, under the model of `config` with the weights in the
+    folder `weights`, an export of a run.
 
-    Raises NumbersError if one is not finite, otherwise as RunBuilder and its methods do.
+    Raises NumbersError if a loss is not finite, otherwise as RunBuilder and its methods do.
     """
-    gc.collect()  # the model of an earlier call
+    gc.collect()  # frees the model of an earlier call
     alone = ParallelConfig()  # the run may divide its weights over ranks
     model_config, techniques = starting_from(config.model, weights), config.techniques.of_evaluation()
     builder = RunBuilder(replace(config, model=model_config, parallel=alone, techniques=techniques))
     if config.parallel != alone or builder.world.device.type == "cuda":
-        _require_fits(builder)
+        _require_weights_fit(builder)
     config = builder.config
     language_model, _ = builder.proven_model()
 
@@ -107,10 +108,10 @@ def measure(
     return found
 
 
-def _require_fits(builder: RunBuilder) -> None:
+def _require_weights_fit(builder: RunBuilder) -> None:
     """Raise HardwareError if the weights do not fit one device."""
     model, facts = builder.config.model, builder.facts
-    if builder.config.techniques.quantize.enabled:  # they take a share of their bytes
+    if builder.config.techniques.quantize.enabled:  # quantized weights need less than bytes_of()
         return
     needed = bytes_of(
         builder.settled.hf_config, resolve_dtype(model, builder.world.capability), model.trust_remote_code
@@ -135,26 +136,26 @@ def document_losses(model: LanguageModel, loader: Loader, precision: Precision) 
                     with precision.context(loader.device):
                         losses = -model.segment_log_probs(batch)
                     slots = torch.from_numpy(_slots(plan.batch_spec(step.index, micro))).to(loader.device)
-                    parts.append(torch.stack([losses.double(), _targets(batch)])[:, slots].cpu())
+                    parts.append(torch.stack([losses.double(), _supervised_tokens(batch)])[:, slots].cpu())
                     pieces = plan.documents(step.index, micro)
                     digests.append(
                         np.array([plan.tables[table].digests[document] for table, document in pieces], np.uint64)
                     )
     finally:
         model.model.train(training)
-    distinct, owner = np.unique(np.concatenate(digests), return_inverse=True)
-    summed, targets = (np.bincount(owner, row, len(distinct)) for row in torch.cat(parts, dim=1).numpy())
-    return DocumentLosses(distinct, summed, targets)
+    distinct, documents = np.unique(np.concatenate(digests), return_inverse=True)
+    summed, tokens = (np.bincount(documents, values, len(distinct)) for values in torch.cat(parts, dim=1).numpy())
+    return DocumentLosses(distinct, summed, tokens)
 
 
 def _slots(spec: BatchSpec) -> np.ndarray:
-    """The slot of each segment in `Batch.cu_seqlens`, int64 [segments]: the padding of a packed row has one, too."""
+    """The slot of each segment in `Batch.cu_seqlens`, int64 [segments]. The padding of a packed row is a slot, too."""
     segments = np.diff(spec.offsets)
     used = np.add.reduceat(spec.length, spec.offsets[:-1])
     padded = (used < spec.width) & spec.packed
     return np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, segments)
 
 
-def _targets(batch: Batch) -> torch.Tensor:
-    """Supervised tokens in each slot of `batch.cu_seqlens`, float64."""
+def _supervised_tokens(batch: Batch) -> torch.Tensor:
+    """The number of supervised tokens in each slot of `batch.cu_seqlens`, float64."""
     return batch.document_sums((batch.labels != IGNORE_INDEX).double())

@@ -181,7 +181,7 @@ class ResumeCheck:
     def check_model(self, model: PreparedModel, techniques: Mapping[str, Any]) -> None:
         """compare() the built model. At the start of a run it writes `setting.json`. Raises StorageError."""
         self.compare("techniques", techniques)  # again: an automatic choice that failed to compile has changed
-        built = {"revision": model.base_revision, "products": model.products_by or "torch"}
+        built = {"revision": model.base_revision, "products": model.gemm or "torch"}
         self.compare("built", built)
         if not self.before and self.writes:
             write_json(self.folder / SETTING, self.now)

@@ -1,4 +1,4 @@
-"""How long a run has taken, over all its processes: in total, in training, in evaluations, and a step."""
+"""How long a run has taken, over all its processes: in total, in training, in evaluations, and per step."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ class RunClock:
     """The clock of one process of a run. load() adds the time of earlier processes."""
 
     def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`before`: seconds that this process took before."""
+        """`before`: seconds that this process took before the clock was made."""
         self._clock = clock
         self._began = clock() - before
-        self._loop: float | None = None
-        """When the loop began; None before."""
-        self._ended: float | None = None
-        """When it ended; None before."""
+        self._loop_began: float | None = None
+        """When the training loop began; None before start()."""
+        self._loop_ended: float | None = None
+        """When the training loop ended; None before stop()."""
         self._earlier = {"seconds": 0.0, "training": 0.0, "evaluating": 0.0}
         self.evaluating = 0.0
         """Seconds of evaluations in this process."""
-        self.takes = {"evaluation": 0.0, "questions": 0.0, "saving": 0.0}
-        """How long each of these took the last time."""
-        self._begin = 0
-        """Steps done when the loop began."""
+        self.last_seconds = {"evaluation": 0.0, "questions": 0.0, "saving": 0.0}
+        """How long the last evaluation, the last questions and the last save took."""
+        self._start_step = 0
+        """Steps done when the training loop began."""
         self._first = self._last = (0, 0.0)
         """Steps done, and the seconds of training without evaluations, at the first and the last counted step."""
-        self._warm = False
+        self._counted = False
+        """Whether this process has counted a step."""
 
     def load(self, state: Mapping[str, float]) -> None:
         """Restore the state() of an earlier process."""
         self._earlier = {name: float(state.get(name, 0.0)) for name in self._earlier}
-        self.takes = {name: float(state.get(name, 0.0)) for name in self.takes}
+        self.last_seconds = {name: float(state.get(name, 0.0)) for name in self.last_seconds}
 
     def state(self) -> dict[str, float]:
-        """What load() takes."""
+        """The state for load() in the run's next process."""
         total = {"seconds": self.seconds, "training": self.training, "evaluating": self._all_evaluating}
-        return {name: round(value, 3) for name, value in {**total, **self.takes}.items()}
+        return {name: round(value, 3) for name, value in {**total, **self.last_seconds}.items()}
 
     def figures(self) -> dict[str, float]:
-        """The run's time so far in seconds: in all, of the loop, and of evaluations, which are part of the loop."""
+        """Seconds so far: the run, the training loop within the run, and the evaluations within the training loop."""
         return {
             "time/total_seconds": self.seconds,
             "time/training_seconds": self.training,
@@ -54,13 +55,13 @@ class RunClock:
 
     @property
     def training(self) -> float:
-        """Seconds of the loop so far, evaluations and saves included."""
-        now = self._clock() if self._ended is None else self._ended
-        return self._earlier["training"] + (0.0 if self._loop is None else now - self._loop)
+        """Seconds of the training loop so far, evaluations and saves included."""
+        now = self._clock() if self._loop_ended is None else self._loop_ended
+        return self._earlier["training"] + (0.0 if self._loop_began is None else now - self._loop_began)
 
     @property
     def evaluation_share(self) -> float:
-        """The share of the loop's time that evaluations took, 0 to 1."""
+        """The share of evaluations in the training loop's time, 0 to 1."""
         return self._all_evaluating / max(self.training, self._all_evaluating, 1e-9)
 
     @property
@@ -68,21 +69,21 @@ class RunClock:
         return self._earlier["evaluating"] + self.evaluating
 
     def start(self, step: int) -> None:
-        """The loop begins, after `step` steps."""
-        self._loop, self._begin = self._clock(), step
+        """The training loop begins, after `step` steps."""
+        self._loop_began, self._start_step = self._clock(), step
         self._first = self._last = (step, 0.0)
 
     def stop(self) -> None:
-        """The loop ends."""
-        self._ended = self._clock()
+        """The training loop ends."""
+        self._loop_ended = self._clock()
 
     def reached(self, step: int) -> None:
-        """Note that `step` steps are done, on the device as well."""
-        if self._loop is None or step <= self._last[0]:
+        """Note that the device has finished `step` steps."""
+        if self._loop_began is None or step <= self._last[0]:
             return
-        self._last = (step, self._clock() - self._loop - self.evaluating)
-        if not self._warm:
-            self._first, self._warm = self._last, True  # what comes before includes compilation and warm-up
+        self._last = (step, self._clock() - self._loop_began - self.evaluating)
+        if not self._counted:
+            self._first, self._counted = self._last, True  # the steps up to here include compilation and warm-up
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -91,26 +92,27 @@ class RunClock:
             with self.timed("evaluation"):
                 yield
         finally:
-            self.evaluating += self.takes["evaluation"]
+            self.evaluating += self.last_seconds["evaluation"]
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Note in `takes` how long the body takes."""
+        """Note in `last_seconds` how long the body takes."""
         began = self._clock()
         try:
             yield
         finally:
-            self.takes[part] = self._clock() - began
+            self.last_seconds[part] = self._clock() - began
 
     @property
     def step_seconds(self) -> float | None:
-        """A step's time, with saves and without evaluations; None before this process has measured one."""
+        """Seconds of a step after the first counted step, with saves and without evaluations; None before the second
+        counted step."""
         if self._last[0] <= self._first[0]:
             return None
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
     @property
     def first_step_seconds(self) -> float | None:
-        """A step's time up to the first counted step, with what only first steps take; None before."""
+        """Seconds of a step up to the first counted step, compilation and warm-up included; None before that step."""
         steps, seconds = self._first
-        return seconds / (steps - self._begin) if self._warm else None
+        return seconds / (steps - self._start_step) if self._counted else None

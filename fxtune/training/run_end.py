@@ -163,11 +163,11 @@ class RunEnd:
             return False
         least, chosen = self._least_interval(schedule), 0
         if self.world.main and step_seconds is not None and least:
-            takes, before = self.clock.takes["evaluation"], self.clock.figures()["time/evaluation_seconds"]
-            seconds = self.share / (1 - self.share) * schedule.planned * step_seconds - before - takes
+            each, before = self.clock.last_seconds["evaluation"], self.clock.figures()["time/evaluation_seconds"]
+            seconds = self.share / (1 - self.share) * schedule.planned * step_seconds - before - each
             step, last = self.state.step, schedule.planned - 1
             intervals = range(least, last + least + 1, least)  # with the longest no evaluation comes between
-            fitting = (steps for steps in intervals if (last // steps - step // steps) * takes <= max(seconds, 0.0))
+            fitting = (steps for steps in intervals if (last // steps - step // steps) * each <= max(seconds, 0.0))
             chosen = next(fitting, intervals[-1])
         chosen = self.world.agree(chosen, "deciding when to evaluate")
         if chosen:
@@ -236,7 +236,7 @@ class RunEnd:
         if (step_seconds := self.clock.step_seconds) is None:
             return None
         interval = self.state.ending.get("interval") or self._least_interval(schedule)
-        return step_seconds + (self.clock.takes["evaluation"] / interval if interval else 0.0)
+        return step_seconds + (self.clock.last_seconds["evaluation"] / interval if interval else 0.0)
 
     def _next_look(self, schedule: Schedule, steps: int) -> int:
         """The step after which to look again if there is time for `steps`: when half of the steps before the last
@@ -252,9 +252,9 @@ class RunEnd:
     @property
     def reserve(self) -> float:
         """Seconds of what comes after the last step: an evaluation, the questions, a checkpoint and the export."""
-        takes, step_seconds = self.clock.takes, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
-        evaluation = takes["evaluation"] or self.evaluation_steps * step_seconds
-        return evaluation + takes["questions"] + 2 * takes["saving"] + 1.0
+        last, step_seconds = self.clock.last_seconds, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
+        evaluation = last["evaluation"] or self.evaluation_steps * step_seconds
+        return evaluation + last["questions"] + 2 * last["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
         """(the step from whose weights a decay would begin now, the steps of the decay). That is the current step,

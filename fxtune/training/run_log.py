@@ -8,12 +8,12 @@ from typing import Any
 
 from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.checkpoint.train_state import TrainState
-from fxtune.config.needs import named_unread
+from fxtune.config.needs import unread_warnings
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.errors import StorageError
 from fxtune.system.startup import StartupTimer
-from fxtune.system.units import duration
+from fxtune.system.units import format_seconds
 from fxtune.techniques.compile.technique import Compile
 from fxtune.tracking.display import Display
 from fxtune.tracking.tracker import Tracker
@@ -99,7 +99,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         f"memory {'on' if loader.pin_memory else 'off'}"
     )
     yield from config.techniques.ignored_options()
-    yield from named_unread(config)
+    yield from unread_warnings(config)
     yield from builder.settled.notes
     yield from data.training.notes()
     summary = data.training.summary()
@@ -111,7 +111,8 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     alone = facts.device == "cpu" and builder.world.size == 1
     decided, passes = replace(facts, techniques=builder.techniques), builder.config.objective.forward_passes
     if alone and (seconds := seconds_here(decided, data.training, passes)):
-        yield f"the steps take about {duration(seconds)} if these cores stay as free as now (a product was timed)"
+        duration = format_seconds(seconds)
+        yield f"the steps take about {duration} if these cores stay as free as now (a product was timed)"
     settings = config.data
     if settings.own_questions() is not settings.questions:
         yield (

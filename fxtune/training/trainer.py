@@ -32,12 +32,12 @@ from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.data.tokenized.ends import learned_ends, short_question, used_special_tokens
-from fxtune.distributed.heartbeat import EXPORTING, SAVING, STEP
+from fxtune.distributed.heartbeat import EXPORTING, FORWARD_BACKWARD, SAVING
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
 from fxtune.export.save import save_model
 from fxtune.facts.run import Facts
-from fxtune.models.generation import add_end_tokens, read_end_tokens
+from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof
 from fxtune.models.routers import broken_router
@@ -495,7 +495,7 @@ class Trainer:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
         train_step, first = self.train_step, step.index == self.first_step or self._has_new_rows(step.index)
         normalizer = self.objective.normalizer(self.plan, step.index)
-        self.world.heartbeat.doing(STEP, step.index + 1)
+        self.world.heartbeat.doing(FORWARD_BACKWARD, step.index + 1)
         self.rank_report.waited += step.wait_seconds
         name = f"Step {step.index + 1:,} of {self.plan.steps:,}"
         name += ", compiling" if first and self.techniques.compile.enabled else ""
@@ -652,7 +652,7 @@ class Trainer:
         startup = self.log.started()
         self.clock.reached(self.state.step)
         timings = self.run_state.checkpoints.save_timings()
-        self.clock.takes["saving"] = timings.get("checkpoint/seconds", self.clock.takes["saving"])
+        self.clock.last_seconds["saving"] = timings.get("checkpoint/seconds", self.clock.last_seconds["saving"])
         end = self.end.end_time(self.schedule)
         self.log.log(
             {

@@ -1,13 +1,15 @@
 """The race of a sweep: which configuration runs next and how far, and which ones are stopped.
 
-A rung is a share of a run. A configuration runs to a rung and pauses there. Once all configurations of its bracket
-have come to the rung, the best 1/eta go on to the next rung, which is eta times as far. The others are stopped.
+A run has equal parts, and a rung is a number of parts. A configuration runs to a rung and pauses there. Once all
+configurations of its bracket have come to the rung, the best 1/eta go on to the next rung, which is eta times as far.
+The others are stopped.
 
 - Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943) has one bracket: eight configurations with rungs
   at 1/8, 1/4, 1/2 and 1 cost 2.5 runs.
 - Hyperband (Li et al. 2018, arXiv 1603.06560) has several brackets: the first has many configurations and early rungs,
-  the last has few configurations, which run to their end. It suits tasks whose first losses say little about the last.
-- A pruner of Optuna judges each configuration when it comes to a rung, by the configurations that came there before.
+  the last has few configurations, which run to their end. Hyperband suits tasks whose early losses say little about
+  the final loss.
+- A pruner of Optuna judges each configuration when it comes to a rung, against the earlier losses at that rung.
 
 A race knows nothing of processes and files: it is a function of the reported losses.
 """
@@ -34,11 +36,11 @@ class Bracket:
     count: int
     """Configurations that begin in the bracket."""
     rungs: tuple[int, ...]
-    """Parts of a run after which configurations are judged; the last rung is the end of the run."""
+    """In parts of a run, ascending; the last rung is the end of the run."""
 
     @property
     def cost(self) -> float:
-        """The cost of the race in whole runs, if each rung keeps 1/eta."""
+        """The cost of the bracket in parts of a run, if each rung keeps 1/eta."""
         eta = self.rungs[1] / self.rungs[0] if len(self.rungs) > 1 else 1
         before, count, cost = 0, self.count, 0.0
         for rung in self.rungs:
@@ -75,10 +77,10 @@ def halving(count: int, eta: int, parts: int) -> list[Bracket]:
 
 def hyperband(eta: int, parts: int) -> list[Bracket]:
     """One round of Hyperband in runs of `parts` parts, a power of eta."""
-    most = round(math.log(parts, eta))
+    s_max = round(math.log(parts, eta))  # s and s_max as in the paper
     return [
-        Bracket(math.ceil((most + 1) / (early + 1) * eta**early), _rungs(parts // eta**early, eta, parts))
-        for early in range(most, -1, -1)
+        Bracket(math.ceil((s_max + 1) / (s + 1) * eta**s), _rungs(parts // eta**s, eta, parts))
+        for s in range(s_max, -1, -1)
     ]
 
 
@@ -103,8 +105,7 @@ def _rungs(first: int, eta: int, parts: int) -> tuple[int, ...]:
 class Race:
     """A race of `entrants`, in the order of their numbers. The caller adds an entrant when next() says so.
 
-    `prunes`: whether an entrant stops at its last rung, by the entrants that came there before. None: a rung keeps the
-    best 1/eta.
+    `prunes`: whether an entrant stops at the rung that it has just reached. None: each rung keeps the best 1/eta.
     """
 
     def __init__(self, brackets: Sequence[Bracket], eta: int, prunes: Callable[[Entrant], bool] | None = None) -> None:
@@ -123,7 +124,7 @@ class Race:
         raise AssertionError("there are no more configurations")
 
     def limit_rungs(self, bracket: int, count: int) -> None:
-        """Keep only the last `count` rungs of a bracket, whose runs have `count` evaluations."""
+        """Keep only the last `count` rungs of a bracket: its runs have only `count` evaluations."""
         self.brackets[bracket] = replace(self.brackets[bracket], rungs=self.brackets[bracket].rungs[-count:])
 
     def add(self, entrant: Entrant) -> None:
@@ -149,14 +150,14 @@ class Race:
         return len(self.entrants) if len(self.entrants) < self.total else None
 
     def _next_rung(self, entrant: Entrant) -> int | None:
-        """The rung that `entrant` may run to; None if it must wait for others."""
+        """The rung that `entrant` may run to; None if `entrant` must wait for others."""
         rungs = self.brackets[entrant.bracket].rungs
         if entrant.reached and self.prunes is None and self._undecided(entrant.bracket, entrant.reached):
             return None
         return next((rung for rung in rungs if rung > entrant.reached), None)
 
     def _undecided(self, bracket: int, rung: int) -> bool:
-        """Whether configurations of the bracket have yet to come to the rung."""
+        """Whether some configurations of the bracket have not reached the rung."""
         drawn = [entrant for entrant in self.entrants if entrant.bracket == bracket]
         return len(drawn) < self.brackets[bracket].count or any(
             entrant.reached < rung
@@ -164,8 +165,8 @@ class Race:
             if entrant.state not in (EntrantState.stopped, EntrantState.failed)
         )
 
-    def reach(self, entrant: Entrant, rung: int, loss: float) -> list[Entrant]:
-        """`entrant` has come to `rung` with a held-out loss of `loss`. Returns the entrants that this stops."""
+    def report(self, entrant: Entrant, rung: int, loss: float) -> list[Entrant]:
+        """`entrant` has come to `rung` with a held-out loss of `loss`. Returns the entrants that this loss stops."""
         entrant.losses[rung] = loss
         last = rung == self.brackets[entrant.bracket].rungs[-1]
         entrant.state = EntrantState.done if last else EntrantState.paused
@@ -173,19 +174,19 @@ class Race:
             return []
         if self.prunes is not None:
             return self._stop([entrant]) if self.prunes(entrant) else []
-        return self._judge(entrant.bracket, rung)
+        return self._judge_rung(entrant.bracket, rung)
 
     def fail(self, entrant: Entrant, reason: str) -> list[Entrant]:
-        """`entrant` cannot go on. Returns the entrants that this stops, because their rung waited for `entrant`."""
+        """`entrant` cannot go on. Returns the entrants that stop, because their rung waited only for `entrant`."""
         entrant.state, entrant.reason = EntrantState.failed, reason
         if self.prunes is not None:
             return []
         rungs = self.brackets[entrant.bracket].rungs
-        return [stopped for rung in rungs[:-1] for stopped in self._judge(entrant.bracket, rung)]
+        return [stopped for rung in rungs[:-1] for stopped in self._judge_rung(entrant.bracket, rung)]
 
-    def judge(self) -> list[Entrant]:
-        """Stop the entrants that the losses so far rule out, and return them. After a restart this completes a verdict
-        that was cut off when the sweep was killed."""
+    def judge_all(self) -> list[Entrant]:
+        """Stop the entrants that the losses so far rule out, and return the stopped entrants. Called after a restart,
+        because a killed sweep may have recorded a loss and not the stops that follow from the loss."""
         if self.prunes is not None:
             paused = [entrant for entrant in self.entrants if entrant.state is EntrantState.paused]
             return self._stop([entrant for entrant in paused if self.prunes(entrant)])
@@ -193,22 +194,22 @@ class Race:
             entrant
             for index, bracket in enumerate(self.brackets)
             for rung in bracket.rungs[:-1]
-            for entrant in self._judge(index, rung)
+            for entrant in self._judge_rung(index, rung)
         ]
 
-    def _judge(self, bracket: int, rung: int) -> list[Entrant]:
-        """Once all entrants of the bracket came to `rung`, stop all but the best 1/eta, and return those stopped."""
+    def _judge_rung(self, bracket: int, rung: int) -> list[Entrant]:
+        """Stop all but the best 1/eta once all entrants of the bracket are at `rung`. Returns the stopped entrants."""
         if rung not in self.brackets[bracket].rungs or self._undecided(bracket, rung):
             return []
         arrived = [entrant for entrant in self.entrants if entrant.bracket == bracket and rung in entrant.losses]
-        keep = max(1, self._begin(bracket, rung) // self.eta)
-        # The losses at this rung, not later ones: after a restart the verdict is the same.
+        keep = max(1, self._expected(bracket, rung) // self.eta)
+        # By the losses at this rung, not by later losses, so that the verdict after a restart is the same.
         arrived.sort(key=lambda entrant: (_nan_last(entrant.losses[rung]), entrant.number))
         losers = arrived[keep:]
         return self._stop([loser for loser in losers if loser.state is EntrantState.paused and loser.reached == rung])
 
-    def _begin(self, bracket: int, rung: int) -> int:
-        """How many configurations of the bracket should come to `rung`."""
+    def _expected(self, bracket: int, rung: int) -> int:
+        """How many configurations of the bracket come to `rung` if none fails."""
         count = self.brackets[bracket].count
         for _ in range(self.brackets[bracket].rungs.index(rung)):
             count = max(1, count // self.eta)
@@ -225,7 +226,7 @@ class Race:
         return len(self.entrants) == self.total and all(entrant.state in ended for entrant in self.entrants)
 
     def winner(self) -> Entrant | None:
-        """The entrant with the lowest loss at the end of its run; None if no entrant came there."""
+        """The entrant with the lowest loss at the end of its run; None if no entrant ended its run."""
         return next(iter(self.ranking(EntrantState.done)), None)
 
     def ranking(self, *states: EntrantState) -> list[Entrant]:

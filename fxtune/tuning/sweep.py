@@ -267,7 +267,7 @@ class Sweep:
         for trial in self.trials:  # the sweep was killed between the loss and the end of a trial
             if trial.entrant.state is EntrantState.paused and trial.entrant.reached == self._last_rung(trial):
                 self._tell_end(trial, EntrantState.done)
-        for entrant in self.race.judge():
+        for entrant in self.race.judge_all():
             self._tell_end(self.trials[entrant.number], EntrantState.stopped)
         for trial in self.trials:
             self._clean(trial)
@@ -410,7 +410,7 @@ class Sweep:
         loss = min(losses) if self.config.run.export is Export.best else losses[-1]
         entrant = trial.entrant
         self.storage.set_trial_intermediate_value(self._id(trial), rung, loss)
-        stopped = self.race.reach(entrant, rung, loss)
+        stopped = self.race.report(entrant, rung, loss)
         self.tell(
             f"trial {entrant.number} ({trial.title}): held-out loss {loss:.4f} after {last} of {trial.steps} steps"
         )

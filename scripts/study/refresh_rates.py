@@ -188,7 +188,7 @@ def try_gate(seed: Seed, index: int) -> dict[str, Any]:
     """Make an adapter that is worse, and ask the gate."""
     from fxtune.config import compose
     from fxtune.training import trainer
-    from fxtune.training.document_losses import Documents, measure
+    from fxtune.training.document_losses import MeasuredDocuments, measure
 
     kind, how = KINDS[index % len(KINDS)], WORSE_KINDS[index % 2]
     file = seed.write(f"worse-{index}", drifted(seed.batch(WORSE, index), kind))
@@ -203,7 +203,7 @@ def try_gate(seed: Seed, index: int) -> dict[str, Any]:
     for name, rows in (("old", seed.judging()), ("new", drifted(seed.judging(), kind))):
         source = type(data.config.data.sources[0])(path=str(seed.write(f"judge-{index}-{name}", rows)))
         table = data._tokenize(source)
-        groups.append(Documents([table], data._first(table.digests)))
+        groups.append(MeasuredDocuments([table], data._first(table.digests)))
     after = seed.folder / f"adapter-{index}"
 
     def losses(weights: Path) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 from support.recipes import QUICK, refusal
 
 from fxtune.config.compose import load
-from fxtune.config.needs import NEEDS, named_unread, unread
+from fxtune.config.needs import NEEDS, unread, unread_warnings
 from fxtune.config.root import Config
 
 REFUSED = [
@@ -44,7 +44,7 @@ REFUSED = [
         "loader.num_workers",
     ),
 ]
-NAMED = [
+WARNED = [
     (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),
     (["model.revision=main"], "model.revision=main", "a hub id in model.path"),
     (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
@@ -65,19 +65,19 @@ def test_a_key_that_nothing_reads_is_refused_with_what_it_needs(words, key, sett
     assert setting in line
 
 
-@pytest.mark.parametrize(("words", "key", "setting"), NAMED, ids=lambda value: str(value) if value else None)
-def test_options_of_a_section_that_is_off_are_named(words, key, setting):
-    (line,) = [line for line in named_unread(load([QUICK, *words])) if line.startswith(key)]
+@pytest.mark.parametrize(("words", "key", "setting"), WARNED, ids=lambda value: str(value) if value else None)
+def test_options_of_a_section_that_is_off_give_a_line(words, key, setting):
+    (line,) = [line for line in unread_warnings(load([QUICK, *words])) if line.startswith(key)]
     assert setting in line
 
 
 def test_every_need_is_tested():
-    tested = {key.partition("=")[0] for _, key, _ in (*REFUSED, *NAMED)}
-    sections = {need.key.rpartition(".")[0] for need in NEEDS if need.named}
-    refused = {need.key for need in NEEDS if not need.named}
+    tested = {key.partition("=")[0] for _, key, _ in (*REFUSED, *WARNED)}
+    sections = {need.key.rpartition(".")[0] for need in NEEDS if need.warns}
+    refused = {need.key for need in NEEDS if not need.warns}
     assert refused <= tested
     assert sections <= {key.rpartition(".")[0] for key in tested}
 
 
 def test_defaults_need_nothing():
-    assert not [*unread(Config()), *named_unread(Config())]
+    assert not [*unread(Config()), *unread_warnings(Config())]

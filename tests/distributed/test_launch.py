@@ -18,7 +18,7 @@ from support.killing import tail
 from fxtune.config.root import Config, RunConfig, TrainConfig
 from fxtune.distributed import launch
 from fxtune.distributed.failure import Failure
-from fxtune.distributed.heartbeat import SAVING, SIZE, STEP, Beat
+from fxtune.distributed.heartbeat import FORWARD_BACKWARD, SAVING, SIZE, Beat
 from fxtune.distributed.launch import _conclude, _overdue
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError, DataError, HardwareError, RankError, Stopped, UserError
@@ -178,7 +178,7 @@ def test_mistake_with_two_ranks_is_one_message(tmp_path):
 
 def test_ranks_that_live_on_after_a_failure_are_overdue():
     """Rank 0 waits in a step for rank 1, whose process does not end; rank 2 writes a checkpoint."""
-    beats = {0: Beat(5, STEP), 1: Beat(5, STEP), 2: Beat(5, SAVING)}
+    beats = {0: Beat(5, FORWARD_BACKWARD), 1: Beat(5, FORWARD_BACKWARD), 2: Beat(5, SAVING)}
     error = Failure(1, "out of memory", 4, at=100.0)
     assert _overdue([error], beats, 101.0) == set()
     assert _overdue([error], beats, 131.0) == {0, 1}
@@ -189,7 +189,9 @@ def test_ranks_that_live_on_after_a_failure_are_overdue():
 def test_launcher_kills_a_rank_that_does_not_end_after_its_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "PULSE_SECONDS", 0.02)
     rank = subprocess.Popen(["sleep", "600"])
-    beat = json.dumps([5, STEP, False, time.monotonic(), rank.pid]).encode().ljust(SIZE - 8) + struct.pack("q", 3)
+    beat = json.dumps([5, FORWARD_BACKWARD, False, time.monotonic(), rank.pid]).encode().ljust(SIZE - 8) + struct.pack(
+        "q", 3
+    )
     (tmp_path / "1").write_bytes(beat)
     failed = Failure(1, "out of memory", 4, at=time.time() - 31)
     (tmp_path / "failure-1").write_text(json.dumps(asdict(failed)))

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from fxtune.distributed.heartbeat import STEP, Beat
+from fxtune.distributed.heartbeat import FORWARD_BACKWARD, Beat
 from fxtune.distributed.watch import STALL_SECONDS, STEP_SECONDS, Watch, is_stopped, stalled
 
 
@@ -30,7 +30,10 @@ def process():
 
 def beats_without_pulse(process, second):
     """Rank 0 waits for rank 1, whose process has no pulse."""
-    return {0: Beat(5, "deciding", True, 0.0, os.getpid(), second), 1: Beat(5, STEP, False, 0.0, process.pid, 3)}
+    return {
+        0: Beat(5, "deciding", True, 0.0, os.getpid(), second),
+        1: Beat(5, FORWARD_BACKWARD, False, 0.0, process.pid, 3),
+    }
 
 
 def test_rank_whose_process_is_stopped_is_ended_and_named_once(process, capsys):
@@ -64,7 +67,7 @@ def test_rank_of_another_host_is_never_taken_for_a_stopped_one():
     assert not is_stopped(Beat(process=os.getpid()))
 
 
-@pytest.mark.parametrize(("doing", "ends"), [("tokenizing", False), (STEP, True)])
+@pytest.mark.parametrize(("doing", "ends"), [("tokenizing", False), (FORWARD_BACKWARD, True)])
 def test_rank_that_runs_and_does_not_move_is_named_and_in_a_step_ended(capsys, doing, ends):
     watch = Watch()
     for pulse, now in enumerate((STALL_SECONDS + 1, STALL_SECONDS + 2, STEP_SECONDS + 1)):

@@ -15,8 +15,8 @@ CHILD = """
 import sys
 from fxtune.system import hub
 from fxtune.errors import UserError
-hub.PATIENCE = float(sys.argv[3])
-hub.SILENCE = 600.0
+hub.REQUEST_SECONDS = float(sys.argv[3])
+hub.PAUSE_SECONDS = 600.0
 try:
     origin = hub.locate(sys.argv[1], sys.argv[2] or None)
     hub.fetch(origin, ["model.safetensors"])
@@ -90,7 +90,7 @@ def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reaso
     url = refused() if mode == "refused" else hub.url
     out = locate_in_process(url, cache, 2.0 if mode in ("silent", "drips") else 300.0)
     assert len(questions(hub)) <= (3 if mode == 401 else 1), hub.requests
-    used = "so what an earlier run fetched is used: commit " + COMMIT
+    used = "The files of an earlier run are used: commit " + COMMIT
     assert out.count(used) == 2, out  # for the model and the tokenizer
     assert reason in out.splitlines()[0], out
     assert f"bytes: {len(FILES['model.safetensors'])}" in out
@@ -117,9 +117,7 @@ def test_missing_model_without_a_hub_fails_after_one_question(hub, tmp_path, mod
     url = refused() if mode == "refused" else hub.url
     out = locate_in_process(url, tmp_path, 2.0 if mode == "silent" else 300.0)
     assert len(questions(hub)) <= 1, hub.requests
-    assert out.startswith(
-        "error 6: model.path=nobody/tiny: no such folder here, and the hub cannot be reached for it ("
-    ), out
+    assert out.startswith("error 6: model.path=nobody/tiny: no such folder here, and the hub cannot be reached ("), out
     assert "`hf download nobody/tiny`" in out
 
 

@@ -56,12 +56,12 @@ def run(function, routing, trained, matrices, seed, **options):
 
 
 @pytest.mark.parametrize("transpose", [True, False])
-@pytest.mark.parametrize("by", [operators.TORCH, operators.TRITON])
+@pytest.mark.parametrize("gemm", [operators.TORCH, operators.TRITON])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_accurate_and_reproducible(shape, by, transpose):
+def test_accurate_and_reproducible(shape, gemm, transpose):
     routing, trained, matrices = case(shape)
     seed, made = torch.randn_like(trained[0]), tuple(quantize_experts(one, transpose) for one in matrices)
-    found, again = (run(fp8_experts, routing, trained, made, seed, by=by) for _ in range(2))
+    found, again = (run(fp8_experts, routing, trained, made, seed, gemm=gemm) for _ in range(2))
     plain = tuple(dequantize_experts(one.codes, one.scales, torch.bfloat16) for one in made)
     wanted = run(gated_experts, routing, trained, plain, seed)
     for name, mine, same, exact in zip(
@@ -72,12 +72,12 @@ def test_accurate_and_reproducible(shape, by, transpose):
         assert error < LIMIT, (name, error)
 
 
-@pytest.mark.parametrize("by", [operators.TORCH, operators.TRITON])
-def test_products_of_groups_of_any_size_match_the_reference(by):
+@pytest.mark.parametrize("gemm", [operators.TORCH, operators.TRITON])
+def test_products_of_groups_of_any_size_match_the_reference(gemm):
     routing, trained, matrices = case("uneven")
     made, token = quantize_experts(matrices[0]), routing.order // 3
     x = operators.quantize_tokens(trained[0], token, routing.back)
-    found = operators.scaled_product(x, made.codes, made.scales, routing.ends, torch.bfloat16, by)
+    found = operators.scaled_product(x, made.codes, made.scales, routing.ends, torch.bfloat16, gemm)
     wanted = operators.scaled_product(
         (x[0].cpu(), x[1].cpu()), made.codes.cpu(), made.scales.cpu(), routing.ends.cpu(), torch.float32
     )

@@ -24,13 +24,13 @@ SHAPES = {
 """Tokens, experts a token, experts, width of the model and of an expert, ranks."""
 
 
-def prepared(by: str) -> str:
-    if by == CUTE:
+def prepared(gemm: str) -> str:
+    if gemm == CUTE:
         if torch.cuda.get_device_capability() != matmul.CAPABILITY:
             pytest.skip("quack's kernel is taken on compute capability 9.0")
         pytest.importorskip("quack")
         grouped_matmul.prepare(GPU, torch.bfloat16, cache_home() / "quack")
-    return by
+    return gemm
 
 
 def case(shape: str):
@@ -59,21 +59,21 @@ def case(shape: str):
     return routing, trained, matrices, SILU
 
 
-def run(routing, trained, frozen, seed, act=SILU, by=CUBLAS):
+def run(routing, trained, frozen, seed, act=SILU, gemm=CUBLAS):
     hidden, weights, a1, b1, a2, b2 = trained = [one.detach().requires_grad_() for one in trained]
     adapters = Adapter(a1, b1), Adapter(a2, b2)
     matrices, biases = frozen[:2], frozen[2:] or (None, None)
     rows = routing.order, routing.back, routing.ends
-    out = gated_experts(hidden, weights, *rows, matrices, adapters, act, by, biases)
+    out = gated_experts(hidden, weights, *rows, matrices, adapters, act, gemm, biases)
     return [out.detach(), *torch.autograd.grad(out, trained, seed)]
 
 
-@pytest.mark.parametrize("by", [CUBLAS, CUTE])
+@pytest.mark.parametrize("gemm", [CUBLAS, CUTE])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_accurate_and_reproducible(shape, by):
+def test_accurate_and_reproducible(shape, gemm):
     routing, trained, frozen, act = case(shape)
     seed = torch.randn_like(trained[0])
-    found, again = (run(routing, trained, frozen, seed, act, prepared(by)) for _ in range(2))
+    found, again = (run(routing, trained, frozen, seed, act, prepared(gemm)) for _ in range(2))
     on_cpu = Routing(routing.order.new_zeros(1, 1), 1)
     on_cpu.order, on_cpu.back, on_cpu.ends = routing.order.cpu(), routing.back.cpu(), routing.ends.cpu()
     wide = ([one.cpu().float() for one in each] for each in (trained, frozen))

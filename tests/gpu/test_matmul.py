@@ -67,7 +67,7 @@ def test_products_are_accurate_and_reproducible(name, rows, dtype, all_sizes):
         assert is_served(left, right, into)
         found = mm(left, right, into, CUTE)
         assert found is into
-        assert torch.equal(found, mm(left, right, by=CUTE))
+        assert torch.equal(found, mm(left, right, gemm=CUTE))
         at = torch.cat([torch.arange(64), torch.arange(rows - 300, rows)]).to(GPU)  # the last tile's rows, too
         exact = left[at].float() @ right.float()
         assert reference.relative(found[at], exact) < reference.LIMITS["bfloat16"]
@@ -75,16 +75,16 @@ def test_products_are_accurate_and_reproducible(name, rows, dtype, all_sizes):
         assert reference.relative(found[at], exact) <= 1.01 * reference.relative((left[at] @ right), exact)
         assert torch.isfinite(found).all()
         plus = drawn(rows, right.shape[1], right.shape[1] + 8, dtype)
-        for by in (CUTE, matmul.CUBLAS):
-            total = mm(left, right, into.fill_(float("nan")), by, plus)
-            assert torch.equal(total, mm(left, right, torch.empty_like(into), by, plus))
+        for gemm in (CUTE, matmul.CUBLAS):
+            total = mm(left, right, into.fill_(float("nan")), gemm, plus)
+            assert torch.equal(total, mm(left, right, torch.empty_like(into), gemm, plus))
             wanted = exact + plus[at].float()
             assert reference.relative(total[at], wanted) < reference.LIMITS["bfloat16"]
             assert torch.isfinite(total).all()
             # The kernel rounds once, and only sums in another order differ. cuBLAS rounds twice, and then a quarter
             # of the results differs.
-            taken = by == CUTE and is_served(left, right, into, plus)
-            assert taken == (by == CUTE and right.stride(0) == 1)
+            taken = gemm == CUTE and is_served(left, right, into, plus)
+            assert taken == (gemm == CUTE and right.stride(0) == 1)
             assert not taken or (total[at] == wanted.to(dtype)).float().mean() > 0.9
 
 
@@ -165,11 +165,11 @@ def test_operators_and_head_agree_with_cublas(tiles):
     head, labels = drawn(32000, 4096) / 64, torch.randint(0, 32000, (4096,), device=GPU)
     x = drawn(rows, 4096)
     found = []
-    for kind, by in ((DENSE, matmul.CUBLAS), (DENSE_CUTE, CUTE)):
+    for kind, gemm in ((DENSE, matmul.CUBLAS), (DENSE_CUTE, CUTE)):
         leaf = x.clone().requires_grad_()
         y = lora_mlp(leaf, a + a_down, b + b_down, [up], [down], [2.0] * 3, kind, kind, tiles=tiles)
         z = lora_linear(y, a[:1], b[:1], [augment([up[:14336, :4096]], [16])], [2.0], kind)
-        loss = linear_cross_entropy(y[:4096], head, labels, by=by)
+        loss = linear_cross_entropy(y[:4096], head, labels, gemm=gemm)
         grads = torch.autograd.grad(loss / 4096 + z.float().square().mean(), [leaf, *a, *b, *a_down, *b_down])
         found.append([y.detach(), loss.detach(), *grads])
     for one, other in zip(*found, strict=True):
@@ -231,8 +231,8 @@ def test_kernel_is_faster_than_cublas():
         ):
             into = torch.empty(16384, right.shape[1], device=GPU, dtype=torch.bfloat16)
             times[f"{name} {way}"] = [
-                milliseconds(lambda by=by, left=left, right=right, into=into: mm(left, right, into, by))
-                for by in (matmul.CUBLAS, CUTE)
+                milliseconds(lambda gemm=gemm, left=left, right=right, into=into: mm(left, right, into, gemm))
+                for gemm in (matmul.CUBLAS, CUTE)
             ]
     for name, (cublas, cute) in times.items():
         print(f"{name}: cuBLAS {cublas:.3f} ms, quack {cute:.3f} ms")

@@ -74,8 +74,8 @@ def test_a_large_rank_is_left_to_torch(rank, monkeypatch):
     assert [call[0] for call in asked] == [operators.TRITON if rank == 128 else operators.TORCH]
 
 
-@pytest.mark.parametrize("by", [operators.TORCH, operators.TRITON])
-def test_what_is_not_rounded_is_exact(by, monkeypatch):
+@pytest.mark.parametrize("gemm", [operators.TORCH, operators.TRITON])
+def test_what_is_not_rounded_is_exact(gemm, monkeypatch):
     """With activations left as they are, only the order of sums differs from the 16-bit operator's."""
     trained, matrices = case()
     made = tuple(quantize_experts(matrix, False) for matrix in matrices)
@@ -84,7 +84,7 @@ def test_what_is_not_rounded_is_exact(by, monkeypatch):
     def unrounded(x, powers=False, columns=None):
         return (x if columns is None else x * columns), torch.ones(len(x), 1)
 
-    def product(x, codes, scales, ends, dtype, by=operators.TORCH, low=None):
+    def product(x, codes, scales, ends, dtype, gemm=operators.TORCH, low=None):
         matrices = dequantize_experts(codes, scales, torch.float32)
         made = operators.product(x[0], matrices.mT, ends)
         return made if low is None else made + operators.product(*low, ends)
@@ -99,7 +99,7 @@ def test_what_is_not_rounded_is_exact(by, monkeypatch):
             torch.ones(len(x), 1),
         ),
     )
-    found, wanted = run(functools.partial(fp8_experts, by=by), made, trained), run(gated_experts, plain, trained)
+    found, wanted = run(functools.partial(fp8_experts, gemm=gemm), made, trained), run(gated_experts, plain, trained)
     for name, mine, other in zip(NAMES, found, wanted, strict=True):
         assert apart(mine, other) < 1e-5, name
 

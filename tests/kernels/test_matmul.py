@@ -131,7 +131,7 @@ def drawn(rows, columns, stride=None, dtype=torch.bfloat16, at=0):
 def test_cpu_products_are_torchs():
     assert not is_served(drawn(4096, 1024), drawn(1024, 1024), drawn(4096, 1024))
     x, w = drawn(20, 32), drawn(32, 24)
-    torch.testing.assert_close(mm(x, w, by=CUTE), x @ w, rtol=0, atol=0)
+    torch.testing.assert_close(mm(x, w, gemm=CUTE), x @ w, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -196,17 +196,17 @@ def test_flop_counter_and_profiler_see_a_product(small):
     torch.testing.assert_close(out, x @ w, rtol=0, atol=0)
     plus = drawn(20, 24)
     with Calls() as mode:
-        both = [mm(x, w, into, by, plus) for by in (CUTE, CUBLAS) for into in (None, torch.empty_like(out))]
+        both = [mm(x, w, into, gemm, plus) for gemm in (CUTE, CUBLAS) for into in (None, torch.empty_like(out))]
     assert mode.found == [(20, 32, 24)] * 2
     exact = x.double() @ w.double() + plus.double()
     for result in both:
         # Rounded once. Sums in another order may round differently next to a tie.
         assert (result == exact.bfloat16()).float().mean() > 0.99
     with FlopCounterMode(display=False) as counted:
-        mm(x, w, by=CUTE)
+        mm(x, w, gemm=CUTE)
     assert counted.get_total_flops() == 2 * 20 * 32 * 24
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert mm(torch.empty(20, 32), torch.empty(32, 24), by=CUTE).shape == (20, 24)
+        assert mm(torch.empty(20, 32), torch.empty(32, 24), gemm=CUTE).shape == (20, 24)
 
 
 def groups(rows=24, inner=32, outs=(16, 24), rank=4):
@@ -270,15 +270,15 @@ def test_all_products_of_an_mlp_use_the_kernel(small, by_op, tiles):
 def test_head_uses_the_kernel_forward_and_backward(small, by_op):
     weight, labels = torch.randn(50, 32, dtype=torch.bfloat16), torch.arange(20)
     found = []
-    for by in (CUBLAS, CUTE):
+    for gemm in (CUBLAS, CUTE):
         hidden = torch.ones(20, 32, dtype=torch.bfloat16).cumsum(0).div_(20).requires_grad_()
-        loss = heads.linear_cross_entropy(hidden, weight, labels, by=by, chunk_rows=10)
+        loss = heads.linear_cross_entropy(hidden, weight, labels, gemm=gemm, chunk_rows=10)
         loss.backward()
-        found.append((loss.detach(), hidden.grad, -heads.linear_log_probs(hidden, weight, labels, by=by)))
+        found.append((loss.detach(), hidden.grad, -heads.linear_log_probs(hidden, weight, labels, gemm=gemm)))
     # On a CPU the logits' rows begin every 50 numbers, which is not on 16 bytes. On a GPU they do: every 64.
     assert by_op == []
     weight, labels = torch.randn(64, 32, dtype=torch.bfloat16), torch.arange(20)
-    heads.linear_cross_entropy(hidden.detach().requires_grad_(), weight, labels, by=CUTE, chunk_rows=10)
+    heads.linear_cross_entropy(hidden.detach().requires_grad_(), weight, labels, gemm=CUTE, chunk_rows=10)
     assert by_op == [(10, 32, 64), (10, 64, 32)] * 2
     for first, second in zip(*found, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -372,7 +372,7 @@ def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
 def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_op, quack):
     _, plain = model_with(monkeypatch, Matmul.cublas)
     _, cute = model_with(monkeypatch, Matmul.cute)
-    assert (LanguageModel(plain).by, LanguageModel(cute).by) == (CUBLAS, CUTE)
+    assert (LanguageModel(plain).gemm, LanguageModel(cute).gemm) == (CUBLAS, CUTE)
     outs = []
     for model, calls in ((plain, False), (cute, True), (plain, False)):
         by_op.clear()
@@ -403,7 +403,7 @@ def test_kernel_that_does_not_compile_is_an_error_by_name_and_one_note_with_auto
     with pytest.raises(HardwareError, match=r"techniques.lora.matmul=cute: .*TypeError: no such architecture\)"):
         model_with(monkeypatch, Matmul.cute)
     pipeline, model = model_with(monkeypatch, Matmul.cute, optional=True)
-    assert LanguageModel(model).by == CUBLAS
+    assert LanguageModel(model).gemm == CUBLAS
     assert pipeline.options()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
     with torch.autocast("cpu", torch.bfloat16):
         found = [

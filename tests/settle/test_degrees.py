@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.forecasts import LLAMA, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.settle.degrees import choose, fits, need_with, possible
+from fxtune.settle.degrees import choose, fits, memory_need, possible
 from fxtune.system.units import GIB
 
 LLAMA_70B = dict(LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
@@ -47,13 +47,13 @@ def test_rows_are_cut_where_one_does_not_fit():
     chosen, need = choose(facts.techniques, facts, possible(2))
     assert chosen == Degrees(context=2)
     # Half of it, and what ranks hold to exchange their pieces.
-    assert need.backward < 0.65 * need_with(facts.techniques, facts, Degrees(shard=2)).backward
+    assert need.backward < 0.65 * memory_need(facts.techniques, facts, Degrees(shard=2)).backward
 
 
 def test_the_smallest_is_chosen_if_nothing_fits():
     facts = card(8, 4096, model=LLAMA_70B, techniques=TRIED)
     chosen, need = choose(facts.techniques, facts, possible(2))
     assert (
-        need.device == min(need_with(facts.techniques, facts, one).device for one in possible(2)) > facts.free_memory
+        need.device == min(memory_need(facts.techniques, facts, one).device for one in possible(2)) > facts.free_memory
     )
     assert chosen.shard == 2

@@ -315,8 +315,8 @@ def with_head(pipeline: Any, model: Any) -> Any:
     from fxtune.models.prepared import PreparedModel
     from fxtune.objectives.language_model import LanguageModel
 
-    by = pipeline.lora.matmul.value if pipeline.lora.enabled else ""
-    return LanguageModel(PreparedModel(model, products_by=by), pipeline.liger)
+    gemm = pipeline.lora.matmul.value if pipeline.lora.enabled else ""
+    return LanguageModel(PreparedModel(model, gemm=gemm), pipeline.liger)
 
 
 def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ def test_unreachable_hub_is_one_storage_error_after_one_request(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_silence", [])
+    monkeypatch.setattr(hub, "_pause", [])
     for revision in (None, "0123456789" * 4):
         with pytest.raises(StorageError, match=r"nobody/nothing.*hub cannot be reached"):
             load_config(ModelConfig(path="nobody/nothing", revision=revision))

@@ -12,7 +12,7 @@ from fxtune.data.batches.loader import Loader
 from fxtune.errors import HardwareError
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.training.builder import RunBuilder
-from fxtune.training.document_losses import MeasuredDocuments, _require_fits, document_losses
+from fxtune.training.document_losses import MeasuredDocuments, _require_weights_fit, document_losses
 from fxtune.training.evaluation import evaluate
 
 
@@ -28,7 +28,7 @@ def test_documents_add_up_to_the_evaluation(narrow, packing, length):
     whole = (tables[0].whole or tables[0]).digests
     assert set(found.digests.tolist()) == set(whole.tolist())
     expected = evaluate(model, CausalLM(), loader, builder.techniques.precision)["loss"]
-    assert found.summed.sum() / found.targets.sum() == pytest.approx(expected, rel=1e-5)
+    assert found.summed.sum() / found.tokens.sum() == pytest.approx(expected, rel=1e-5)
     few = MeasuredDocuments(tables, found.digests[5:9])
     loader = Loader(few.plan(builder.config, 0), narrow.loader, builder.world.device)
     alone = document_losses(model, loader, builder.techniques.precision)
@@ -38,7 +38,7 @@ def test_documents_add_up_to_the_evaluation(narrow, packing, length):
 
 def test_divided_model_that_one_card_cannot_hold_is_refused_before_it_is_loaded(narrow):
     builder = RunBuilder(narrow)
-    _require_fits(builder)
+    _require_weights_fit(builder)
     builder.settled = replace(builder.settled, facts=replace(builder.facts, memory=1000))
     with pytest.raises(HardwareError, match="compared on one card, although their runs"):
-        _require_fits(builder)
+        _require_weights_fit(builder)

@@ -30,7 +30,7 @@ def test_steps_are_measured_without_the_first_one_and_without_evaluations():
         with clock.evaluation():
             time.now += 1
     assert (clock.step_seconds, clock.first_step_seconds) == (2.0, 60.0)
-    assert clock.takes["evaluation"] == 1.0
+    assert clock.last_seconds["evaluation"] == 1.0
     assert (clock.seconds, clock.training) == (85.0, 70.0)
     assert clock.evaluation_share == pytest.approx(4 / 70)
 
@@ -45,5 +45,5 @@ def test_next_process_goes_on_with_the_time_of_the_one_before():
     second = RunClock(before=1.0, clock=time)
     second.load(first.state())
     time.now += 5
-    assert (second.seconds, second.training, second.takes["evaluation"]) == (46.0, 40.0, 10.0)
+    assert (second.seconds, second.training, second.last_seconds["evaluation"]) == (46.0, 40.0, 10.0)
     assert second.evaluation_share == 0.25

@@ -28,12 +28,12 @@ def play(race: Race, losses=lambda number, rung: final(number), workers: int = 1
             running.append((following, following[0].reached))
         (entrant, rung), since = running.pop(0)
         done.append((entrant.number, since, rung))
-        race.reach(entrant, rung, losses(entrant.number, rung))
+        race.report(entrant, rung, losses(entrant.number, rung))
         if restart() and not running:
             again = Race(race.brackets, race.eta)
             for entrant in race.entrants:
                 again.add(Entrant(entrant.number, entrant.bracket, entrant.state, dict(entrant.losses)))
-            assert not again.judge(), "all verdicts were known"
+            assert not again.judge_all(), "all verdicts were known"
             race = again
     return done
 
@@ -75,7 +75,7 @@ def test_failed_and_broken_configurations_do_not_hold_up_the_others():
     for number in range(4):
         race.add(Entrant(number, 0, EntrantState.running))
     for number, loss in enumerate((math.nan, 0.5, 0.4)):
-        assert race.reach(race.entrants[number], 1, loss) == []
+        assert race.report(race.entrants[number], 1, loss) == []
     assert race.fail(race.entrants[3], "out of memory") == [race.entrants[0]]
     assert race.next() == (race.entrants[1], 2)
     race.fail(race.entrants[1], "not finite")

@@ -177,7 +177,7 @@ class GroupedExperts:
     """The class of peft's outermost wrapper if its experts run grouped; the other parent is peft's class."""
 
     expert_act: Activation | None
-    products_by = CUBLAS
+    gemm = CUBLAS
     """The GEMM backend of experts in 16 bits."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ class GroupedExperts:
         if kwargs or len(args) != 2 or _needs_own_forward(nested):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]  # peft's
         adapters = {wrapper.parameter_name: wrapper for wrapper in nested}
-        return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.products_by)
+        return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.gemm)
 
 
 class OwnExperts(InPlaceOf):
@@ -194,7 +194,7 @@ class OwnExperts(InPlaceOf):
     expert_act: Activation
 
     def run(
-        self, adapters: dict[str, Any], hidden: torch.Tensor, routing: Routing, weights: torch.Tensor, by: str
+        self, adapters: dict[str, Any], hidden: torch.Tensor, routing: Routing, weights: torch.Tensor, gemm: str
     ) -> torch.Tensor:
         """See run_experts()."""
         raise NotImplementedError
@@ -215,7 +215,7 @@ def run_experts(
     index: torch.Tensor,
     weights: torch.Tensor,
     act: Activation | None = None,
-    by: str = CUBLAS,
+    gemm: str = CUBLAS,
 ) -> torch.Tensor:
     """The experts' output [tokens, d] for `hidden` [tokens, d]. `index`, `weights` [tokens, k]: the experts of each
     token and their weights.
@@ -223,12 +223,12 @@ def run_experts(
     Args:
         adapters: peft's wrappers by the names of the tensors that they adapt.
         act: the activation if one operator can compute these experts (one_operator()).
-        by: the GEMM backend of that operator over 16-bit weights.
+        gemm: the GEMM backend of that operator over 16-bit weights.
     """
     routing = Routing(index, experts.num_experts)
     first = FIRST[0] if experts.has_gate else FIRST[1]
     if isinstance(experts, OwnExperts):
-        return experts.run(adapters, hidden, routing, weights, by)
+        return experts.run(adapters, hidden, routing, weights, gemm)
     rows = routing.order, routing.back, routing.ends
     dtype = getattr(experts, first).dtype
     if act is not None and len(adapters) == 2:
@@ -240,7 +240,7 @@ def run_experts(
             matrices,
             (halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)),
             act,
-            by,
+            gemm,
             biases,
         )
         return result.to(hidden.dtype)

@@ -87,7 +87,7 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
     for group in groups(model, DENSE):
         group.kind = DENSE_CUTE
     for experts in mixtures:
-        experts.products_by = CUTE
+        experts.gemm = CUTE
     return None
 
 

@@ -170,7 +170,7 @@ class Lora(LoraOptions, Technique):
             if self.matmul is Matmul.cute:
                 self._not_compiled = gemm_backend.enable(adapted, world.device, self._cute_by_auto) or ""
                 self.matmul = Matmul.cublas if self._not_compiled else self.matmul
-                model.products_by = "" if self._not_compiled else CUTE
+                model.gemm = "" if self._not_compiled else CUTE
 
     def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
         """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.

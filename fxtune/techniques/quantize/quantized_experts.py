@@ -209,7 +209,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
     def forward(self, hidden: Tensor, index: Tensor, router_weights: Tensor) -> Tensor:
         return run_experts(self, {}, hidden, index, router_weights)
 
-    def run(self, adapters: dict[str, Any], hidden: Tensor, routing: Routing, weights: Tensor, by: str) -> Tensor:
+    def run(self, adapters: dict[str, Any], hidden: Tensor, routing: Routing, weights: Tensor, gemm: str) -> Tensor:
         in_fp8, rows = self.stored_as == FP8, (routing.order, routing.back, routing.ends)
         dtype = torch.bfloat16 if in_fp8 and hidden.is_cuda else self.compute_dtype
         nothing = hidden.new_empty(0, dtype=dtype)
@@ -223,7 +223,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
             result = fp8_experts.fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act)
         else:
             biases = biases_of(self, dtype)
-            result = gated_experts(hidden.to(dtype), weights, *rows, codes, pair, act, by, biases, self.stored_as)
+            result = gated_experts(hidden.to(dtype), weights, *rows, codes, pair, act, gemm, biases, self.stored_as)
         return result.to(hidden.dtype)
 
     def run_grouped(self, outermost: Any) -> None:

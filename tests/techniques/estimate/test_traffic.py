@@ -9,7 +9,7 @@ from support.architectures import enable
 from support.forecasts import TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.settle.degrees import need_with
+from fxtune.settle.degrees import memory_need
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.traffic import sent
@@ -50,7 +50,7 @@ def test_what_ranks_send():
 
 def test_adapters_are_whole_on_ranks_that_share_the_base():
     one = card(139, 4096, techniques=TRIED)
-    whole, half = (need_with(one.techniques, one, degrees) for degrees in (Degrees(), Degrees(shard=2)))
+    whole, half = (memory_need(one.techniques, one, degrees) for degrees in (Degrees(), Degrees(shard=2)))
     assert half.trained == whole.trained
     assert half.weights == pytest.approx((whole.weights + 4 * ADAPTERS) / 2, abs=1)
     assert half.exchange > 4 * ADAPTERS

@@ -32,5 +32,5 @@ def test_a_resumed_run_keeps_the_gemm_backend_that_auto_chose(small, cwd, monkey
     monkeypatch.setattr(trainer.Trainer, "_loop", lambda self: made.append(self))
     trainer.run(small)
     assert made[0].techniques.lora.matmul is Matmul.cublas, "today auto would take cute"
-    assert made[0].language_model.by == "cublas"
+    assert made[0].language_model.gemm == "cublas"
     assert made[0].state.step == 2

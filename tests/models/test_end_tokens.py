@@ -14,7 +14,7 @@ from fxtune.cli.main import main
 from fxtune.cli.merge import merge
 from fxtune.errors import StorageError
 from fxtune.models import load as models
-from fxtune.models.generation import read_end_tokens
+from fxtune.models.end_tokens import read_end_tokens
 from fxtune.models.load import Init, ModelConfig
 from fxtune.models.proof import changed_since
 from fxtune.training import trainer

@@ -1,8 +1,8 @@
-"""Where generation stops: the end tokens of a model's generation config, and the tokens that training has added.
+"""The tokens at which generation stops: in a model's generation config, and added by training.
 
-A whole model's generation_config.json has all end tokens. PEFT's layout has no place for a generation config. If
-training has added an end token, the generation config lies beside the adapter; the model card's code and merging read
-it.
+A whole model's generation_config.json has all end tokens. PEFT's layout has no place for a generation config: if
+training has added an end token, generation_config.json lies beside the adapter, and the model card's code and merging
+read that file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def end_tokens(generation: Any) -> list[int]:
 
 
 def add_end_tokens(model: PreparedModel, ends: Iterable[int]) -> list[int]:
-    """Let generation by `model` stop at `ends`, too. Returns the ids that are new; `model.added_ends` has all."""
+    """Let generation by `model` stop at `ends`, too. Returns the new ids, and appends them to `model.added_ends`."""
     generation = getattr(model.module, "generation_config", None)
     if generation is None:
         return []

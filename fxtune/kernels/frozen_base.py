@@ -78,8 +78,8 @@ class Base:
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         self.adapters, self.tensors = adapters, tensors
         dtype, device = adapters.dtype, adapters.a[0].device
-        self.a = torch.empty(adapters.width, adapters.inner, dtype=dtype, device=device)
-        self.b = torch.empty(sum(adapters.outs), adapters.width, dtype=dtype, device=device)
+        self.a = torch.empty(adapters.padded_rank, adapters.in_features, dtype=dtype, device=device)
+        self.b = torch.empty(sum(adapters.out_features), adapters.padded_rank, dtype=dtype, device=device)
         pack(adapters, self.a, self.b)
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
@@ -110,7 +110,7 @@ class Base:
 
     def padded_buffer(self, rows: int) -> Tensor:
         """An uninitialized x [rows, in], which full(padded=True) reads without a copy."""
-        return spaced(self.a, rows, self.adapters.inner)
+        return spaced(self.a, rows, self.adapters.in_features)
 
     def full(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, padded: bool = False
@@ -138,14 +138,14 @@ class Dense(Base):
         self.adapters, self.gemm = adapters, CUTE if kind == DENSE_CUTE else CUBLAS
         # .data, so that autograd does not see the writes of pack(); nobody else reads what they change.
         self.matrix = matrix = matrix.data.to(adapters.dtype)
-        self.out, self.inner = sum(adapters.outs), adapters.inner
-        assert matrix.shape == (self.out + adapters.width, self.inner + adapters.width), (matrix.shape, adapters.ranks)
+        self.out, self.inner, rank = sum(adapters.out_features), adapters.in_features, adapters.padded_rank
+        assert matrix.shape == (self.out + rank, self.inner + rank), (matrix.shape, adapters.ranks)
         self.a, self.b = matrix[self.out :, : self.inner], matrix[: self.out, self.inner :]
         pack(adapters, self.a, self.b)
 
     def buffer(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """A buffer [rows, width + R], its left part and its right part."""
-        buffer = torch.empty(rows, width + self.adapters.width, dtype=self.matrix.dtype, device=self.matrix.device)
+        buffer = self.matrix.new_empty(rows, width + self.adapters.padded_rank)
         left, right = buffer[:, :width], buffer[:, width:]
         if not buffer.is_cuda:
             right.zero_()  # oneDNN's bfloat16 matmul reads the gap between two rows, and NaN times its zeros is NaN
@@ -158,7 +158,7 @@ class Dense(Base):
     def padded(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
         """With padding of R numbers x is the left part of a buffer already. (On a CPU buffer() keeps it finite.)"""
         rows, width = x.shape
-        row = width + self.adapters.width
+        row = width + self.adapters.padded_rank
         end = (x.storage_offset() + rows * row) * x.itemsize
         if (x.dtype, x.stride()) != (self.matrix.dtype, (row, 1)) or end > x.untyped_storage().nbytes():
             return self.operand(x, factor)
@@ -211,8 +211,8 @@ class Dequantized(Base):
         """[out, in]."""
         from fxtune.kernels.quantized import unpack
 
-        outs, count = self.adapters.outs, len(self.tensors) // len(self.adapters.outs)
-        matrix = torch.empty(sum(outs), self.adapters.inner, dtype=self.adapters.dtype, device=self.a.device)
+        outs, count = self.adapters.out_features, len(self.tensors) // len(self.adapters.out_features)
+        matrix = torch.empty(sum(outs), self.adapters.in_features, dtype=self.adapters.dtype, device=self.a.device)
         for index, into in enumerate(matrix.split(outs)):
             unpack(self.kind, self.tensors[index * count : (index + 1) * count], into)
         return matrix

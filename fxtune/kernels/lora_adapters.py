@@ -1,7 +1,8 @@
-"""The trained half of fused LoRA: packing A and B for the frozen half's matmul, multiplying by them, and their
-gradients.
+"""The adapters' part of fused LoRA: A and B are packed for the matmul with the frozen weights (frozen_base.py), then
+activations are multiplied by A and B, and the gradients of A and B are summed.
 
-On a GPU and in 16 bits the kernels of lora_triton.py do this, for groups that are small enough and have enough rows;
+A group is the linears that read the same input, such as q, k and v; siblings are the linears of one group. On a GPU
+and in 16 bits the kernels of lora_triton.py compute all this, for groups that are small enough and have enough rows;
 otherwise torch does, in the same numeric order. Sums over rows stay float32 until they are written as gradients.
 """
 
@@ -16,18 +17,19 @@ from torch import Tensor
 ALIGN = 16
 """The padded rank is a multiple of this: 16 numbers of 2 bytes keep all rows at 32-byte boundaries."""
 MAX_RANK = 128
-"""The largest padded rank for lora_triton's products: the accumulator of a larger one does not fit into registers."""
+"""The largest padded rank for lora_triton's products: the accumulator of a larger rank does not fit into registers."""
 MIN_ROWS = 4096
 """The fewest rows for lora_triton's products: a program handles 64 rows, and fewer rows do not fill a GPU."""
 MAX_SIBLINGS = 4
+"""The most siblings that lora_triton packs and unpacks."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The trained half of a group, as an operator receives it.
+    """The adapters of a group, as the operators of fused_lora.py receive them.
 
-    a, b: lora_A [rank, in] and lora_B [out, rank] of each sibling, in any dtype. bias: empty, or [out] of each
-    sibling. scaling: one factor for each sibling. dtype: the compute dtype.
+    a, b: the lora_A [rank, in] and the lora_B [out, rank] of each sibling, in any dtype. bias: empty, or the frozen
+    bias [out] of each sibling. scaling: one factor for each sibling. dtype: the compute dtype.
     """
 
     a: Sequence[Tensor]
@@ -41,32 +43,33 @@ class Adapters:
         return [factor.shape[0] for factor in self.a]
 
     @property
-    def outs(self) -> list[int]:
+    def out_features(self) -> list[int]:
         return [factor.shape[0] for factor in self.b]
 
     @property
-    def inner(self) -> int:
+    def in_features(self) -> int:
         return self.a[0].shape[1]
 
     @property
-    def width(self) -> int:
-        """R, the padded rank."""
+    def padded_rank(self) -> int:
+        """R in the shapes of this file."""
         return padded_rank(self.ranks, bool(self.bias))
 
 
 def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
-    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of
-    ALIGN."""
+    """The columns of x A^T: one for each rank of each sibling, one of ones if there is a bias, and columns of zeros up
+    to a multiple of ALIGN."""
     return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
 
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
-    """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included. Rows may have gaps between them."""
-    # The kernel computes in float32.
+    """Write every element of the packed A, `a` [R, in], and of the packed B, `b` [out, R]. Each sibling's lora_A and
+    lora_B are a block of them, the rest is 0. The rows of `a` and `b` may have gaps between them."""
+    # The kernel computes in float32, so it is not for float64.
     if a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MAX_SIBLINGS:
         from fxtune.kernels.lora_triton import pack as launch
 
-        factors_a, factors_b = ([factor.contiguous() for factor in half] for half in (adapters.a, adapters.b))
+        factors_a, factors_b = ([factor.contiguous() for factor in factors] for factors in (adapters.a, adapters.b))
         bias = torch.cat(list(adapters.bias)) if adapters.bias else None
         launch(factors_a, factors_b, adapters.scaling, bias, a, b)
         return
@@ -90,7 +93,11 @@ def project(
     ones: int | None = None,
     value: float = 1.0,
 ) -> Tensor:
-    """x factor, as lora_triton.project(), for any dtype and R."""
+    """The product x F, where F is `factor` [width, R]: lora_triton.project() for any dtype and R.
+
+    `left`, `right`: the parts of a matmul's operand into which x and the product are also written. `ones`: the column
+    of the product that is `value` instead.
+    """
     if by_triton(x, factor.shape[1]):
         from fxtune.kernels.lora_triton import project as launch
 
@@ -105,46 +112,47 @@ def project(
     return product
 
 
-def add(
-    y: Tensor, narrow: Tensor, factor: Tensor, out: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """y + narrow factor + residual, as lora_triton.add(), for any dtype and R; in y where there is no `out`."""
+def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """y + t F + residual, for `t` [rows, R] and F, which is `factor` [R, width]: lora_triton.add() for any dtype and
+    R. Written to `out`, or to y if `out` is None."""
     into = y if out is None else out
     if by_triton(y, len(factor)):
         from fxtune.kernels.lora_triton import add as launch
 
-        return launch(y, narrow, factor, into, residual)
-    torch.addmm(y, narrow, factor, out=into)
+        return launch(y, t, factor, into, residual)
+    torch.addmm(y, t, factor, out=into)
     return into if residual is None else into.add_(residual)
 
 
 class AdapterGradients:
-    """The gradients of a group's A and B, summed over tiles of the rows.
+    """The gradients of a group's packed A and B, summed over tiles of the rows.
 
-    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. A sibling's gradients are the sibling's rows and
-    columns of these products.
+    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. Each sibling's gradients are a block of dA^T and a
+    block of dB.
     """
 
     def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
-        """`wanted`: whether A, and B, need gradients."""
+        """`wanted`: (whether the lora_A need gradients, whether the lora_B do)."""
         self.adapters, self.wanted = adapters, wanted
         self.totals: list[Tensor | None] = [None, None]
+        """Partial sums of dA^T and of dB, see _outer()."""
 
     def add(self, dyb: Tensor, x: Tensor | None, xa: Tensor, dy: Tensor | None) -> None:
-        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. A sum without its x or dy is in
-        `totals` already.
+        """Add a tile of rows to the sums. `dyb`, `xa`: dy B and x A^T, [rows, R]. `x`: [rows, in]. `dy`: [rows, out].
+
+        Without `x` the caller has already added the tile to the sum for A in `totals`, without `dy` to the sum for B.
         """
-        for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
-            if self.wanted[index] and wide is not None:
-                self.totals[index] = _outer(wide, narrow, self.totals[index])
+        for index, (activations, t) in enumerate(((x, dyb), (dy, xa))):
+            if self.wanted[index] and activations is not None:
+                self.totals[index] = _outer(activations, t, self.totals[index])
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of each lora_A and of each lora_B, as separate tensors; empty lists where none are wanted."""
         adapters = self.adapters
-        grads = [[factor.new_empty(factor.shape) for factor in half] for half in (adapters.a, adapters.b)]
+        grads = [[factor.new_empty(factor.shape) for factor in factors] for factors in (adapters.a, adapters.b)]
         da, db = self.totals
-        sums = db if da is None else da
-        if sums is not None and sums.is_cuda and sums.dtype is torch.float32 and len(adapters.a) <= MAX_SIBLINGS:
+        known = db if da is None else da
+        if known is not None and known.is_cuda and known.dtype is torch.float32 and len(adapters.a) <= MAX_SIBLINGS:
             from fxtune.kernels.lora_triton import unpack as launch
 
             launch(da, db, adapters.scaling, grads[0], grads[1])
@@ -158,25 +166,26 @@ class AdapterGradients:
                 if db is not None:
                     grad_b.copy_(db[row : row + len(grad_b), ranks] * scaling)
                 row, column = row + len(grad_b), column + len(grad_a)
-        first, second = ([*half] if wanted else [] for half, wanted in zip(grads, self.wanted, strict=True))
-        return first, second
+        grads_a, grads_b = (grad if wanted else [] for grad, wanted in zip(grads, self.wanted, strict=True))
+        return grads_a, grads_b
 
 
-def _outer(wide: Tensor, narrow: Tensor, into: Tensor | None) -> Tensor:
-    """wide^T narrow as partial sums [parts, width, R], added to `into` if given; float32, or float64 for float64."""
-    if (into is not None and into.shape[0] > 1) or by_triton(wide, narrow.shape[1]):
+def _outer(x: Tensor, t: Tensor, into: Tensor | None) -> Tensor:
+    """x^T t for `x` [rows, width] and `t` [rows, R], added to `into` if given: partial sums [parts, width, R] in
+    float32, or in float64 for float64. There is one part unless lora_triton computes them."""
+    if (into is not None and into.shape[0] > 1) or by_triton(x, t.shape[1]):
         from fxtune.kernels.lora_triton import reduce
 
-        return reduce(wide, narrow, into)
-    if wide.dtype.itemsize > 2:
-        product = wide.t() @ narrow
-    elif wide.is_cuda:
-        product = torch.mm(wide.t(), narrow, out_dtype=torch.float32)
+        return reduce(x, t, into)
+    if x.dtype.itemsize > 2:
+        product = x.t() @ t
+    elif x.is_cuda:
+        product = torch.mm(x.t(), t, out_dtype=torch.float32)
     else:
-        product = wide.t().float() @ narrow.float()
+        product = x.t().float() @ t.float()
     return product.unsqueeze(0) if into is None else into.add_(product)
 
 
-def by_triton(x: Tensor, width: int) -> bool:
-    """Whether lora_triton.py computes a product of `x` [rows, ...] that is `width` wide."""
-    return x.is_cuda and x.dtype.itemsize == 2 and width <= MAX_RANK and len(x) >= MIN_ROWS
+def by_triton(x: Tensor, columns: int) -> bool:
+    """Whether lora_triton.py computes a product of `x` [rows, ...] with this many columns."""
+    return x.is_cuda and x.dtype.itemsize == 2 and columns <= MAX_RANK and len(x) >= MIN_ROWS

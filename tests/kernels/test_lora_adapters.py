@@ -27,7 +27,8 @@ def test_rank_is_padded_to_aligned_rows_with_a_column_for_the_bias():
 
 def test_packed_factors_are_scaled_block_diagonal_and_hold_the_bias():
     given = adapters()
-    a, b = (torch.full(shape, torch.nan) for shape in ((given.width, given.inner), (sum(given.outs), given.width)))
+    out, rank = sum(given.out_features), given.padded_rank
+    a, b = (torch.full(shape, torch.nan) for shape in ((rank, given.in_features), (out, rank)))
     pack(given, a, b)
     x = drawn(6, 7)
     xa = project(x, a.t(), ones=sum(given.ranks))
@@ -48,7 +49,7 @@ def test_gradients_summed_over_tiles_equal_autograd():
         for lora_a, lora_b, s in zip(leaves[:2], leaves[2:], given.scaling, strict=True)
     ]
     expected = torch.autograd.grad(torch.cat(plain, -1), leaves, dy)
-    a, b = torch.empty(given.width, given.inner), torch.empty(sum(given.outs), given.width)
+    a, b = torch.empty(given.padded_rank, given.in_features), torch.empty(sum(given.out_features), given.padded_rank)
     pack(given, a, b)
     sums = AdapterGradients(given, [True, True])
     for rows in (slice(0, 4), slice(4, 6)):

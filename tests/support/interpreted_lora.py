@@ -92,7 +92,8 @@ def adapters(dtype: torch.dtype, ranks: tuple[int, ...], outs: tuple[int, ...], 
     )
     offsets, scaling = [torch.randn(out) for out in outs] if bias else [], [0.5 + index for index in range(len(ranks))]
     group = Adapters(a, b, offsets, scaling, dtype)
-    made = [(with_gaps(group.width, inner, 9, dtype), with_gaps(sum(outs), group.width, 9, dtype)) for _ in range(2)]
+    rank = group.padded_rank
+    made = [(with_gaps(rank, inner, 9, dtype), with_gaps(sum(outs), rank, 9, dtype)) for _ in range(2)]
     pack(group, *made[0])
     lora_triton.pack(a, b, scaling, torch.cat(offsets) if bias else None, *made[1])
     for one, other in zip(*made, strict=True):
@@ -103,9 +104,10 @@ def adapters(dtype: torch.dtype, ranks: tuple[int, ...], outs: tuple[int, ...], 
 
 def products(group: Adapters, a: torch.Tensor, b: torch.Tensor) -> None:
     rows, ones_column = 300, sum(group.ranks) if group.bias else -1
-    x, dy = (torch.randn(rows, width + 4).half()[:, :width] for width in (group.inner, sum(group.outs)))
-    buffer = torch.zeros(rows, group.inner + group.width, dtype=torch.float16)
-    xa = lora_triton.project(x, a.t(), buffer[:, : group.inner], buffer[:, group.inner :], ones_column, 1.0)
+    inner = group.in_features
+    x, dy = (torch.randn(rows, width + 4).half()[:, :width] for width in (inner, sum(group.out_features)))
+    buffer = torch.zeros(rows, inner + group.padded_rank, dtype=torch.float16)
+    xa = lora_triton.project(x, a.t(), buffer[:, :inner], buffer[:, inner:], ones_column, 1.0)
     expected = (x.float() @ a.t().float()).half()
     if group.bias:
         expected[:, ones_column] = 1

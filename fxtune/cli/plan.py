@@ -25,7 +25,7 @@ from fxtune.errors import ConfigError, HubError
 from fxtune.models.load import load_config
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.units import GIB, format_bytes, format_seconds
-from fxtune.techniques.estimate.machines import MODELS, machine
+from fxtune.techniques.estimate.machines import CARD_MODELS, machine
 from fxtune.training.run_forecast import (
     Lengths,
     RunForecast,
@@ -61,7 +61,7 @@ def run(
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
         rows, few = [], list[str]()
-        for name in MODELS:
+        for name in CARD_MODELS:
             found = _try(config, name, gpus, host_gib, lengths)
             few = found.few_steps if isinstance(found, RunForecast) else few
             rows.append(_figures(name, found, gpus, price))
@@ -220,7 +220,7 @@ def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: flo
         say(f"  {change.setting}: {saved}{', enough' if enough else ', not enough alone'}")
     fitting = [
         name
-        for name in reversed(MODELS)
+        for name in reversed(CARD_MODELS)
         if isinstance(found := _try(config, name, gpus, host_gib, lengths), RunForecast) and found.fits
     ]
     if fitting:

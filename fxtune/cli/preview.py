@@ -36,7 +36,7 @@ from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
-from fxtune.techniques.estimate.traffic import sent as sent_by_rank
+from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -340,9 +340,9 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         "host memory": need.host,
     }
     if degrees.ranks > 1:
-        parts = vars(sent := sent_by_rank(facts, own))
-        over = ", ".join(f"{size / 1e6:,.1f} MB of {what}" for what, size in parts.items() if size)
-        rows["sent in a step"] = f"{over}; {sent.total / rates(facts).peer * 1e3:,.2g} ms at the links' full rate"
+        traffic = step_traffic(facts, own)
+        sizes = ", ".join(f"{size / 1e6:,.1f} MB of {name}" for name, size in vars(traffic).items() if size)
+        rows["sent in a step"] = f"{sizes}; {traffic.total / rates(facts).peer * 1e3:,.2g} ms at the links' full rate"
     if facts.device == "cuda":
         share = plan.summary()["supervised_share"]
         seconds = own * micro_batch_seconds(facts, kept, share)

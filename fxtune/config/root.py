@@ -220,7 +220,7 @@ class Config:
     def plugins(self) -> dict[str, str]:
         """The plugins that this config uses, each with its version or the sha256 of its file."""
         data, questions = self.data, self.data.questions
-        sources = {source.converter for source in (*data.sources, *data.eval_sources)}
+        sources = {source.plugin_format for source in (*data.sources, *data.eval_sources)}
         used = (
             (ROW_FORMATS, sources),
             (OBJECTIVES, {self.objective.name}),
@@ -311,7 +311,7 @@ class Config:
                 f"{patience}, but nothing is held out to judge by: set data.eval_fraction or data.eval_sources, or "
                 "train.stop.patience=0"
             )
-        elif stop.patience and stop.metric is StopMetric.exact_match and data.own_questions().path is None:
+        elif stop.patience and stop.metric is StopMetric.exact_match and data.applicable_questions().path is None:
             yield (
                 f"{patience} with `train.stop.metric=exact_match`, but there are no questions to ask: set "
                 "data.questions.path, or train.stop.metric=loss"

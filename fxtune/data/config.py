@@ -18,8 +18,8 @@ from fxtune.errors import ConfigError
 from fxtune.plugins import METRICS, ROW_FORMATS
 
 
-def time_of_templates() -> str:
-    """The present, as data.template_time writes it."""
+def template_time_now() -> str:
+    """The present time, in the form of data.template_time."""
     return datetime.now().isoformat(timespec="seconds")
 
 
@@ -76,7 +76,7 @@ class SourceConfig:
     """Share of the supervised tokens, relative to the other sources. Null for all sources:
     every row once per epoch."""
     split: str = "train"
-    """A split, or rows of it as the datasets library writes them: train, test, train[:10%], train[100:200],
+    """A split, or a slice of one in the notation of the datasets library: train, test, train[:10%], train[100:200],
     train[-5%:]. A folder's README.md declares its splits, or the names of its files give them (docs/data.md)."""
     subset: Optional[str] = None
     """Configuration name of a hub dataset, or of a folder whose README.md declares configurations."""
@@ -85,8 +85,8 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Renames columns before the format is detected: {name in the data: name that fxtune reads}."""
     unused: list[str] = field(default_factory=list)
-    """Columns, and fields of turns, that are not used on purpose. Any other part of a row that does not
-    reach the text is an error."""
+    """Columns, and fields of turns, to leave unused. Any other part of a row that does not reach the text is an
+    error."""
     text_unit: TextUnit = TextUnit.document
     """For .txt and .md files: what one row is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})
@@ -95,8 +95,8 @@ class SourceConfig:
     """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
 
     @property
-    def converter(self) -> str:
-        """The row format of a plugin that the rows have; empty for one of fxtune's."""
+    def plugin_format(self) -> str:
+        """`format` if a plugin defines it; empty for a format of fxtune."""
         return "" if self.format in (AUTO, *FORMATS) else self.format
 
 
@@ -121,13 +121,14 @@ class QuestionsConfig:
 @dataclass
 class MixConfig:
     """Short and long documents in every step, so that a model learns long documents and keeps its quality on short
-    ones. The length that counts is the one after data.on_long was applied."""
+    ones. A document is measured after data.on_long has split or cut it."""
 
     long_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
     """Share of the tokens of each optimizer step that come from long documents, to within one
     row. Null: as in the data."""
     threshold: int = field(default=8192, metadata={"min": 1})
-    """Documents with more tokens than this are long. Set it to the context length that the model had before."""
+    """Documents with more tokens than this are long. Set it to the context length that the base model
+    was trained with."""
 
 
 @dataclass
@@ -135,10 +136,11 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     """What the model is trained on: a list of sources, each with its own keys."""
     eval_sources: list[SourceConfig] = field(default_factory=list)
-    """Held-out sources for evaluation. They replace eval_fraction; the eval_fraction of one source still holds."""
+    """Held-out sources for evaluation. With them data.eval_fraction is not used, but the eval_fraction of a single
+    source is."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """Hold out this share of the documents of `sources`. A document's content decides, so it stays on its side when
-    rows are added, and copies of it are on the same side."""
+    """Hold out this share of the documents of `sources`. A document's content decides, so adding rows moves no
+    document between training and evaluation, and copies of a document are on the same side."""
     eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Evaluate on at most this many of the documents that eval_fraction holds out of each source."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
@@ -146,10 +148,10 @@ class DataConfig:
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)
     """Let rows grow: [[0.0, 8192], [0.3, 16384], [0.6, 65536]] has rows of 8,192 tokens at first, and of 65,536 from
-    60 % of the run's steps on. The last length is sequence_length, and each of the others divides it. If rows are n
-    times shorter, a step takes n times as many, so it has room for the same tokens. A document longer than a row waits
-    for a later stage of the epoch that takes it whole. Text is cut if no such stage follows, or if shorter documents
-    do not fill the steps."""
+    60 % of the run's steps on. The last length is sequence_length, and every earlier length divides it. If rows are n
+    times shorter, a step has n times as many rows, and so as many tokens. A document longer than a row waits for a
+    later stage of the epoch in which it fits whole. Text is cut if no such stage follows, or if shorter documents do
+    not fill the steps."""
     packing: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
     """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding.
     `auto`: true if the model and its attention keep documents apart and there are no `buckets`, else false, with a
@@ -164,28 +166,29 @@ class DataConfig:
     mix: MixConfig = field(default_factory=MixConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     on_overlap: OnOverlap = OnOverlap.error
-    """What to do with rows that are in `sources` and in `eval_sources` or `questions`, by their tokens. `drop`: leave
-    them out of training. `keep`: train on them."""
+    """What to do with rows of `sources` that `eval_sources` or `questions` also have, which their tokens decide.
+    `drop`: leave these rows out of training. `keep`: train on them."""
     dedup: Dedup = Dedup.off
-    """Use each document of `sources` once. `exact`: leave out copies, by their tokens. `near`: also documents that are
-    similar to an earlier one, or to one of eval_sources. They are neither trained on nor held out."""
+    """Use each document of `sources` once. `exact`: leave out copies, which have the same tokens. `near`: also leave out
+    documents that are similar to an earlier one, or to one of eval_sources. A document that is left out is neither
+    trained on nor held out."""
     dedup_similarity: float = field(default=0.8, metadata={"above": 0, "max": 1})
     """With `near`: documents are similar if their sets of 5-grams of tokens have this Jaccard similarity or more."""
     on_bad_row: OnBadRow = OnBadRow.error
     """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
     the run folder and goes on."""
     on_rewritten: OnRewritten = OnRewritten.split
-    """What to do with turns that the chat template writes otherwise once another turn follows, as Qwen3 and gpt-oss
-    drop the reasoning of earlier answers. `split`: one document for each question, rendered as it is sampled.
-    `context`: such turns are not learned. `keep`: learn them as the whole chat has them."""
+    """What to do with turns that the chat template rewrites when another turn follows: the templates of Qwen3 and
+    gpt-oss drop the reasoning of earlier answers. `split`: one document for each question, which ends with the
+    answer, as in generation. `context`: do not learn such turns. `keep`: learn them as the whole chat has them."""
     chat_template: Optional[str] = None
     """A Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, in training, evaluation and questions: {enable_thinking: false}. A column of
-    this name sets them for its row."""
+    """Variables of the chat template, in training, evaluation and questions: {enable_thinking: false}. A row
+    with a column chat_template_kwargs sets its own."""
     template_time: Optional[str] = None
-    """The date and time that a chat template writes with strftime_now, such as 2026-11-25T09:00. Null: when the run
-    was started, also after a resume."""
+    """The date and time that a chat template writes with strftime_now, such as 2026-11-25T09:00. Null: the time when
+    the run was first started, which a resumed run keeps."""
     system: Optional[str] = None
     """A system message for each chat that has none, in training, evaluation and questions. Null: none is added."""
     workers: int = field(default=0, metadata={"min": 0, "max": 1024})
@@ -219,10 +222,11 @@ class DataConfig:
     @property
     def holds_out(self) -> bool:
         """Whether there is held-out data to evaluate on."""
-        return bool(self.eval_sources) or any(self.held_out_shares or (self.eval_fraction,))
+        shares = self.held_out_shares or (self.eval_fraction,)  # a recipe may have no sources yet
+        return bool(self.eval_sources) or any(shares)
 
-    def own_questions(self) -> QuestionsConfig:
-        """`questions`; none if they belong to data that ships with fxtune, and `sources` names other data."""
+    def applicable_questions(self) -> QuestionsConfig:
+        """`questions`; without a path if they are about the data that ships with fxtune, and no source is."""
         shipped = any(source.path.startswith("builtin:") for source in self.sources)
         foreign = (self.questions.path or "").startswith("builtin:") and not shipped
         return replace(self.questions, path=None) if foreign else self.questions
@@ -230,9 +234,9 @@ class DataConfig:
     def row_lengths(self) -> tuple[int, ...]:
         """The lengths that rows can have, ascending; empty if any length is possible.
 
-        `sequence_length` is added if all buckets are shorter, so that each document fits. Buckets beyond the first
-        that holds `sequence_length` are left out, because no document needs them. Lengths of `length_schedule` are
-        added.
+        The lengths are the buckets shorter than `sequence_length`, the lengths of `length_schedule`, and the longest
+        row: the first bucket that holds `sequence_length` tokens, or `sequence_length` if there is no such bucket or
+        rows grow.
         """
         stages = [int(length) for _, length in self.length_schedule]
         if self.packs:
@@ -242,7 +246,8 @@ class DataConfig:
         shorter = sorted(length for length in {*self.buckets, *stages} if length < self.sequence_length)
         if stages:
             return (*shorter, self.sequence_length)
-        return (*shorter, *(self.buckets[len(shorter) : len(shorter) + 1] or [self.sequence_length]))
+        longest = next((length for length in self.buckets if length >= self.sequence_length), self.sequence_length)
+        return (*shorter, longest)
 
     def source_weights(self) -> Optional[tuple[float, ...]]:
         """The weight of each source; None if no source has one. Raises ConfigError if only some have one."""
@@ -288,8 +293,8 @@ class DataConfig:
         if self.mix.threshold >= self.sequence_length:
             raise ConfigError(
                 f"data.mix.threshold={self.mix.threshold}: no document can be longer than "
-                f"data.sequence_length={self.sequence_length}, so none would be long. Set a smaller one: the context "
-                "length that the model had before."
+                f"data.sequence_length={self.sequence_length}, so none would be long. Set a smaller threshold: the "
+                "context length that the base model was trained with."
             )
         if self.length_schedule:
             raise ConfigError(

@@ -1,10 +1,10 @@
 """The reference of preference objectives: the model as it was when its run started, for passes without gradient.
 
-A run with adapters copies their weights once, and each pass of the reference puts the copies in their place: new
-adapters, which start without an effect, and continued ones alike. Both passes then run the same kernels, so that
-rounding moves both results in the same way. With the adapters off the products differ: an 8B of
-random weights in bfloat16 began at a loss of 0.77 in place of ln 2, at the same speed. Full fine-tuning would need a
-second copy of all weights, so there the reference's log-probabilities are stored before the first step
+A run with adapters copies the adapters' weights once, before the first step, and each pass of the reference uses the
+copies instead of the trained weights. So the passes of policy and reference run the same kernels, and rounding moves
+both results in the same way. A reference with its adapters switched off is as fast, but computes other products: with
+random weights in bfloat16 the first loss of an 8B model was 0.77 then, not ln 2. Full fine-tuning would need a second
+copy of all weights; instead the reference's log-probabilities are stored before the first step
 (training/stored_reference.py).
 """
 
@@ -20,8 +20,8 @@ from fxtune.upstream import torch as upstream
 
 
 class ReferenceModel:
-    """`keeps_start`: the reference is the model with its trained weights as they are now, in copies. False: the model
-    without adapters."""
+    """The reference of `prepared`, made before the first step. `keeps_start`: copies of the trained weights are the
+    reference's. False: the reference is the model without adapters."""
 
     def __init__(self, prepared: PreparedModel, keeps_start: bool) -> None:
         self.module = prepared.module
@@ -32,10 +32,11 @@ class ReferenceModel:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the model be its reference: without gradient and dropout. Nothing here waits for the device."""
+        """In the context the model computes as the reference, without gradient and dropout. Nothing here waits for the
+        device."""
         was_training = self.module.training
         with torch.no_grad(), self._start_values() if self.start else self.module.disable_adapter():
-            self.module.eval()  # also without dropout: an evaluation has compiled the layers for this mode
+            self.module.eval()  # in a model without dropout, too: its layers are compiled for this mode already
             try:
                 yield
             finally:
@@ -43,9 +44,9 @@ class ReferenceModel:
 
     @contextmanager
     def _start_values(self) -> Iterator[None]:
-        now = [parameter.detach().clone() for parameter in self.trained]
+        current = [parameter.detach().clone() for parameter in self.trained]
         upstream.foreach("copy_", self.trained, self.start)
         try:
             yield
         finally:
-            upstream.foreach("copy_", self.trained, now)
+            upstream.foreach("copy_", self.trained, current)

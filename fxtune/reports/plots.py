@@ -1,7 +1,7 @@
 """Draws one chart as an SVG file: the held-out losses of a sweep, the curve of a range test.
 
-pygal draws it, with a legend and without scripts or addresses. All points are inside the frame: values that are far
-apart get a logarithmic scale.
+pygal draws the chart with a legend. The file has no scripts and loads nothing from the web. All points are inside the
+frame: values that are far apart get a logarithmic scale.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 from fxtune.reports.charts import LOGARITHMIC, log_ticks, number, ticks
 
 WIDTH, HEIGHT = 800, 460
-LEGEND_ROW = 18
-"""Units of height of a row of the legend."""
+LEGEND_ROW_HEIGHT = 18
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,10 @@ class Series:
     """False: dots without a line."""
 
 
-def plot(title: str, series: Sequence[Series], across: str, up: str, percent: bool = False) -> str:
+def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, percent: bool = False) -> str:
     """The text of an SVG file. Points that are not finite, and series without a finite point, are left out.
 
-    `across`, `up`: the titles of the axes. `percent`: x is a share, labelled in per cent.
+    `percent`: x is a share, labelled in per cent.
     """
     import pygal
     from pygal.style import Style
@@ -39,22 +38,23 @@ def plot(title: str, series: Sequence[Series], across: str, up: str, percent: bo
     finite = [(curve, [point for point in curve.points if all(map(math.isfinite, point))]) for curve in series]
     drawn = [(curve, points) for curve, points in finite if points]
     chart = pygal.XY(
-        width=WIDTH, height=HEIGHT + LEGEND_ROW * len(drawn), js=[], title=title, x_title=across, y_title=up,
+        width=WIDTH, height=HEIGHT + LEGEND_ROW_HEIGHT * len(drawn), js=[],
+        title=title, x_title=x_title, y_title=y_title,
         legend_at_bottom=True, legend_at_bottom_columns=1, legend_box_size=10, truncate_legend=-1, truncate_label=-1,
         dots_size=2.5, no_data_text="no value is finite",
         style=Style(background="white", plot_background="white", font_family="sans-serif", title_font_size=15),
     )  # fmt: skip
     if drawn:
-        x, labels = _axis([point[0] for _, points in drawn for point in points], 5)
+        x_scale, x_labels = _axis([x for _, points in drawn for x, _ in points])
         chart.x_labels = [
-            {"value": x(value), "label": f"{value:.0%}" if percent else number(value)} for value in labels
+            {"value": x_scale(value), "label": f"{value:.0%}" if percent else number(value)} for value in x_labels
         ]
-        y, labels = _axis([point[1] for _, points in drawn for point in points], 5)
-        chart.y_labels = [{"value": y(value), "label": number(value)} for value in labels]
+        y_scale, y_labels = _axis([y for _, points in drawn for _, y in points])
+        chart.y_labels = [{"value": y_scale(value), "label": number(value)} for value in y_labels]
     for curve, points in drawn:
         width = 3 if curve.thick else 1.2
-        rows = [(x(across), y(up)) for across, up in points]
-        chart.add(curve.name, rows, stroke=curve.joined and len(rows) > 1, stroke_style={"width": width})
+        places = [(x_scale(x), y_scale(y)) for x, y in points]
+        chart.add(curve.name, places, stroke=curve.joined and len(places) > 1, stroke_style={"width": width})
     root = chart.render_tree()
     for parent in root.iter():  # pygal's script shows tooltips, and loads a file from a web address
         for child in [child for child in parent if str(child.tag).endswith("script")]:
@@ -62,9 +62,9 @@ def plot(title: str, series: Sequence[Series], across: str, up: str, percent: bo
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _axis(values: Sequence[float], most: int) -> tuple[Callable[[float], float], list[float]]:
+def _axis(values: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
     """(function from a value to its place on the axis, values with a label)."""
     low, high = min(values), max(values)
     if low > 0 and high / low >= LOGARITHMIC:
         return math.log10, log_ticks(low, high)
-    return float, ticks(float(low), float(high), most)
+    return float, ticks(float(low), float(high), 5)

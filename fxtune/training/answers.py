@@ -168,7 +168,7 @@ class AnswerEvaluation:
     @staticmethod
     def open(data: DataConfig, tokenizer: Any, folder: Path) -> AnswerEvaluation | None:
         """None if `data` has no questions about its task. Raises as load_questions()."""
-        config = data.own_questions()
+        config = data.applicable_questions()
         if config.path is None:
             return None
         evaluation = AnswerEvaluation(config, tokenizer, load_questions(data, tokenizer), folder)

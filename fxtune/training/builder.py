@@ -23,7 +23,7 @@ from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import AUTO, time_of_templates
+from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
@@ -119,7 +119,7 @@ class RunBuilder:
         """
         if self.config.data.template_time is None:
             # Rank 0's clock counts: the ranks take the same tokens from the cache.
-            chosen = self.world.from_main(lambda: template_time or time_of_templates(), "agreeing on the time")
+            chosen = self.world.from_main(lambda: template_time or template_time_now(), "agreeing on the time")
             self._set(data=replace(self.config.data, template_time=chosen))
         config = self.config
         tokenizer = self.world.main_first(

@@ -31,7 +31,7 @@ from fxtune.techniques.estimate.cpu_speed import cpu_speed
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
 from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds
-from fxtune.techniques.estimate.traffic import sent
+from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import oom_advice
 from fxtune.training.oom_advice import Change, MemoryPhase
@@ -225,9 +225,9 @@ def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float
     of full fine-tuning, overlaps with computation. The exchange of rows, and of adapters' gradients, does not."""
     if facts.degrees.ranks == 1:
         return 0.0
-    sizes, link = sent(facts, micro_batches), rates(facts).peer
-    beside = (sizes.weights + (0 if facts.techniques.lora.enabled else sizes.gradients)) / link
-    waited = (sizes.rows + (sizes.gradients if facts.techniques.lora.enabled else 0)) / link
+    traffic, link = step_traffic(facts, micro_batches), rates(facts).peer
+    beside = (traffic.weights + (0 if facts.techniques.lora.enabled else traffic.gradients)) / link
+    waited = (traffic.rows + (traffic.gradients if facts.techniques.lora.enabled else 0)) / link
     return waited + max(beside - compute, 0.0)
 
 

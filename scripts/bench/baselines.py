@@ -148,12 +148,12 @@ def card() -> str:
     """The name of this machine's card in `fxtune plan --gpu`, else what torch calls it; without a card the processor."""
     import torch
 
-    from fxtune.techniques.estimate.machines import MODELS
+    from fxtune.techniques.estimate.machines import CARD_MODELS
 
     if not torch.cuda.is_available():
         return platform.processor() or platform.machine()
     device = torch.cuda.get_device_name()
-    return next((name for name, model in MODELS.items() if model.device_name == device), device)
+    return next((name for name, model in CARD_MODELS.items() if model.device_name == device), device)
 
 
 def today() -> str:

@@ -35,7 +35,7 @@ from baselines import Baseline, Measurement  # noqa: E402
 from fxtune.config import compose  # noqa: E402
 from fxtune.system.process_group import run_process  # noqa: E402
 from fxtune.system.units import GIB  # noqa: E402
-from fxtune.techniques.estimate.machines import MODELS, machine  # noqa: E402
+from fxtune.techniques.estimate.machines import CARD_MODELS, machine  # noqa: E402
 from fxtune.training.run_forecast import Lengths, forecast_run  # noqa: E402
 from fxtune.tuning import trial  # noqa: E402
 
@@ -135,7 +135,7 @@ def measure(names: list[str], gpus: int) -> list[Measured]:
     that fails is printed and left out."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     card = baselines.card()
-    if card not in MODELS:
+    if card not in CARD_MODELS:
         sys.exit(f"{card} is no card of fxtune plan.")
     found = []
     with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:

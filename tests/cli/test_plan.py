@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fxtune.cli.main import main
-from fxtune.techniques.estimate.machines import MODELS
+from fxtune.techniques.estimate.machines import CARD_MODELS
 
 BIG = ["plan", "+recipe=llama_lora", "model=llama_8b_shape", "--tokens", "2e7"]
 
@@ -77,7 +77,7 @@ def test_too_small_a_card_gets_a_list_of_changes(tmp_path, capsys):
 
 def test_without_a_card_every_known_one_is_listed(tmp_path, capsys):
     found = figures(tmp_path, "plan", "+recipe=quickstart")
-    assert [row["gpu"] for row in found] == list(MODELS)
+    assert [row["gpu"] for row in found] == list(CARD_MODELS)
     assert all(row["fits"] for row in found)
     shown = capsys.readouterr().out
     assert "Calculated for 1 card of a kind" in shown

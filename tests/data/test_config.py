@@ -28,10 +28,10 @@ def test_eval_sources_have_no_weights():
 def test_questions_that_ship_with_fxtune_belong_to_its_data():
     questions = QuestionsConfig(path="builtin:quickstart_test")
     shipped, own = SourceConfig("builtin:quickstart_train"), SourceConfig("mine.jsonl")
-    assert DataConfig(sources=[own, shipped], questions=questions).own_questions() is questions
-    assert DataConfig(sources=[own], questions=questions).own_questions().path is None
+    assert DataConfig(sources=[own, shipped], questions=questions).applicable_questions() is questions
+    assert DataConfig(sources=[own], questions=questions).applicable_questions().path is None
     mine = QuestionsConfig(path="held.jsonl")
-    assert DataConfig(sources=[own], questions=mine).own_questions() is mine
+    assert DataConfig(sources=[own], questions=mine).applicable_questions() is mine
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,6 @@ def test_a_recipe_evaluates_on_the_users_own_data(name):
     """Not on rows of the data that the recipe came with."""
     data = load([f"+recipe={name}", "data.sources.0.path=mine.jsonl"]).data
     assert data.eval_sources == []
-    assert data.own_questions().path is None
+    assert data.applicable_questions().path is None
     if composed(name).train.eval_every:
         assert data.holds_out

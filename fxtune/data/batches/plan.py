@@ -20,7 +20,7 @@ import numpy as np
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
-from fxtune.data.batches.overlap import copies
+from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
 from fxtune.data.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
@@ -378,7 +378,7 @@ class Plan:
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
-        notes += copies(self.tables, self.stream.groups())
+        notes += notes_on_copies(self.tables, self.stream.groups())
         if isinstance(self.row_sequence, GrowingRows) and (count := self.row_sequence.cut_documents(0)):
             notes.append(
                 f"data.length_schedule: in the first epoch {count:,} documents are cut into shorter rows, because "

@@ -36,7 +36,7 @@ from fxtune.data.chat.template_source import (
     require_variables,
     written_times,
 )
-from fxtune.data.config import OnRewritten, time_of_templates
+from fxtune.data.config import OnRewritten, template_time_now
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import (
@@ -169,7 +169,7 @@ class Encoder:
         self.system = system
         self.variables = dict(variables or {})
         self.on_rewritten = on_rewritten
-        self._time = datetime.fromisoformat(template_time or time_of_templates())
+        self._time = datetime.fromisoformat(template_time or template_time_now())
         self.longest: int | None = None
         """Chats with more tokens are split into pieces, and longer rows of preferences lose the beginning of their
         prompt; None: not here."""

@@ -78,7 +78,7 @@ class Source:
 
     @property
     def _converter(self) -> str | None:
-        return None if self.as_they_are else self.config.converter
+        return None if self.as_they_are else self.config.plugin_format
 
     def shards(self) -> Iterator[Shard]:
         """The pieces of the source, in order. A worker can read each; it has at most a few megabytes, or one row."""
@@ -123,7 +123,7 @@ class Source:
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
                     f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}."
                 )
-        rows = converted(rename_columns(usable, self.config.columns), self.config.converter)
+        rows = converted(rename_columns(usable, self.config.columns), self.config.plugin_format)
         return [row.value for row in rows if row.value is not None]
 
     def format(self) -> RowFormat:

@@ -144,7 +144,7 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         encoder.template_source or tokenizer.chat_template,
         tokenizer.special_tokens_map,
     ]
-    if converter := source.config.converter:
+    if converter := source.config.plugin_format:
         settings.append({"row format": [converter, ROW_FORMATS.added()[converter].identity]})
     if encoder.system is not None:
         settings.append({"system": encoder.system})
@@ -181,7 +181,7 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
                 writer.append(part)
                 work.advance(size / 1e6)
             source.require_unchanged()
-            if converter := source.config.converter:
+            if converter := source.config.plugin_format:
                 require_unchanged(ROW_FORMATS.added()[converter])
             _require_targets(writer, source, encoder, data)
             writer.finish(name=source.name, format=encoder.format.name)

@@ -1,9 +1,9 @@
-"""What the ranks of a run send each other in a step, by the forecast.
+"""A forecast of the bytes that the ranks of a run send each other in an optimizer step.
 
-Each sum below counts what one rank sends in a step, by the algorithms of NCCL: to add up B bytes over n ranks, a rank
-sends 2 (n - 1) / n B (a reduce-scatter and an all-gather, each half of it). Divided weights are gathered for the
-forward and for the backward pass of each micro-batch. If rows are divided, ranks exchange queries, keys, values and
-attention's output before and after attention, in the forward and in the backward pass.
+By the algorithms of NCCL a rank sends (n - 1) / n B in a reduce-scatter or an all-gather of B bytes over n ranks, and
+twice that in an all-reduce. Divided weights are gathered for the forward and for the backward pass of each
+micro-batch. If rows are divided, ranks exchange queries, keys and values before attention, and its output afterwards,
+in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from fxtune.techniques.estimate.memory import linear_bytes, number_bytes, traine
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Bytes that one rank sends in an optimizer step."""
+class Traffic:
+    """Bytes that one rank sends in an optimizer step, by what they hold."""
 
     gradients: int
     weights: int
     rows: int
+    """Activations of divided rows."""
 
     @property
     def total(self) -> int:
         return self.gradients + self.weights + self.rows
 
 
-def sent(facts: Facts, micro_batches: int = 1) -> Sent:
-    """What a rank sends in a step of `micro_batches` micro-batches of its own."""
+def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
+    """What a rank sends in a step in which it computes `micro_batches` micro-batches."""
     shape, degrees = Shape.of(facts.text), facts.degrees
     number = number_bytes(facts)
     all_weights = shape.linear_parameters * linear_bytes(facts) + shape.other_parameters * number
-    # A replica adds up the part of the gradient that its rank has. Ranks that share rows add up the whole one.
+    # Gradients are scattered over the ranks that divide the weights. Then the ranks with the same part add it up.
     copies, parts = degrees.replicate * degrees.context, degrees.shard
     if facts.techniques.lora.enabled:  # adapters are whole on each rank
         copies, parts = degrees.ranks, 1
-    gradients = facts.sum_bytes * trained_parameters(facts)
-    between = _all_but_own(parts) * gradients + 2 * _all_but_own(copies) * gradients / parts
+    all_gradients = facts.sum_bytes * trained_parameters(facts)
+    gradients = _sent_share(parts) * all_gradients + 2 * _sent_share(copies) * all_gradients / parts
     keys = shape.k * key_copies(shape.heads, shape.key_heads, degrees.context)
-    exchanged = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
-    return Sent(
-        int(between),
-        int(2 * _all_but_own(degrees.shard) * all_weights * micro_batches),
-        int(_all_but_own(degrees.context) * exchanged * micro_batches),
+    activations = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
+    return Traffic(
+        int(gradients),
+        int(2 * _sent_share(degrees.shard) * all_weights * micro_batches),
+        int(_sent_share(degrees.context) * activations * micro_batches),
     )
 
 
-def _all_but_own(ranks: int) -> float:
+def _sent_share(ranks: int) -> float:
+    """The share of a tensor that each rank sends in a reduce-scatter, an all-gather or an all-to-all."""
     return (ranks - 1) / ranks

@@ -254,7 +254,7 @@ def test_copies_are_copies_of_whole_groups():
     assert first_copies(t.by_group, np.zeros(0, np.uint64)).tolist() == [True, True, False, False, True]
     plan = training([t], sequence_length=LENGTH, dedup=Dedup.exact)
     assert Counter(name for step in taken(plan) for name in step) == Counter([(0, 0), (0, 1), (0, 4)])
-    assert "2 of 5 groups repeat another one" in " ".join(training([t], sequence_length=LENGTH).notes())
+    assert "2 of 5 groups are copies of others" in " ".join(training([t], sequence_length=LENGTH).notes())
 
 
 def test_near_copies_are_decided_for_the_group(tmp_path):

@@ -94,7 +94,7 @@ def test_a_held_out_share_never_overlaps(prepare, tmp_path):
     assert made.evaluation.summary()["documents"] > 0
     [note] = [note for note in made.training.notes() if "repeat" in note]
     count = made.training.summary()["documents"]
-    assert f"{count * 2 // 3} of {count} documents repeat another one; the most frequent is there 3 times." in note
+    assert f"{count * 2 // 3} of {count} documents are copies of others; the most frequent occurs 3 times." in note
 
 
 def test_the_held_out_share_keeps_its_documents_when_rows_are_added(prepare, tmp_path):
@@ -131,8 +131,8 @@ def test_copies_within_and_across_sources_are_counted():
     a = table([([1, 2, 3], [True] * 3)] * 4 + [([4, 5], [True] * 2)], "a")
     b = table([([4, 5], [True] * 2), ([6, 7], [True] * 2)], "b")
     assert training([a, b]).notes() == [
-        "a: 3 of 5 documents repeat another one; the most frequent is there 4 times.",
-        "1 documents are in several of data.sources, and are learned from each.",
+        "a: 3 of 5 documents are copies of others; the most frequent occurs 4 times.",
+        "1 documents are in several of data.sources; the model learns them from each source.",
     ]
     assert training([natural(20, 10, 0, "a"), natural(20, 10, 1, "b")]).notes() == []
 

@@ -55,7 +55,7 @@ def test_copies_of_a_long_chat_are_copies(table_of, tmp_path):
     table = table_of(write_jsonl(tmp_path / "a.jsonl", [long_chat(1, 10)] * 3), sequence_length=200)
     data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=200)
     notes = plan_training([table], data, micro_batch_size=1, global_batch_size=2).notes()
-    assert any("2 of 3 documents repeat another one; the most frequent is there 3 times." in note for note in notes)
+    assert any("2 of 3 documents are copies of others; the most frequent occurs 3 times." in note for note in notes)
 
 
 def test_the_pieces_of_a_chat_are_on_one_side(table_of, tmp_path):

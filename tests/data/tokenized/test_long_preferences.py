@@ -78,14 +78,14 @@ def test_prompts_lose_their_beginning_and_answers_stay_whole(packing, workers, t
     assert f"1 pairs longer than {length} tokens lost the beginning of their prompts" in notes
     assert f"{counts.lost_tokens:,} tokens left out" in notes
     assert "1 pairs were left out, because their answers alone are too long" in notes
-    assert "repeat another one" not in notes
+    assert "are copies of others" not in notes
 
 
 def test_copies_of_a_long_row_are_copies(table_of, tmp_path):
     options = dict(sequence_length=150, on_long=OnLong.truncate)
     table = table_of(write_jsonl(tmp_path / "a.jsonl", [*ROWS[:2], ROWS[1]]), **options)
     notes = " ".join(plan_of(table, DataConfig(sources=[SourceConfig(path="a.jsonl")], **options)).notes())
-    assert "1 of 3 pairs repeat another one; the most frequent is there 2 times" in notes
+    assert "1 of 3 pairs are copies of others; the most frequent occurs 2 times" in notes
 
 
 def test_beginning_of_text_stays(tmp_path):

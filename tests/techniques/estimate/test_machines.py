@@ -5,10 +5,10 @@ import pytest
 from fxtune.errors import ConfigError
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cards import CARDS, GENERATIONS, peak_flops, rates
-from fxtune.techniques.estimate.machines import MODELS, machine
+from fxtune.techniques.estimate.machines import CARD_MODELS, machine
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CARD_MODELS)
 def test_every_card_has_a_peak_and_rates_below_it(name):
     found = machine(name, 64)
     assert found.device == "cuda"

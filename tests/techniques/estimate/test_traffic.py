@@ -12,7 +12,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.settle.degrees import memory_need
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
-from fxtune.techniques.estimate.traffic import sent
+from fxtune.techniques.estimate.traffic import step_traffic
 
 TRIED = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
 FULL = enable(compile={}, liger={"fused_linear_cross_entropy": "on"}, checkpointing={"policy": "full"})
@@ -35,16 +35,16 @@ def test_parts_of_weights_and_rows_take_their_share_of_memory():
 
 def test_what_ranks_send():
     facts = card(139, 4096, techniques=TRIED)
-    assert sent(facts).total == 0
-    two = sent(replace(facts, degrees=Degrees(replicate=2)), micro_batches=8)
+    assert step_traffic(facts).total == 0
+    two = step_traffic(replace(facts, degrees=Degrees(replicate=2)), micro_batches=8)
     assert (two.gradients, two.total) == (4 * ADAPTERS, 4 * ADAPTERS)  # 168 MB, once a step
-    assert sent(replace(facts, degrees=Degrees(replicate=4))).gradients == 6 * ADAPTERS
+    assert step_traffic(replace(facts, degrees=Degrees(replicate=4))).gradients == 6 * ADAPTERS
     full = replace(facts, techniques=FULL)
-    cut = sent(replace(full, degrees=Degrees(shard=2)), micro_batches=3)
+    cut = step_traffic(replace(full, degrees=Degrees(shard=2)), micro_batches=3)
     weights = 8_030_261_248
     assert cut.gradients == pytest.approx(4 * weights / 2, rel=1e-3)
     assert cut.weights == pytest.approx(3 * 2 * 2 * weights / 2, rel=1e-3)
-    rows = sent(replace(facts, degrees=Degrees(context=2)))
+    rows = step_traffic(replace(facts, degrees=Degrees(context=2)))
     assert rows.rows == 32 * 2048 * 2 * (2 * 4096 + 2 * 1024) * 2 // 2
 
 
@@ -55,4 +55,4 @@ def test_adapters_are_whole_on_ranks_that_share_the_base():
     assert half.weights == pytest.approx((whole.weights + 4 * ADAPTERS) / 2, abs=1)
     assert half.exchange > 4 * ADAPTERS
     facts = replace(one, degrees=Degrees(shard=2))
-    assert sent(facts).gradients == 4 * ADAPTERS
+    assert step_traffic(facts).gradients == 4 * ADAPTERS

@@ -15,44 +15,45 @@ from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
 
-def write_card(folder: Path, kind: Kind, facts: dict[str, Any]) -> None:
-    """Write README.md for the model or adapter in `folder`, over the empty template that peft writes.
+def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
+    """Write README.md for the model or adapter in `folder`, in place of the empty template that peft writes.
 
-    `facts`, all optional: title, base, revision, adapter (merged into the model), data (its fingerprint), weights
-    (their step), figures (metric -> value), proof (a sentence), facts (the machine's Facts), config (the run's, as
-    plain data). Secrets are redacted.
+    `card`, all optional: title, base, revision, grown_from (see PreparedModel), adapter (the name of the merged
+    adapter), data (the fingerprint of the plan), weights (a sentence on their step), figures (metric -> value), proof
+    (a sentence), machine (the run's Facts), config (the run's, as plain data). Secrets are redacted.
     """
     import yaml
 
-    machine = facts.get("facts")
-    facts = redact({name: value for name, value in facts.items() if name != "facts"})
+    machine = card.get("machine")
+    card = redact({name: value for name, value in card.items() if name != "machine"})
     adapter, hf_config = (
         read_json(file) if file.exists() else {} for file in (folder / "adapter_config.json", folder / "config.json")
     )
-    base, config = str(facts.get("base") or ""), facts.get("config") or {}
-    front: dict[str, Any] = {
+    base, config = str(card.get("base") or ""), card.get("config") or {}
+    front_matter: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": kind.pipeline_tag,
         "tags": ["fxtune", *(["lora"] if adapter else [])],
     }
     if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
-        front["base_model"] = base
-    refused = _refused_by_vllm(folder, adapter) if adapter else []
+        front_matter["base_model"] = base
+    refusals = _vllm_refusals(folder, adapter) if adapter else []
     run = config.get("run", {})
     summary = {
         "base": base,
-        "revision": facts.get("revision"),
-        "merged from": facts.get("adapter"),
+        "revision": card.get("revision"),
+        "merged from": card.get("adapter"),
         "run": run.get("name"),
         "seed": run.get("seed"),
-        "data": facts.get("data"),
-        "weights": facts.get("weights"),
+        "data": card.get("data"),
+        "weights": card.get("weights"),
     }
-    grown = facts.get("grown_from") if adapter else None
-    code = _loading_code(folder, kind, base, bool(adapter), hf_config, grown)
+    grown_from = card.get("grown_from") if adapter else None
+    code = _loading_code(folder, kind, base, bool(adapter), hf_config, grown_from)
+    rope_note, vllm_rope_note = _rope_notes(hf_config, base, adapter, refusals)
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {facts.get('title') or folder.name}",
+        f"---\n{yaml.safe_dump(front_matter, sort_keys=False)}---",
+        f"# {card.get('title') or folder.name}",
         "Trained with fxtune.",
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
@@ -60,14 +61,15 @@ def write_card(folder: Path, kind: Kind, facts: dict[str, Any]) -> None:
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
-        *_rope_notes(hf_config, base, adapter, refused)[: None if kind.writes else 1],
+        *([rope_note] if rope_note else []),
+        *([vllm_rope_note] if vllm_rope_note and kind.writes else []),
     ]
     if adapter:
-        parts.append(_vllm_note(adapter, refused) if kind.writes else "Loads in vLLM: not tried.")
-    if facts.get("proof"):
-        parts += ["## Proof", str(facts["proof"])]
-    if facts.get("figures"):
-        parts += ["## Figures", _table(facts["figures"])]
+        parts.append(_vllm_note(adapter, refusals) if kind.writes else "Loads in vLLM: not tried.")
+    if card.get("proof"):
+        parts += ["## Proof", str(card["proof"])]
+    if card.get("figures"):
+        parts += ["## Figures", _table(card["figures"])]
     if machine:
         parts += ["## Made with", _table({"device": machine.device_name, "dtype": machine.dtype, **machine.packages})]
     if config:
@@ -75,45 +77,40 @@ def write_card(folder: Path, kind: Kind, facts: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _loading_code(path: Path, kind: Kind, base: str, adapter: bool, hf_config: Any, grown_from: int | None) -> str:
+def _loading_code(folder: Path, kind: Kind, base: str, adapter: bool, hf_config: Any, grown_from: int | None) -> str:
     """The Python lines that load the model or adapter. `hf_config`: the config.json in an adapter's folder.
     `grown_from`: how many tokens the base embeds, if the run added rows."""
-    config = bool(hf_config)
-    classes, folder = f"{kind.auto_class}, {kind.tokenizer_class}", 'folder = "."  # where this file lies'
-    scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with what training changed"
+    classes = f"{kind.auto_class}, {kind.tokenizer_class}"
+    set_folder = 'folder = "."  # where this file lies'
+    load_config = ["config = AutoConfig.from_pretrained(folder)  # the base's config with the changes of training"]
     grow = []
     if grown_from:
         rows = (hf_config.get("text_config") or hf_config)["vocab_size"]
-        scaled = (
-            "config = AutoConfig.from_pretrained(folder)  # the base's, with what training changed\n"
-            f"config.get_text_config().vocab_size = {grown_from}  # as in the base's files"
-        )
+        load_config.append(f"config.get_text_config().vocab_size = {grown_from}  # the rows in the base's files")
         tables = f"base.get_input_embeddings(),{' base.get_output_embeddings()' * kind.writes}"
         grow = [
             f"base.resize_token_embeddings({rows}, mean_resizing=False)",
             f"for table in ({tables}):",
             f"    table.weight.data[{grown_from}:] = table.weight.data[:{grown_from}].mean(0)",
         ]
-    ends = adapter and (path / GENERATION_CONFIG).exists()
+    has_config, has_generation_config = bool(hf_config), adapter and (folder / GENERATION_CONFIG).exists()
+    stop = "base.generation_config = GenerationConfig.from_pretrained(folder)  # stops at the end tokens of training"
     if adapter:
+        names = f"{'AutoConfig, ' * has_config}{classes}{', GenerationConfig' * has_generation_config}"
         lines = [
             "from peft import PeftModel",
-            f"from transformers import {'AutoConfig, ' * config}{classes}{', GenerationConfig' * ends}",
+            f"from transformers import {names}",
             "",
-            folder,
-            *([scaled] if config else []),
-            f'base = {kind.auto_class}.from_pretrained("{base or "BASE"}"{", config=config" * config})',
+            set_folder,
+            *(load_config if has_config else []),
+            f'base = {kind.auto_class}.from_pretrained("{base or "BASE"}"{", config=config" * has_config})',
             *grow,
-            *(
-                ["base.generation_config = GenerationConfig.from_pretrained(folder)  # stops where answers end"]
-                if ends
-                else []
-            ),
+            *([stop] if has_generation_config else []),
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:
         load = f"model = {kind.auto_class}.from_pretrained(folder)"
-        lines = [f"from transformers import {classes}", "", folder, load]
+        lines = [f"from transformers import {classes}", "", set_folder, load]
     return "\n".join([*lines, f"tokenizer = {kind.tokenizer_class}.from_pretrained(folder)", ""])
 
 
@@ -122,9 +119,9 @@ def _ending_note(folder: Path, adapter: bool) -> list[str]:
     if not adapter or not (folder / GENERATION_CONFIG).exists():
         return []
     return [
-        f"Its answers end with a token at which the base does not stop. {GENERATION_CONFIG} names both: the code "
-        "above passes it, `fxtune merge` writes it into the merged model, and a server of base and adapter needs it "
-        "(vLLM: `--generation-config .`)."
+        f"The adapter's answers end with a token at which the base does not stop. {GENERATION_CONFIG} names the end "
+        "tokens of both: the code above loads this file, `fxtune merge` copies it into the merged model, and a server "
+        "of base and adapter needs it (vLLM: `--generation-config .`)."
     ]
 
 
@@ -134,63 +131,62 @@ def _template_note(variables: dict[str, Any]) -> list[str]:
         return []
     given = "".join(f", {name}={value!r}" for name, value in variables.items())
     return [
-        "Its prompts had variables of the chat template in training. Ask it in the same way: "
+        "In training the prompts were written with variables of the chat template. Write prompts in the same way: "
         f"`tokenizer.apply_chat_template(messages, add_generation_prompt=True{given})`."
     ]
 
 
-def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refused: list[str]) -> list[str]:
-    """What the user of a model with scaled RoPE must know; nothing for other models. `refused`: why vLLM takes no such
-    adapter."""
+def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refusals: list[str]) -> tuple[str, str]:
+    """What the user of a model with scaled RoPE must know, in general and with vLLM; empty for other models.
+    `refusals`: why vLLM does not load the adapter."""
     text = config.get("text_config") or config
     parameters = text.get("rope_parameters") or {}
     # One set of parameters, or a set for each type of layer.
     sets = [values for values in (parameters, *parameters.values()) if isinstance(values, dict)]
-    kinds = {values.get("rope_type", "default") for values in sets} - {"default"}
-    if not kinds:
-        return []
+    types = {values.get("rope_type", "default") for values in sets} - {"default"}
+    if not types:
+        return "", ""
     positions = int(text["max_position_embeddings"])
     note = (
-        f"Its rotary embedding is scaled ({', '.join(sorted(kinds))}) for up to {positions:,} positions: see "
+        f"Its rotary embedding is scaled ({', '.join(sorted(types))}) for up to {positions:,} positions: see "
         "`rope_parameters` in config.json."
     )
     if adapter:
         note += (
-            " An adapter's own files do not hold this: if the base is loaded without this config.json, as "
+            " PEFT's files of an adapter do not hold the scaling: if the base is loaded without this config.json, as "
             "`AutoPeftModelForCausalLM.from_pretrained(folder)` does, the model runs unscaled, without a warning."
         )
-    if kinds == {"dynamic"}:
-        return [note, "vLLM computes dynamic scaling once, for the longest row, so its results differ."]
-    command = _vllm_command(config, base, positions, adapter, refused)
-    return [note, f"With vLLM (one that runs on transformers 5):\n\n```bash\n{command}\n```"]
+    if types == {"dynamic"}:
+        return note, "vLLM computes dynamic scaling once, for the longest row, so its results differ."
+    command = _vllm_command(config, base, positions, adapter, refusals)
+    return note, f"With a version of vLLM that runs on transformers 5:\n\n```bash\n{command}\n```"
 
 
-def _refused_by_vllm(folder: Path, adapter: dict[str, Any]) -> list[str]:
+def _vllm_refusals(folder: Path, adapter: dict[str, Any]) -> list[str]:
     from safetensors import safe_open
 
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         return vllm.refusals(adapter, file.keys())
 
 
-def _vllm_note(adapter: dict[str, Any], refused: list[str]) -> str:
-    if not refused:
+def _vllm_note(adapter: dict[str, Any], refusals: list[str]) -> str:
+    if not refusals:
         return f"Loads in vLLM: yes, with `--enable-lora --max-lora-rank {vllm.max_rank(adapter['r'])}`."
-    why = "; ".join(refused)
-    return f"Loads in vLLM: no. It takes {why}. Serve the merged model: `fxtune merge . ../merged`."
+    return f"Loads in vLLM: no. vLLM takes {'; '.join(refusals)}. Serve the merged model: `fxtune merge . ../merged`."
 
 
 def _vllm_command(
-    config: dict[str, Any], base: str, positions: int, adapter: dict[str, Any], refused: list[str]
+    config: dict[str, Any], base: str, positions: int, adapter: dict[str, Any], refusals: list[str]
 ) -> str:
     """The command that serves the model or adapter with vLLM from its folder."""
     length = f"--max-model-len {positions}"
     if not adapter:
         return f"vllm serve . {length}"
-    if refused:
+    if refusals:
         return f"fxtune merge . ../merged\nvllm serve ../merged {length}"
     rope = (config.get("text_config") or config)["rope_parameters"]
     scaling = {"rope_parameters": rope}
-    if rope.get("rope_type") == "llama3":  # the only type whose length vLLM does not multiply by the factor
+    if rope.get("rope_type") == "llama3":  # for all other types vLLM multiplies the base's length by the factor
         scaling["max_position_embeddings"] = positions
     overrides = json.dumps({"text_config": scaling} if "text_config" in config else scaling)
     rank = vllm.max_rank(adapter["r"])

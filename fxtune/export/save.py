@@ -85,8 +85,8 @@ def save_model(
             "revision": model.base_revision,
             "grown_from": model.grown_from,
         }
-        facts = {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()}
-        write_card(staging, kind_of(model.module.config), facts)
+        full_card = {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()}
+        write_card(staging, kind_of(model.module.config), full_card)
         write_proof(staging, proof)
         _make_readable(staging)
         replace_folder(staging, folder, old)

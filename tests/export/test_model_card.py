@@ -32,7 +32,7 @@ def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):
             },
             "data": "abc123",
             "figures": {"eval/loss": 0.5},
-            "facts": facts_of(model),
+            "machine": facts_of(model),
         },
     )
     card = (adapter / "README.md").read_text()

@@ -45,4 +45,4 @@ def test_model_card_says_whether_vllm_loads_the_adapter(tmp_path):
         trained(prepared_model(lora(dora=True), random_model("llama"))), NoTokenizer(), tmp_path / "dora"
     )
     said = (dora / "README.md").read_text()
-    assert "Loads in vLLM: no. It takes no DoRA. Serve the merged model: `fxtune merge . ../merged`." in said
+    assert "Loads in vLLM: no. vLLM takes no DoRA. Serve the merged model: `fxtune merge . ../merged`." in said

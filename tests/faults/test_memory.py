@@ -139,7 +139,7 @@ def test_weights_that_do_not_fit_have_their_own_advice(short):
     result = short("building")
     assert result["code"] == HardwareError.exit_code
     assert "fxtune: Building the model ran out of memory: " in result["text"]
-    assert "arithmetic for the weights, their gradients and moments, which need" in result["text"]
+    assert "by arithmetic the weights, their gradients and moments need" in result["text"]
     assert "techniques.lora.enabled=true " in result["text"]
     assert "data.sequence_length" not in result["text"].partition("Building")[2]
 

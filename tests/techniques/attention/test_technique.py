@@ -171,7 +171,7 @@ def test_a_saved_model_loads_in_plain_transformers(tmp_path):
         PreparedModel(model),
         TOKENIZER,
         tmp_path / "saved",
-        card={"data": "", "figures": {}, "facts": Facts.of(CPU.facts()), "config": {}},
+        card={"data": "", "figures": {}, "machine": Facts.of(CPU.facts()), "config": {}},
     )
     assert "fxtune" not in (tmp_path / "saved" / "config.json").read_text()
     assert "attn_implementation" not in json.loads((tmp_path / "saved" / "config.json").read_text())

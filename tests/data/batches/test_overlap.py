@@ -92,7 +92,7 @@ def test_a_held_out_share_never_overlaps(prepare, tmp_path):
     one = write(tmp_path / "one.jsonl", [chat(number % 20) for number in range(60)])
     made = prepare(sources=[one], eval_fraction=0.4)
     assert made.evaluation.summary()["documents"] > 0
-    [note] = [note for note in made.training.notes() if "repeat" in note]
+    [note] = [note for note in made.training.notes() if "copies" in note]
     count = made.training.summary()["documents"]
     assert f"{count * 2 // 3} of {count} documents are copies of others; the most frequent occurs 3 times." in note
 

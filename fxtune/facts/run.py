@@ -20,6 +20,8 @@ class Facts(MachineFacts):
     """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
     head: str = "lm"
     """The head that the objective needs: `lm` or `score` (Needs.head)."""
+    reads_groups: bool = False
+    """Whether the objective compares documents or reads their labels (Needs.reads_groups)."""
     dtype: str = "float32"
     """The dtype of the model's weights: float32, bfloat16 or float16."""
     ships_mxfp4: bool = False

@@ -19,17 +19,17 @@ from typing import ClassVar
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.mismatched import with_mismatched
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, one_kind
+from fxtune.objectives.preferences import GroupObjective
 from fxtune.objectives.reference import WithReference
 
 
 @dataclass
-class KTO(WithReference):
+class KTO(GroupObjective, WithReference):
     needs: ClassVar[Needs] = Needs(labels=True, reference=True, step_sums=2)
     metrics: ClassVar[Mapping[str, str]] = {
         "reward_accuracy": "share of answers that the model has moved towards if good, and away from if bad",
@@ -78,21 +78,11 @@ class KTO(WithReference):
         weight = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
         lengths = batch.document_sums((batch.labels != IGNORE_INDEX).float())
         log_probs = batch.document_sums(policy.detach()) / lengths.clamp(min=1)
-
-        def sum_answers(values: torch.Tensor) -> torch.Tensor:
-            return torch.where(is_answer, values, 0.0).sum()
-
-        loss = sum_answers(weight * torch.sigmoid(-margins))
         metrics = {
             "reward_accuracy": (margins > 0).float(),
-            "reward_margin": margins.detach(),
+            "reward_margin": margins,
             "kl": kl.expand_as(ratios),
             "log_probs": log_probs,
             "length": lengths,
         }
-        auxiliary, routers = model.router_terms(batch, is_answer.sum())
-        sums = {name: sum_answers(values) for name, values in metrics.items()}
-        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
-
-    def normalizer(self, plan: Plan, step: int) -> float:
-        return float(plan.groups(step))
+        return self.sum_groups(model, batch, is_answer, weight * torch.sigmoid(-margins), metrics)

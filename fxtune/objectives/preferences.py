@@ -96,8 +96,47 @@ def is_first_of_pair(batch: Batch) -> torch.Tensor:
     return (batch.group_of >= 0) & (batch.group_of != F.pad(batch.group_of[:-1], (1, 0), value=-1))
 
 
+def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
+    """The metrics that all objectives over pairs have, float32 [slots]."""
+    return {
+        "reward_accuracy": (rewards.margin > 0).float(),
+        "reward_margin": rewards.margin,
+        "reward_chosen": rewards.chosen,
+        "reward_rejected": rewards.rejected,
+        "length_chosen": lengths.chosen,
+        "length_rejected": lengths.rejected,
+    }
+
+
 @dataclass
-class PairObjective(Objective):
+class GroupObjective(Objective):
+    """An objective in which each group counts once, however long its documents are."""
+
+    def sum_groups(
+        self,
+        model: LanguageModel,
+        batch: Batch,
+        counted: torch.Tensor,
+        losses: torch.Tensor,
+        metrics: Mapping[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What loss() returns: the sums of `losses` and `metrics`, float32 [slots], and the routers' loss and metrics.
+        `counted`, bool [slots]: one document of each group."""
+
+        def total(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(counted, values, 0.0).sum()
+
+        loss = total(losses)
+        auxiliary, routers = model.router_terms(batch, counted.sum())
+        sums = {name: total(values.detach()) for name, values in metrics.items()}
+        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
+
+    def normalizer(self, plan: Plan, step: int) -> float:
+        return float(plan.groups(step))
+
+
+@dataclass
+class PairObjective(GroupObjective):
     """An objective over pairs. A subclass gives pair_losses() and rewards()."""
 
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None)
@@ -127,27 +166,10 @@ class PairObjective(Objective):
 
         length = Answers.of(lengths).at_least(1)
         pairs = ScoredPairs(answers(policy), None if reference is None else answers(reference), length)
-        is_pair = is_first_of_pair(batch)
-
-        def total(values: torch.Tensor) -> torch.Tensor:
-            return torch.where(is_pair, values, 0.0).sum()
-
-        loss = total(self.pair_losses(pairs))
-        rewards = self.rewards(pairs)
         by_token = Answers.of(batch.document_sums(policy)) / length
         metrics = {
-            "reward_accuracy": (rewards.margin > 0).float(),
-            "reward_margin": rewards.margin,
-            "reward_chosen": rewards.chosen,
-            "reward_rejected": rewards.rejected,
+            **pair_metrics(self.rewards(pairs), length),
             "log_probs_chosen": by_token.chosen,
             "log_probs_rejected": by_token.rejected,
-            "length_chosen": length.chosen,
-            "length_rejected": length.rejected,
         }
-        auxiliary, routers = model.router_terms(batch, is_pair.sum())
-        sums = {name: total(values.detach()) for name, values in metrics.items()}
-        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
-
-    def normalizer(self, plan: Plan, step: int) -> float:
-        return float(plan.groups(step))
+        return self.sum_groups(model, batch, is_first_of_pair(batch), self.pair_losses(pairs), metrics)

@@ -17,15 +17,13 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.data.batches.plan import Plan
-from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
-from fxtune.objectives.preferences import Answers, is_first_of_pair
+from fxtune.objectives.preferences import Answers, GroupObjective, is_first_of_pair, pair_metrics
 
 
 @dataclass
-class Reward(Objective):
+class Reward(GroupObjective):
     needs: ClassVar[Needs] = Needs(head="score", documents=(2, 2), labels=None)
     center: float = field(default=0.01, metadata={"min": 0})
     """Weight of the squared sum of a pair's rewards, which keeps them around zero."""
@@ -36,27 +34,9 @@ class Reward(Objective):
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rewards = Answers.of(model.scores(batch))
         lengths = Answers.of(batch.document_sums((batch.labels != IGNORE_INDEX).float()))
-        is_pair = is_first_of_pair(batch)
-
-        def total(values: torch.Tensor) -> torch.Tensor:
-            return torch.where(is_pair, values, 0.0).sum()
-
         margin = rewards.margin
         if self.margin:
             assert batch.document_labels is not None
             margin = margin - Answers.of(batch.document_labels).margin.nan_to_num(0.0)
-        loss = total(-F.logsigmoid(margin) + self.center * (rewards.chosen + rewards.rejected).square())
-        metrics = {
-            "reward_accuracy": (rewards.margin > 0).float(),
-            "reward_margin": rewards.margin,
-            "reward_chosen": rewards.chosen,
-            "reward_rejected": rewards.rejected,
-            "length_chosen": lengths.chosen,
-            "length_rejected": lengths.rejected,
-        }
-        auxiliary, routers = model.router_terms(batch, is_pair.sum())
-        sums = {name: total(values.detach()) for name, values in metrics.items()}
-        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
-
-    def normalizer(self, plan: Plan, step: int) -> float:
-        return float(plan.groups(step))
+        losses = -F.logsigmoid(margin) + self.center * (rewards.chosen + rewards.rejected).square()
+        return self.sum_groups(model, batch, is_first_of_pair(batch), losses, pair_metrics(rewards, lengths))

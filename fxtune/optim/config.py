@@ -42,7 +42,7 @@ class OptimizerConfig:
     `muon` updates matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
     """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
-    rule for AdamW (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
+    rule for AdamW and supervised text (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
     weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
@@ -164,6 +164,11 @@ def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     give = "Give a number (`fxtune lr` tests rates)"
     if not TRAITS[config.name].has_lr_rule:
         yield f"optimizer.lr: auto has a rule for AdamW and none for {config.name.value}. {give}."
+    if facts.reads_groups:
+        yield (
+            "optimizer.lr: auto has a rule for supervised text and none for preferences. Give a number "
+            "(docs/preferences.md has rates)."
+        )
     if not facts.text.get("hidden_size"):
         yield f"optimizer.lr: auto needs the model's hidden size, and its config has no hidden_size. {give}."
     lora = facts.techniques.lora

@@ -27,6 +27,7 @@ def decide_rows(
         machine,
         model=hf_config.to_dict(),
         head=config.objective.needs.head,
+        reads_groups=config.objective.needs.reads_groups,
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),
         sequence_length=data.sequence_length,

@@ -74,6 +74,13 @@ def refusals(config: Config) -> Iterator[str]:
             "optimizer.name: adamw_schedulefree weights its average by the rates so far, so a growing rate says "
             "nothing about a constant one. Test with optimizer.name=adamw."
         )
+    needs = config.objective.needs
+    if needs.reads_groups and needs.head == "lm":
+        yield (
+            f"objective={config.objective.name} compares answers, and its loss also falls at rates that break the "
+            "model, so this test would suggest such a rate. Compare two or three rates by their answers "
+            "(docs/preferences.md)."
+        )
 
 
 def range_test(config: Config, steps: int = STEPS, low: float | None = None, high: float | None = None) -> RangeTest:

@@ -131,9 +131,11 @@ def test_preferences_are_refused_under_an_objective_for_text_with_the_way(groups
             "rows.jsonl: its rows have 1 document, and objective=dpo learns from groups",
         ),
         (["objective.beta=0"], "`objective.beta=0.0` must be above 0"),
+        (["optimizer.lr=auto"], "optimizer.lr: auto has a rule for supervised text and none for preferences"),
     ],
 )
-def test_supervised_rows_and_a_beta_of_zero_are_refused_under_dpo(cwd, capsys, words, message):
+def test_what_dpo_cannot_learn_from_is_refused_before_a_weight_is_read(cwd, capsys, monkeypatch, words, message):
+    monkeypatch.setattr("fxtune.models.weights.read", lambda *_: pytest.fail("weights were read"))
     rows = [{"prompt": f"{number} and two? ", "completion": "four"} for number in range(40)]
     Path("rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     assert main(["train", "+recipe=dpo_quickstart", *words]) == 2

@@ -24,7 +24,7 @@ from fxtune.config import compose
 from fxtune.config.root import Config, Resume
 from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
-from fxtune.distributed.ranks import LAUNCHER, place
+from fxtune.distributed.ranks import LAUNCHER, process_rank
 from fxtune.errors import ConfigError, StorageError
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.console import say
@@ -45,7 +45,7 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
     ranks = "1" if LAUNCHER in os.environ else choice.of_rank_0(lambda: _prepare(folder, config))
     if ranks == DONE:
         return
-    if place()[1] == 1 and int(ranks) > 1:
+    if process_rank().size == 1 and int(ranks) > 1:
         sys.exit(launch(int(ranks), ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
     from fxtune.training import trainer
 

@@ -28,7 +28,7 @@ from fxtune.config.overrides import Choice
 from fxtune.config.root import Config, completed
 from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude, keeps_connections
-from fxtune.distributed.ranks import place
+from fxtune.distributed.ranks import process_rank
 from fxtune.errors import ConfigError, Ended, RankError, UserError
 from fxtune.system import progress
 from fxtune.system.atomic_files import read_json
@@ -59,7 +59,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
             "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
             "or give data: 'data.sources=[{path: my.jsonl}]'"
         )
-    progress.show("none" if place()[0] else config.tracking.display.value)
+    progress.show("none" if process_rank().rank else config.tracking.display.value)
     with progress.phase("Loading the libraries", announce=False, part="imports"):
         from fxtune.settle.ranks import ranks_of
 
@@ -114,7 +114,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
             root, resume = parent / title, config.run.resume.value
             folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))
             run.folder = config.run.dir = folder
-            if place()[0] == 0:
+            if process_rank().rank == 0:
                 print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
             result = _call(command, config, own, [*overrides, compose.path_override("run.dir", config.run.dir)])
             if result is None and (Path(run.folder) / RESULT).exists():  # several ranks trained it
@@ -137,7 +137,7 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         compose.sweep(choices, job)
     except _JobError as carrier:
         raise carrier.error from carrier.error.__cause__
-    if command is COMMANDS["train"] and any(run.figures for run in runs) and place()[0] == 0:
+    if command is COMMANDS["train"] and any(run.figures for run in runs) and process_rank().rank == 0:
         show_results(runs, parent)
     failure.leave_run()
     if failures:

@@ -25,7 +25,7 @@ from fxtune import __version__, plugins
 from fxtune.cli.commands import COMMANDS, HELP, Command, print_result
 from fxtune.config import discovery
 from fxtune.distributed.failure import conclude, keeps_connections
-from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, place
+from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, process_rank
 from fxtune.errors import ConfigError, Ended, Stopped, StorageError, UserError, did_you_mean
 from fxtune.system.host import process_age
 from fxtune.system.library_log import LIBRARY_LOG
@@ -113,7 +113,7 @@ def _leaving() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if place()[1] > 1:
+        if process_rank().size > 1:
             SIGNALS.ignore()
         raise
 
@@ -145,7 +145,7 @@ def _run_parsed(
     own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}
     if not (command.ranks and own.keys().isdisjoint(command.alone_with)) and not act_alone():
         return
-    if place()[0]:
+    if process_rank().rank:
         from fxtune.system.console import console
 
         console().quiet = True  # rank 0 talks to the user
@@ -225,7 +225,7 @@ def _call_positional(name: str, function: str, words: list[str], own: dict[str, 
     from fxtune.system import progress
 
     with (
-        progress.shown("none" if COMMANDS[name].positional_only or place()[0] else "auto"),
+        progress.shown("none" if COMMANDS[name].positional_only or process_rank().rank else "auto"),
         progress.phase("Working", announce=False),
     ):
         result = call(*words, **own)
@@ -296,7 +296,7 @@ def _run_command(command: Command, options: argparse.Namespace, own: dict[str, A
 
     # A recipe may set the display, too, but that is known only when the libraries are there.
     typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]
-    with progress.shown("none" if options.cfg or options.info or place()[0] else (typed or ["auto"])[-1]):
+    with progress.shown("none" if options.cfg or options.info or process_rank().rank else (typed or ["auto"])[-1]):
         # Not announced: a mistake in the command is answered first, with one message.
         with progress.phase("Loading the libraries", announce=False, part="imports"):
             from fxtune.cli.invocation import invoke

@@ -1,4 +1,4 @@
-"""Types for argparse, and the file of `--json`."""
+"""Types for argparse, and writing the files that options such as `--json` name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fxtune.distributed.ranks import place
+from fxtune.distributed.ranks import process_rank
 from fxtune.errors import StorageError
 
 
@@ -38,13 +38,13 @@ def positive_number(what: str) -> Callable[[str], float]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write `value` as JSON; of several ranks, rank 0 does. Raises StorageError."""
+    """Write `value` as JSON, on rank 0 only. Raises StorageError."""
     write_text(file, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def write_text(file: Path, text: str, option: str = "--json") -> None:
-    """Write the `file` of `option`; of several ranks, rank 0 does. Raises StorageError."""
-    if place()[0]:
+    """Write `file`, the value of `option`, on rank 0 only. Raises StorageError."""
+    if process_rank().rank:
         return
     try:
         file.write_text(text, encoding="utf-8")
@@ -53,7 +53,8 @@ def write_text(file: Path, text: str, option: str = "--json") -> None:
 
 
 def require_writable(file: Path, option: str = "--json") -> None:
-    """Raise StorageError if the `file` of `option` cannot be written, before minutes of work. Its content stays."""
+    """Raise StorageError if `file`, the value of `option`, cannot be written. Called before minutes of work; keeps the
+    file's content."""
     existed = file.exists()
     try:
         file.open("a").close()

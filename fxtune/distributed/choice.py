@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from fxtune.distributed import failure
-from fxtune.distributed.ranks import meeting_time, place
+from fxtune.distributed.ranks import meeting_time, process_rank
 from fxtune.errors import LostRankError, RankError, UserError, first_line
 
 _STORES: list[Any] = []
@@ -21,7 +21,7 @@ def of_rank_0(choose: Callable[[], str]) -> str:
 
     Rank 0 waits until the others have read the choice, because the store ends with rank 0, which opened it.
     """
-    rank, size, _ = place()
+    rank, size, _ = process_rank()
     if size == 1:
         return choose()
     from torch.distributed import PrefixStore

@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Optional
 
-from fxtune.distributed.ranks import HEARTBEATS, place
+from fxtune.distributed.ranks import HEARTBEATS, process_rank
 from fxtune.errors import LostRankError, Stopped, UserError, first_line
 
 PATIENCE = timedelta(seconds=5)
@@ -50,7 +50,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        rank, now = place()[0], time.time()
+        rank, now = process_rank().rank, time.time()
         if isinstance(error, Stopped):
             return Failure(rank, error.outcome, error.exit_code, signal=int(error.signal), at=now)
         if isinstance(error, UserError):
@@ -75,7 +75,7 @@ def find_store(limit: timedelta, opens: bool = True) -> Any:
     opened it or `opens` is false. It waits for no other rank. Raises RuntimeError or ValueError."""
     from torch.distributed import TCPStore
 
-    rank, size, _ = place()
+    rank, size, _ = process_rank()
     opens = opens and rank == 0 and not _agent_holds_store()
     address, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", ""))
     answer: SimpleQueue[Any] = SimpleQueue()
@@ -157,7 +157,7 @@ def announce(error: BaseException) -> Failure:
 
 def conclude(error: BaseException) -> tuple[bool, int]:
     """(whether this rank prints `error`, which ends it; its exit code)."""
-    rank, size, local_rank = place()
+    rank, size, local_rank = process_rank()
     mine = Failure.of(error)
     if size == 1:
         return True, mine.exit_code

@@ -10,6 +10,7 @@ import signal
 import sys
 import zlib
 from datetime import timedelta
+from typing import NamedTuple
 
 HEARTBEATS = "FXTUNE_HEARTBEATS"
 """The environment variable by which fxtune's launcher gives its ranks the folder of their heartbeats."""
@@ -20,19 +21,27 @@ MEETING = "FXTUNE_MEETING_SECONDS"
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
-@functools.cache
-def place() -> tuple[int, int, int]:
-    """(rank, ranks, rank on this host) that a launcher gave this process; (0, 1, 0) without one.
+class ProcessRank(NamedTuple):
+    rank: int
+    size: int
+    """How many ranks there are."""
+    local_rank: int
+    """The rank on this host."""
 
-    torchrun and fxtune's launcher set RANK, WORLD_SIZE and LOCAL_RANK, `srun` its own variables. They are taken out of
-    the environment: a process that a rank starts is not a rank.
+
+@functools.cache
+def process_rank() -> ProcessRank:
+    """The rank that a launcher gave this process; (0, 1, 0) without a launcher.
+
+    torchrun and fxtune's launcher set RANK, WORLD_SIZE and LOCAL_RANK, `srun` sets Slurm's variables. This function
+    removes these variables from the environment: a process that a rank starts is not a rank.
     """
     if "WORLD_SIZE" not in os.environ and "SLURM_STEP_ID" in os.environ:
         _translate_slurm()
     rank, size, local_rank = (os.environ.pop(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not size or int(size) < 2:
-        return 0, 1, 0
-    return int(rank), int(size), int(local_rank or 0)
+        return ProcessRank(0, 1, 0)
+    return ProcessRank(int(rank), int(size), int(local_rank or 0))
 
 
 def meeting_time() -> timedelta:
@@ -41,9 +50,9 @@ def meeting_time() -> timedelta:
 
 
 def act_alone() -> bool:
-    """Whether this process is rank 0, which from now on is the only one: it does what several ranks cannot share."""
-    rank, _, _ = place()
-    place.cache_clear()  # the environment does not say any more that this is a rank
+    """Whether this process is rank 0. From now on rank 0 is a single process: it does what ranks cannot share."""
+    rank = process_rank().rank
+    process_rank.cache_clear()  # process_rank() has removed the variables, so the next call finds no launcher
     return rank == 0
 
 
@@ -52,7 +61,7 @@ def end_with_launcher() -> None:
     that nobody watches would hold their cards and the run folder. Only for ranks of fxtune's launcher and torchrun."""
     launcher = os.environ.get(LAUNCHER)
     if (
-        place()[1] == 1
+        process_rank().size == 1
         or not sys.platform.startswith("linux")
         or not (launcher or "TORCHELASTIC_RUN_ID" in os.environ)
     ):

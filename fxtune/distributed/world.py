@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fxtune.distributed import failure
 from fxtune.distributed.heartbeat import Heartbeat
 from fxtune.distributed.parallel import DEGREES, Degrees
-from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, place
+from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, process_rank
 from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
 from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line
 from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
@@ -97,7 +97,7 @@ class World:
         Raises HardwareError if the device is missing or taken by another rank, ConfigError if the limit is not
         possible, RankError if the other ranks cannot be reached.
         """
-        rank, size, local_rank = place()
+        rank, size, local_rank = process_rank()
         if device is Device.cuda and not torch.cuda.is_available():
             raise HardwareError(
                 "run.device=cuda, but torch sees no GPU here "

@@ -2,8 +2,8 @@
 
 Random numbers come in one sequence, in the order in which constructors and init functions ask for them. So each rank
 draws all numbers, one parameter at a time, and keeps its rows. The model is built twice, with matrices on the meta
-device. The first time only counts the writes to each matrix; the second time repeats the writes in memory for one
-matrix, and hands over the last value of each matrix.
+device. The first build only finds the last write to each matrix. The second build repeats the writes with one matrix
+in memory at a time, and hands over each matrix after its last write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxtune.models.shards import Piece, fill, fill_piece
 from fxtune.upstream.torch import TorchDispatchMode, changes_arguments, storage_id
 
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_"}
-"""Names of operators after which nothing is left of what a tensor held."""
+"""Names of operators that overwrite every element of a tensor."""
 
 
 def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[], Any]) -> None:
@@ -29,41 +29,41 @@ def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[]
 
     Raises ConfigError for a model that does not draw its matrices one by one.
     """
-    places = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
-    fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))
+    parameter_of = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
+    fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))  # zeros where no piece is written
 
-    def take(name: str, value: torch.Tensor) -> None:
-        parameter, piece = places[name]
+    def write(name: str, value: torch.Tensor) -> None:
+        parameter, piece = parameter_of[name]
         fill_piece(model, parameter, piece, lambda _, first, end: value[first:end])
 
-    each({name: piece.shape for name, (_, piece) in places.items()}, build, take)
+    draw_each({name: piece.shape for name, (_, piece) in parameter_of.items()}, build, write)
 
 
-def each(
-    wanted: Mapping[str, tuple[int, ...]], build: Callable[[], Any], take: Callable[[str, torch.Tensor], None]
+def draw_each(
+    shapes: Mapping[str, tuple[int, ...]], build: Callable[[], Any], take: Callable[[str, torch.Tensor], None]
 ) -> None:
-    """Hand each parameter of `wanted`, by name and shape, to `take`, one at a time. Raises as draw()."""
-    with _Writes() as counted:
+    """Call take(name, value) for each parameter named in `shapes`, one at a time. Raises as draw()."""
+    with _Writes() as first_build:
         names = {storage_id(weight): name for name, weight in build().named_parameters()}
-    # The model's own init function overwrites the values of constructors.
-    last = {name: turn for turn, storage in enumerate(counted.turns) if (name := names.get(storage)) is not None}
-    turns = {turn: name for name, turn in last.items() if name in wanted}
+    # A constructor's values are overwritten by the model's own init function, so a parameter's last turn counts.
+    last = {name: turn for turn, storage in enumerate(first_build.turns) if (name := names.get(storage)) is not None}
+    turns = {turn: name for name, turn in last.items() if name in shapes}
 
-    def written(turn: int, value: torch.Tensor) -> None:
+    def end_turn(turn: int, value: torch.Tensor) -> None:
         if turn in turns:
-            with _usual_defaults():
-                take(turns[turn], value.view(wanted[turns[turn]]))
+            with _torch_defaults():
+                take(turns[turn], value.view(shapes[turns[turn]]))
 
-    with _Writes(written):
+    with _Writes(end_turn):
         built = build()
-    for name, vector in built.named_parameters():
-        if name in wanted and not vector.is_meta:
-            take(name, vector.detach())
+    for name, parameter in built.named_parameters():
+        if name in shapes and not parameter.is_meta:  # a vector; only matrices have no memory
+            take(name, parameter.detach())
 
 
 @contextmanager
-def _usual_defaults() -> Iterator[None]:
-    """The default dtype and device of torch, which a constructor's caller has changed."""
+def _torch_defaults() -> Iterator[None]:
+    """torch's own default dtype and device. While a model is built, other defaults are set."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -74,19 +74,22 @@ def _usual_defaults() -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Gives matrices no memory. A turn is a series of writes to one matrix; its result goes to `take`."""
+    """Gives matrices no memory. A turn is a series of writes to one matrix.
 
-    def __init__(self, take: Callable[[int, torch.Tensor], None] | None = None) -> None:
+    `end_turn`: called with each turn's number and the written matrix. None: the writes are only recorded in `turns`.
+    """
+
+    def __init__(self, end_turn: Callable[[int, torch.Tensor], None] | None = None) -> None:
         super().__init__()
-        self.take = take
+        self.end_turn = end_turn
         self.turns: list[int] = []
         """The storage that was written in each turn."""
         self.kept: list[torch.Tensor] = []
-        """All matrices: a new one must not get the storage of one that is gone."""
+        """All matrices, kept alive so that a new matrix does not get the storage id of a freed matrix."""
         self.devices: dict[int, torch.device] = {}
         """{storage of a matrix: the device on which it was requested}."""
         self.value = torch.empty(0)
-        """The numbers of the storage that is written."""
+        """The matrix of the current turn, in memory."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -115,22 +118,22 @@ class _Writes(TorchDispatchMode):
             size = target.untyped_storage().nbytes() // target.itemsize
             if name not in OVERWRITES or target.numel() != size:
                 raise ConfigError(
-                    f"model.init=random: this model changes a matrix by {name} after it has drawn another, which "
-                    "parallel.shard does not repeat. Set parallel.shard=1."
+                    f"model.init=random: this model goes back to an earlier matrix and changes it by {name}. "
+                    "parallel.shard cannot repeat this. Set parallel.shard=1."
                 )
-            if self.take is not None:
+            if self.end_turn is not None:
                 self.value = torch.empty(size, dtype=target.dtype, device=self.devices[storage])
-        if self.take is not None:
+        if self.end_turn is not None:
             real = partial(self._real, storage)
             func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
 
     def _real(self, storage: int, value: Any) -> Any:
-        """An argument of an operator; for a tensor without memory, its numbers."""
+        """An argument of an operator; a tensor without memory is replaced by the same view of `self.value`."""
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
-        assert storage_id(value) == storage, "a matrix is written with another one"
+        assert storage_id(value) == storage, "a matrix is computed from another matrix"
         return self.value.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def _end_turn(self) -> None:
-        if self.turns and self.take is not None:
-            self.take(len(self.turns) - 1, self.value)
+        if self.turns and self.end_turn is not None:
+            self.end_turn(len(self.turns) - 1, self.value)

@@ -306,9 +306,9 @@ def each_weight(
     `take`, whole and on world.device. One at a time: `take` must not keep it."""
     dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
     if model.init is Init.random:
-        drawn_shards.each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
+        drawn_shards.draw_each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
     else:
-        shards.each(_found(model, built), built.module, wanted, world, dtype, str(model.path), take)
+        shards.read_each(_found(model, built), built.module, wanted, world, dtype, str(model.path), take)
 
 
 def fill(

@@ -8,7 +8,7 @@ One process does the same with a model that fits nowhere in 16 bits: it quantize
     read(...)                     those rows, from the files
     complete(built, ...)          what modules compute from the rows of all ranks
 
-For formats that cannot quantize a part of a matrix (nf4, int8), each() hands out whole tensors before shard().
+For formats that cannot quantize a part of a matrix (nf4, int8), read_each() hands out whole tensors before shard().
 
 A module whose weight is not stored as the files have it (fp8) is one that StoresRows.
 
@@ -157,7 +157,7 @@ def read(
     elsewhere: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Read this rank's rows from the files of `origin`. `path`: model.path, for messages. `elsewhere`: names and
-    shapes of the tensors that each() has handed out.
+    shapes of the tensors that read_each() has handed out.
 
     Raises StorageError on all ranks if weights are missing, have another shape, or are not finite.
     """
@@ -174,7 +174,7 @@ def read(
             raise _not_finite(origin, path, names[0])
 
 
-def each(
+def read_each(
     origin: Origin,
     model: Any,
     wanted: Mapping[str, tuple[int, ...]],

@@ -27,7 +27,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import Library
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.optim.divided_muon import DividedMuon, Matrix
-from fxtune.optim.skip_nonfinite import MAX_BYTES, Guard, adamw_8bit_without_sync
+from fxtune.optim.skip_nonfinite import MAX_BYTES, NonfiniteGuard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
@@ -80,7 +80,9 @@ class Optimizer:
         names = list(self.names)
         groups = [[name] for name in names] if self.rounds or one_by_one else [names]
         self.parts = [part for group in groups for part in _library_optimizers(model, config, group, rows, sharding)]
-        self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))}
+        self.guards = {
+            part: NonfiniteGuard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))
+        }
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
         """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with other
         optimizers."""
@@ -314,21 +316,21 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
 
 
 def undo_limit(config: OptimizerConfig) -> int:
-    """The largest size in bytes of trained weights on a GPU for which a Guard undoes bad steps of this optimizer; 0 if
-    it never does."""
+    """The largest size in bytes of trained weights on a GPU for which a NonfiniteGuard undoes bad steps of this
+    optimizer; 0 if no guard does."""
     syncs = (OptimizerName.adafactor, OptimizerName.adamw_schedulefree)
     skips = config.name in (OptimizerName.adamw, OptimizerName.sgd) and (config.fused or config.stochastic_rounding)
     return 0 if skips or config.name in syncs else MAX_BYTES
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether a Guard undoes bad steps of `part`, which updates `parameters` together with others."""
+    """Whether a NonfiniteGuard undoes bad steps of `part`, which updates `parameters` together with others."""
     small = sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
     return small and parameters[0].is_cuda and _can_undo(part)
 
 
 def _can_undo(part: torch.optim.Optimizer) -> bool:
-    """Whether a Guard may undo bad steps. Adafactor itself syncs for each weight; schedulefree counts on the host."""
+    """Whether a NonfiniteGuard may undo steps. Adafactor syncs for each weight; schedulefree counts on the host."""
     counts = isinstance(part, torch.optim.Adafactor) or _is_from(part, "schedulefree")
     # Ranks that exchange updates in a step take it together, or none does.
     return not part.defaults.get("fused") and not counts and not isinstance(part, DividedMuon)

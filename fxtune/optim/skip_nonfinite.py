@@ -1,14 +1,15 @@
 """Skips the step of a library's optimizer if the gradient is not finite, without a host sync.
 
 torch's fused kernels can skip a step on the device; other optimizers cannot, and reading `finite.item()` first would
-stop the host once a step. So the step is always taken, and a bad one is undone on the device: weights and moments are
-copied before the step, and after it each becomes `new * finite + old * (1 - finite)`, in a few multi-tensor launches.
-This arithmetic runs on their bits, read as integers: an infinite moment read as a float would give inf * 0 = NaN. The
-gradients of a bad step are zeroed before it, so that no library's kernel sees a NaN.
+stop the host once a step. So the step is always taken, and a bad step is undone on the device: weights and moments are
+copied before the step, and after the step each tensor becomes `new * finite + old * (1 - finite)`, in a few
+multi-tensor launches. This arithmetic runs on the tensors' bits, read as integers: an infinite moment read as a float
+would give inf * 0 = NaN. The optimizer gets zeros for the gradients of a bad step, so that no library's kernel sees a
+NaN.
 
-Libraries count steps on the host for bias correction, and the device cannot undo that. The host reads `finite` when
-the next step begins, long after the device computed it, and corrects the count before its next use. Libraries count no
-step of a weight without a gradient, such as a weight of an expert that got no token.
+Libraries count steps on the host for bias correction, where the device cannot correct the count. The host reads
+`finite` when the next step begins, long after the device computed it, and corrects the count before the count is used.
+Libraries count no step of a weight without a gradient, such as a weight of an expert that got no token.
 
 Cost: a copy of the trained weights, their gradients and moments during the step, so this is for adapters and small
 models (MAX_BYTES). In larger models a host sync costs a thousandth of the step.
@@ -24,7 +25,7 @@ import torch
 from fxtune.upstream import torch as upstream
 
 MAX_BYTES = 2 * 2**30
-"""Largest size of the trained weights for which they are copied. Their gradients and moments come on top."""
+"""Largest size of the trained weights, without gradients and moments, for which steps are undone by copies."""
 ALIGNMENT = 64
 """Copies begin at a multiple of this many numbers, since kernels load 16 bytes at a time."""
 CONSTANT_TABLES = ("qmap",)
@@ -33,15 +34,15 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes of a number: the integer dtype of this size}."""
 
 
-class Guard:
-    """Takes steps of `part`, a library's optimizer, and undoes non-finite steps."""
+class NonfiniteGuard:
+    """Takes the steps of a library's optimizer, and undoes non-finite steps."""
 
-    def __init__(self, part: torch.optim.Optimizer) -> None:
-        self.part = part
-        self.verdict: torch.Tensor | None = None
-        """Whether the last step was finite. The value is being copied to the host until `arrived`."""
-        self.arrived: Any = None
-        """The event after the copy of `verdict`; None on a CPU."""
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.last_finite: torch.Tensor | None = None
+        """On the host: whether the last step was finite. Valid after the event `copied`. None after settle()."""
+        self.copied: Any = None
+        """The event after the copy of `last_finite` to the host; None on a CPU."""
         self.counters: list[dict[str, Any]] = []
         """The dicts that may count the last step: states of weights with a gradient, and groups."""
 
@@ -49,8 +50,8 @@ class Guard:
     def step(self, finite: torch.Tensor) -> bool:
         """Step if `finite` (a bool scalar on the device), without waiting. Each weight keeps its `.grad`.
 
-        Returns False if it took no step: the first step creates the moments, so there is nothing to restore. The
-        caller then reads `finite` and steps as usual.
+        Returns False, without a step, if a weight has no moments yet: then there are no old moments to restore. The
+        caller reads `finite` and steps without the guard.
         """
         self.settle()
         current = self._tensors()
@@ -58,7 +59,7 @@ class Guard:
             return False
         gradients = [
             (parameter, parameter.grad)
-            for group in self.part.param_groups
+            for group in self.optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
@@ -67,7 +68,7 @@ class Guard:
         try:
             for (parameter, _), gradient in zip(gradients, zeroed, strict=True):
                 parameter.grad = gradient
-            self.part.step()
+            self.optimizer.step()
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -75,37 +76,40 @@ class Guard:
             upstream.foreach("mul_", tensors, finite.to(dtype))
             upstream.foreach("mul_", saved[dtype], (~finite).to(dtype))
             upstream.foreach("add_", tensors, saved[dtype])
-        self.counters = [*(self.part.state[parameter] for parameter, _ in gradients), *self.part.param_groups]
+        self.counters = [
+            *(self.optimizer.state[parameter] for parameter, _ in gradients),
+            *self.optimizer.param_groups,
+        ]
         if finite.is_cuda:
-            self.verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+            self.last_finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
         else:
-            self.verdict = finite.clone()
+            self.last_finite = finite.clone()
         return True
 
     def settle(self) -> None:
-        """Correct the library's step counts. Must be called before they are used or saved."""
-        if self.verdict is None:
+        """Correct the library's step counts. Must be called before the counts are used or saved."""
+        if self.last_finite is None:
             return
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        if not self.verdict.item():
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not self.last_finite.item():
             for counter in self.counters:
                 count = counter.get("step")
                 if _on_host(count):
                     counter["step"] = count - 1
-        self.verdict = self.arrived = None
+        self.last_finite = self.copied = None
         self.counters = []
 
     def _tensors(self) -> dict[torch.dtype, list[torch.Tensor]] | None:
         """All weights with a gradient and their moments, as integers by dtype. None if a weight has no moments yet."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in self.part.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:  # no library touches it
+                if parameter.grad is None:  # no library changes a weight without a gradient
                     continue
-                state = self.part.state.get(parameter)
+                state = self.optimizer.state.get(parameter)
                 if not state:
                     return None
                 for tensor in (parameter, *_state_tensors(state)):
@@ -118,11 +122,11 @@ def _zeroed_unless(gradients: list[torch.Tensor], finite: torch.Tensor) -> list[
     """Copies of the gradients, zero unless `finite`."""
     zeroed: dict[int, torch.Tensor] = {}
     for dtype in {gradient.dtype for gradient in gradients}:
-        places = [place for place, gradient in enumerate(gradients) if gradient.dtype is dtype]
-        buffer, pieces = _copies([gradients[place] for place in places])
+        indices = [index for index, gradient in enumerate(gradients) if gradient.dtype is dtype]
+        buffer, pieces = _copies([gradients[index] for index in indices])
         buffer.masked_fill_(~finite, 0)
-        zeroed.update(zip(places, pieces, strict=True))
-    return [zeroed[place] for place in range(len(gradients))]
+        zeroed.update(zip(indices, pieces, strict=True))
+    return [zeroed[index] for index in range(len(gradients))]
 
 
 def _copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -161,22 +165,22 @@ def _on_host(count: Any) -> TypeGuard[int | torch.Tensor]:
 
 
 def adamw_8bit_without_sync() -> type[torch.optim.Optimizer]:
-    """bitsandbytes' AdamW8bit without the host sync after each weight that its own step() has (0.50)."""
-    from bitsandbytes.optim import AdamW8bit as WithSync
+    """bitsandbytes' AdamW8bit without a host sync: step() of bitsandbytes 0.50 syncs after each weight."""
+    from bitsandbytes.optim import AdamW8bit as AdamW8bitWithSync
 
-    class AdamW8bit(WithSync):
+    class AdamW8bit(AdamW8bitWithSync):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:  # type: ignore[override]
             if not self.initialized:
                 self.check_overrides()
                 self.to_gpu()
                 self.initialized = True
-            for at, group in enumerate(self.param_groups):
-                for number, parameter in enumerate(group["params"]):
+            for group_index, group in enumerate(self.param_groups):
+                for index, parameter in enumerate(group["params"]):
                     if parameter.grad is None:
                         continue
                     if not self.state[parameter]:
-                        self.init_state(group, parameter, at, number)
-                    self.update_step(group, parameter, at, number)
+                        self.init_state(group, parameter, group_index, index)
+                    self.update_step(group, parameter, group_index, index)
 
     return AdamW8bit

@@ -18,7 +18,7 @@ import torch
 from fxtune.config.root import Config
 from fxtune.distributed.launch import ranks_here, require_equal_parts
 from fxtune.distributed.parallel import AUTO, Degrees, agrees, decide
-from fxtune.distributed.ranks import place
+from fxtune.distributed.ranks import process_rank
 from fxtune.distributed.world import Device, World
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
@@ -45,7 +45,7 @@ def ranks_of(config: Config) -> int:
 def open_counts(config: Config) -> list[int]:
     """The numbers of ranks, the most first, among which the forecast chooses for a run on this machine; one number
     where it has no choice."""
-    if place()[1] > 1:
+    if process_rank().size > 1:
         return [1]
     counts = ranks_here(config.run.gpus, config.run.device is Device.cpu)
     if len(counts) == 1:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fxtune.checkpoint.run_folder import RunFolder
-from fxtune.distributed.ranks import place
+from fxtune.distributed.ranks import process_rank
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
@@ -93,7 +93,7 @@ class RunEnergy:
         self.folder, self.world, self.cost = folder, world, cost
         self.before = Used.read(folder.path)
         """The use of the run's earlier processes."""
-        self.meter = EnergyMeter(world.device, hosts=place()[2] == 0)
+        self.meter = EnergyMeter(world.device, hosts=process_rank().local_rank == 0)
         self._ranks: list[Used] = []
         """The use of each rank since this process began, up to the last exchange of figures."""
         self._written, self._ended = time.monotonic(), False

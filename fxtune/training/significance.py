@@ -11,8 +11,8 @@ import numpy as np
 
 DRAWS = 19_999
 """Random permutations or signs. The smallest p is 1 / (DRAWS + 1)."""
-_CELLS = 4_000_000
-"""Numbers that are drawn at a time."""
+_CHUNK = 4_000_000
+"""Random numbers that are in memory at a time."""
 
 
 def higher_mean(baseline: np.ndarray, sample: np.ndarray, seed: int = 0) -> float:
@@ -26,7 +26,7 @@ def higher_mean(baseline: np.ndarray, sample: np.ndarray, seed: int = 0) -> floa
     observed = pooled[len(baseline) :].sum()
     for draws in _parts(len(pooled)):
         chosen = np.argpartition(random.random((draws, len(pooled))), size - 1, axis=1)[:, :size]
-        count += int((pooled[chosen].sum(axis=1) >= observed - _rounding(pooled)).sum())
+        count += int((pooled[chosen].sum(axis=1) >= observed - _tolerance(pooled)).sum())
     return (count + 1) / (DRAWS + 1)
 
 
@@ -39,21 +39,22 @@ def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> fl
     random, count, observed = np.random.default_rng(seed), 0, shifted.sum()
     for draws in _parts(len(shifted)):
         signs = np.where(random.random((draws, len(shifted))) < 0.5, -1.0, 1.0)
-        count += int((signs @ shifted <= observed + _rounding(shifted)).sum())
+        count += int((signs @ shifted <= observed + _tolerance(shifted)).sum())
     return (count + 1) / (DRAWS + 1)
 
 
 def least_pairs(alpha: float) -> int:
-    """The fewest pairs with which lower_mean() can return `alpha` or less: 1 + the least n with 2^-n <= alpha."""
+    """The number of pairs with which lower_mean() can return `alpha` or less: the least n with 2^-n <= alpha, and one
+    more pair, because the random signs repeat the observation in about 2^-n of the draws."""
     return int(np.ceil(np.log2(1 / alpha))) + 1
 
 
 def _parts(width: int) -> list[int]:
-    """DRAWS divided into parts of at most _CELLS numbers, `width` numbers a draw."""
-    rows = max(1, _CELLS // width)
+    """DRAWS divided into parts of at most _CHUNK numbers, `width` numbers a draw."""
+    rows = max(1, _CHUNK // width)
     return [min(rows, DRAWS - first) for first in range(0, DRAWS, rows)]
 
 
-def _rounding(numbers: np.ndarray) -> float:
-    """The largest difference between sums of the same numbers in two orders."""
+def _tolerance(numbers: np.ndarray) -> float:
+    """The largest rounding difference between sums of the same numbers in two orders."""
     return float(np.abs(numbers).sum()) * 1e-12

@@ -20,7 +20,7 @@ def be(monkeypatch):
     monkeypatch.setattr(choice.failure, "find_store", lambda limit: store)
 
     def become(rank: int) -> None:
-        monkeypatch.setattr(choice, "place", lambda: (rank, 2, rank))
+        monkeypatch.setattr(choice, "process_rank", lambda: (rank, 2, rank))
         monkeypatch.setattr(choice, "_STORES", stores[rank])
 
     return become

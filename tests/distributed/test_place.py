@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fxtune.distributed.ranks import first_host, place
+from fxtune.distributed.ranks import first_host, process_rank
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_task_of_srun_is_a_rank(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "taken back after the test")
         monkeypatch.delenv(name)
-    assert place.__wrapped__() == (5, 8, 1)
+    assert process_rank.__wrapped__() == (5, 8, 1)
     assert os.environ["MASTER_ADDR"] == "gpu07"
     assert 20000 <= int(os.environ["MASTER_PORT"]) < 32000
     assert not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"}
-    assert place.__wrapped__() == (0, 1, 0), "what a rank starts is no rank"
+    assert process_rank.__wrapped__() == (0, 1, 0), "what a rank starts is no rank"
 
 
 def test_script_of_a_slurm_job_is_no_rank(monkeypatch):
@@ -47,4 +47,4 @@ def test_script_of_a_slurm_job_is_no_rank(monkeypatch):
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert place.__wrapped__() == (0, 1, 0)
+    assert process_rank.__wrapped__() == (0, 1, 0)

@@ -45,5 +45,5 @@ def test_matrix_that_is_changed_after_another_is_refused():
 
     model = Odd()
     pieces = {name: [Piece(name, 0, (3, 2))] for name in ("first", "second")}
-    with pytest.raises(ConfigError, match=r"changes a matrix by mul_ after it has drawn another.*parallel\.shard=1"):
+    with pytest.raises(ConfigError, match=r"goes back to an earlier matrix and changes it by mul_.*parallel\.shard=1"):
         drawn_shards.draw(model, pieces, Odd)

@@ -10,7 +10,7 @@ from torch import nn
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
-from fxtune.optim.skip_nonfinite import Guard
+from fxtune.optim.skip_nonfinite import NonfiniteGuard
 
 GUARDED = [name for name in CASES if name != "adamw_schedulefree"]
 """Schedule-free AdamW counts steps on the host, in its groups, so it is never guarded."""
@@ -25,7 +25,7 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
         make(name, weight_decay=0.1, fused=fused),
         make(name, weight_decay=0.1, fused=fused),
     )
-    guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
+    guarded.guards = {part: NonfiniteGuard(part) for part in guarded.parts if not part.defaults.get("fused")}
     taken = 0
     for seed in range(9):
         for trained, its in ((model, asking), (other, guarded)):
@@ -34,7 +34,7 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
                 trained.up.weight.grad[0, 0] = float("nan" if seed == 3 else "inf")
             norm = its.clip(1.0)
             its.step(1e-2, torch.isfinite(norm))
-        taken += sum(guard.verdict is not None for guard in guarded.guards.values())
+        taken += sum(guard.last_finite is not None for guard in guarded.guards.values())
         if seed == 6:
             again, resumed = make(name, weight_decay=0.1, fused=fused)
             again.load_state_dict(other.state_dict())
@@ -62,7 +62,7 @@ def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
         )
         for _ in range(2)
     )
-    guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
+    guarded.guards = {part: NonfiniteGuard(part) for part in guarded.parts if not part.defaults.get("fused")}
     for seed in range(5):
         for trained, its in ((model, asking), (other, guarded)):
             backward(trained, seed)
@@ -90,7 +90,7 @@ def test_guarded_step_is_exact_for_infinite_moments(name):
         linear = nn.Linear(2, 1, bias=False)
         linear.weight.data = torch.tensor([[1.0, -0.0]])
         optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName(name), fused=name != "adamw"))
-        optimizer.guards = {part: Guard(part) for part in optimizer.parts if guards}
+        optimizer.guards = {part: NonfiniteGuard(part) for part in optimizer.parts if guards}
         for gradient, good in ((1e25, True), (1.0, True), (float("nan"), False), (2.0, True), (float("inf"), False)):
             linear.weight.grad = torch.tensor([[gradient, 0.0]])
             optimizer.step(1e-2, torch.tensor(good))
@@ -108,7 +108,7 @@ def test_guarded_step_is_exact_for_infinite_moments(name):
 @pytest.mark.parametrize("name", ["lion", "apex_adamw", "muon"])
 def test_guarded_step_ignores_weights_without_gradient_and_restores_gradients_on_error(name, monkeypatch):
     model, optimizer = make(name, weight_decay=0.1, fused=name != "muon")
-    guards = [Guard(part) for part in optimizer.parts]
+    guards = [NonfiniteGuard(part) for part in optimizer.parts]
     unused = model.wide.weight.clone()
     for first in (True, False):
         backward(model, 1)
@@ -124,7 +124,7 @@ def test_guarded_step_ignores_weights_without_gradient_and_restores_gradients_on
         raise RuntimeError("no more memory")
 
     for guard in guards:
-        monkeypatch.setattr(guard.part, "step", fail)
+        monkeypatch.setattr(guard.optimizer, "step", fail)
         with pytest.raises(RuntimeError, match="no more memory"):
             guard.step(torch.tensor(False))
     assert all(parameter.grad is gradient for parameter, gradient in before.items())

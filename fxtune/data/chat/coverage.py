@@ -63,7 +63,7 @@ class Coverage:
     def __init__(self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True) -> None:
         self.enabled = enabled
         self.unused = frozenset(unused)
-        self._columns = KNOWN | format.covered | self.unused
+        self._columns = KNOWN | format.known_columns | self.unused
         self._names_answers = bool(format.answers)
         self._turn_keys = KNOWN | TURN_KEYS | self.unused
         self._unknown: dict[tuple[Any, ...], list[str]] = {}

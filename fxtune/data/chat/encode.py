@@ -163,8 +163,8 @@ class Encoder:
         self.learn = learn or LearnConfig()
         self.unused = tuple(unused or ())
         self._coverage = {
-            name: Coverage(covered, self.unused, enabled=unused is not None)
-            for name, covered in (FORMATS if format.is_group else {format.name: format}).items()
+            name: Coverage(row_format, self.unused, enabled=unused is not None)
+            for name, row_format in (FORMATS if format.is_group else {format.name: format}).items()
         }
         self.system = system
         self.variables = dict(variables or {})

@@ -13,7 +13,7 @@ from fxtune.data.formats.values import RowError, require_text
 class AlpacaFormat(ChatFormat):
     name = "alpaca"
     columns = ("instruction", "output")
-    covered = frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text"))
+    known_columns = frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text"))
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:

@@ -97,10 +97,10 @@ def require_answer(text: str, place: str) -> None:
 
 def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
     chosen = [
-        switched is not False
+        train_flag is not False
         and ("system" if message["role"] in SYSTEM_ROLES else message["role"]) in learn.roles
         and (learn.tool_calls or "tool_calls" not in message)
-        for message, switched in zip(chat.messages, chat.switched, strict=True)
+        for message, train_flag in zip(chat.messages, chat.train_flags, strict=True)
     ]
     if (learn.last_turn_only or learn.since_last_question) and True in chosen:
         first = last = len(chosen) - 1 - chosen[::-1].index(True)
@@ -109,8 +109,8 @@ def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
             first = max(questions, default=-1) + 1
         chosen = [learned and first <= index <= last for index, learned in enumerate(chosen)]
     return [
-        learned or (switched is True and message["role"] == "assistant")
-        for learned, message, switched in zip(chosen, chat.messages, chat.switched, strict=True)
+        learned or (train_flag is True and message["role"] == "assistant")
+        for learned, message, train_flag in zip(chosen, chat.messages, chat.train_flags, strict=True)
     ]
 
 
@@ -137,7 +137,7 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     role, content_key = _role(turn, where)
     message: dict[str, Any] = {"role": role}
     calls = _tool_calls(turn, where) if role == "assistant" else None
-    switched = _switch(turn, where)
+    train_flag = _train_flag(turn, where)
 
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
@@ -155,7 +155,7 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
         # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
-    chat.add(message, f"{where}.{content_key}", switched)
+    chat.add(message, f"{where}.{content_key}", train_flag)
 
 
 def _require_call(chat: Conversation, wanted: str, where: str) -> None:
@@ -183,8 +183,8 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
     return SHAREGPT_ROLES[role], "value" if "value" in turn or "content" not in turn else "content"
 
 
-def _switch(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Whether the turn says that it is learned; None if it does not say."""
+def _train_flag(turn: Mapping[str, Any], where: str) -> bool | None:
+    """Whether the turn's `train` or `weight` says that the turn is learned; None if neither is set."""
     weight, train = turn.get("weight"), turn.get("train")
     if weight is not None and weight not in (0, 1):
         raise RowError(

@@ -14,14 +14,14 @@ from fxtune.data.formats.values import RowError, short, type_name
 class GroupFormat(RowFormat):
     name = "group"
     columns = ("documents",)
-    covered = frozenset(("documents", "labels"))
+    known_columns = frozenset(("documents", "labels"))
     is_group = True
     is_question = False
     nothing_learned = "none of its documents has an answer or a label"
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         """A row with more columns holds something else, such as the documents that were retrieved for a question."""
-        return row.keys() <= self.covered and is_chat(row.get("documents"))
+        return row.keys() <= self.known_columns and is_chat(row.get("documents"))
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         rows = row.get("documents")

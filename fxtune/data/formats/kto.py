@@ -25,7 +25,7 @@ class KTOFormat(RowFormat):
 
     name = "kto"
     columns = ("prompt", "completion", "label")
-    covered = frozenset(JUDGMENTS).union(*(format.covered for format in JUDGED))
+    known_columns = frozenset(JUDGMENTS).union(*(format.known_columns for format in JUDGED))
     is_group = True
     is_question = False
     answers = ("answer",)
@@ -54,7 +54,7 @@ class KTOFormat(RowFormat):
         chat.row = row
         if not isinstance(format, PromptCompletionFormat):
             start = after_last_question(chat)
-            chat.switched[:start] = [False] * start
+            chat.train_flags[:start] = [False] * start
         complete_answer("the answer", chat, used, learn)
         return Preference([chat], [row], label)
 

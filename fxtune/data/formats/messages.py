@@ -13,7 +13,7 @@ from fxtune.data.formats.values import RowError, require_text
 class MessagesFormat(ChatFormat):
     name = "messages"
     columns = ("messages",)
-    covered = CHAT_COLUMNS
+    known_columns = CHAT_COLUMNS
     needs_template = has_lists = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
@@ -29,5 +29,5 @@ class MessagesFormat(ChatFormat):
         if system is not None and chat.messages[0]["role"] not in SYSTEM_ROLES and require_text(system, "system"):
             chat.messages.insert(0, {"role": "system", "content": system})
             chat.places.insert(0, "system")
-            chat.switched.insert(0, None)
+            chat.train_flags.insert(0, None)
         return chat

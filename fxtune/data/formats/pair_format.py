@@ -31,7 +31,7 @@ from fxtune.data.formats.values import RowError, parse_json, require_text, short
 
 CHOSEN, REJECTED = "chosen", "rejected"
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-COVERED = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
+KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
     CHOSEN,
     REJECTED,
     "margin",
@@ -101,7 +101,7 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
     if not common:
         raise RowError("there is no prompt before chosen and rejected")
     for chat in chats:
-        chat.switched[:common] = [False] * common
+        chat.train_flags[:common] = [False] * common
 
 
 def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:

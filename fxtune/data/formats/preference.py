@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxtune.data.formats.chat_format import add_turns, is_chat
-from fxtune.data.formats.pair_format import CHOSEN, COVERED, REJECTED, PairFormat, add_answer, is_answer, texts
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer, texts
 from fxtune.data.formats.row_format import Conversation, PlainText
 from fxtune.data.formats.values import RowError, require_text, type_name
 
@@ -16,7 +16,7 @@ class PreferenceFormat(PairFormat):
 
     name = "preference"
     columns = ("prompt", CHOSEN, REJECTED)
-    covered = COVERED | {"prompt"}
+    known_columns = KNOWN_COLUMNS | {"prompt"}
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         prompt = row.get("prompt")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxtune.data.formats.chat_format import LIST_KEYS, add_turns
-from fxtune.data.formats.pair_format import CHOSEN, COVERED, REJECTED, PairFormat, is_whole_chat
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, is_whole_chat
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, require_text
 
@@ -21,7 +21,7 @@ TURN_ROLES = {"Human": "user", "Assistant": "assistant"}
 class PreferenceChatsFormat(PairFormat):
     name = "preference_chats"
     columns = (CHOSEN, REJECTED)
-    covered = COVERED | {*LIST_KEYS, "prompt"}
+    known_columns = KNOWN_COLUMNS | {*LIST_KEYS, "prompt"}
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxtune.data.formats.alpaca import AlpacaFormat
-from fxtune.data.formats.pair_format import CHOSEN, COVERED, REJECTED, PairFormat, add_answer, is_answer
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer
 from fxtune.data.formats.row_format import Conversation
 
 QUESTIONS = ("instruction", "question", "input", "prompt")
@@ -19,7 +19,7 @@ QUESTIONS = ("instruction", "question", "input", "prompt")
 class PreferenceInstructionFormat(PairFormat):
     name = "preference_instruction"
     columns = ("instruction", CHOSEN, REJECTED)
-    covered = COVERED | {*QUESTIONS, "system", "history"}
+    known_columns = KNOWN_COLUMNS | {*QUESTIONS, "system", "history"}
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:

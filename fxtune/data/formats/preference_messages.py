@@ -7,7 +7,7 @@ from typing import Any
 
 from fxtune.data.formats.chat_format import LIST_KEYS, add_turns, is_chat
 from fxtune.data.formats.messages import MessagesFormat
-from fxtune.data.formats.pair_format import COVERED, PairFormat, add_answer, is_whole_chat
+from fxtune.data.formats.pair_format import KNOWN_COLUMNS, PairFormat, add_answer, is_whole_chat
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, require_text
 
@@ -19,7 +19,7 @@ class PreferenceMessagesFormat(PairFormat):
 
     name = "preference_messages"
     columns = ("messages", RESPONSE)
-    covered = COVERED | {*LIST_KEYS, RESPONSE, MESSAGES, "prompt"}
+    known_columns = KNOWN_COLUMNS | {*LIST_KEYS, RESPONSE, MESSAGES, "prompt"}
     needs_template = True
     answer_columns = (frozenset(LIST_KEYS), frozenset((RESPONSE, MESSAGES)))
 
@@ -36,7 +36,7 @@ class PreferenceMessagesFormat(PairFormat):
             rejected.places = [place.replace("messages", MESSAGES, 1) for place in rejected.places]
             return chosen, rejected
         start = after_last_question(rejected)
-        for turns in (rejected.messages, rejected.places, rejected.switched):
+        for turns in (rejected.messages, rejected.places, rejected.train_flags):
             del turns[start:]
         if RESPONSE in row:
             add_answer(rejected, require_text(row[RESPONSE], RESPONSE), RESPONSE)

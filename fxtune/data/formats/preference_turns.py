@@ -7,7 +7,7 @@ from typing import Any
 
 from fxtune.data.formats.chat_format import LIST_KEYS, is_chat
 from fxtune.data.formats.messages import MessagesFormat
-from fxtune.data.formats.pair_format import CHOSEN, COVERED, REJECTED, PairFormat, add_answer, is_answer
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError
 
@@ -15,7 +15,7 @@ from fxtune.data.formats.values import RowError
 class PreferenceTurnsFormat(PairFormat):
     name = "preference_turns"
     columns = ("conversations", CHOSEN, REJECTED)
-    covered = COVERED | {*LIST_KEYS, "prompt"}
+    known_columns = KNOWN_COLUMNS | {*LIST_KEYS, "prompt"}
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:

@@ -11,12 +11,12 @@ from fxtune.data.formats.values import RowError, require_text
 
 
 class PromptCompletionFormat(ChatFormat):
-    """Lists are a chat; two strings are one text without a chat template, whose completion is learned."""
+    """Lists are a chat. Two strings are one text without a chat template, and only the completion is learned."""
 
     name = "prompt_completion"
     columns = ("prompt", "completion")
     aliases = (("question", "answer"), ("prompt", "response"))
-    covered = frozenset(("prompt", "completion", VARIABLES, "text"))
+    known_columns = frozenset(("prompt", "completion", VARIABLES, "text"))
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         values = [row.get(column) for column in self.columns]
@@ -37,7 +37,7 @@ class PromptCompletionFormat(ChatFormat):
         chat = Conversation()
         add_turns(chat, row.get("prompt"), "prompt")
         start = len(chat.messages)
-        chat.switched = [False] * start
+        chat.train_flags = [False] * start
         add_turns(chat, row.get("completion"), "completion")
         if not any(message["role"] == "assistant" for message in chat.messages[start:]):
             raise RowError("no assistant turn in completion")

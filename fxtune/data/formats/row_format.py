@@ -43,8 +43,8 @@ class Conversation:
     """A chat, for the chat template."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    switched: list[bool | None] = field(default_factory=list)
-    """For each message, whether the row itself says that it is learned; None: it does not say."""
+    train_flags: list[bool | None] = field(default_factory=list)
+    """For each message, whether the row's `train` or `weight` says that it is learned; None: neither is set."""
     places: list[str] = field(default_factory=list)
     """For each message, where the row has its text, for a message to the user."""
     supervised: list[bool] = field(default_factory=list)
@@ -56,10 +56,10 @@ class Conversation:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row, with its lists of messages parsed."""
 
-    def add(self, message: dict[str, Any], place: str, switched: bool | None = None) -> None:
+    def add(self, message: dict[str, Any], place: str, train_flag: bool | None = None) -> None:
         self.messages.append(message)
         self.places.append(place)
-        self.switched.append(switched)
+        self.train_flags.append(train_flag)
 
 
 @dataclass
@@ -111,9 +111,9 @@ class RowFormat(ABC):
     """The columns that a row needs."""
     aliases: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Names so common that rows whose texts have them are read as `columns`. Others need the source's `columns`."""
-    covered: ClassVar[frozenset[str]]
-    """Columns that are read, and columns that often repeat other columns: the rendered text, the first question.
-    Any other column must be in the text (data/chat/coverage.py)."""
+    known_columns: ClassVar[frozenset[str]]
+    """Columns that the format reads, and columns that often repeat other columns: the rendered text, the first
+    question. Any other column must be in the text (data/chat/coverage.py)."""
     is_chat: ClassVar[bool] = False
     """Whether rows are chats, in which only answers are learned. Long chats are split between turns."""
     is_group: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from fxtune.data.formats.values import RowError, require_text
 class TextFormat(RowFormat):
     name = "text"
     columns = ("text",)
-    covered = frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion"))
+    known_columns = frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion"))
     """With the chats beside a text that the user has chosen to train on."""
     is_question = False
     nothing_learned = "no text has a token"

@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 class TokensFormat(RowFormat):
     name = "tokens"
     columns = ("input_ids",)
-    covered = frozenset(
+    known_columns = frozenset(
         ("input_ids", "labels", "assistant_masks", "attention_mask", "token_type_ids", "position_ids", "text")
     ) | {"special_tokens_mask"}
     nothing_learned = "its labels are all -100, or its assistant_masks all 0"

@@ -134,7 +134,7 @@ class Source:
             own = given or row_format(row)
             if own and own.answers:
                 continue
-            if reason := preference_columns(row, own.covered if own else ()):
+            if reason := preference_columns(row, own.known_columns if own else ()):
                 raise DataError(f"{self.name}: {reason}.")
         if given is not None:
             return given

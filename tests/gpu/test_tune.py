@@ -98,7 +98,7 @@ def test_out_of_memory_trial_is_a_result(tmp_path):
         "--steps",
         "2",
         "--minutes",
-        "5",
+        "15",
         "--json",
         str(tmp_path / "found.json"),
     ]
@@ -108,7 +108,7 @@ def test_out_of_memory_trial_is_a_result(tmp_path):
         capture_output=True,
         cwd=tmp_path,
         text=True,
-        timeout=580,
+        timeout=1200,
         check=False,
         env=environment,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,12 @@ class Batch:
     """float32 [supervised]: the log-probability of each target under the reference model, if it is stored."""
     step_sums: torch.Tensor | None = None
     """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step, or over an evaluation's data."""
+    images: dict[str, torch.Tensor] | None = None
+    """Arguments of the model's forward for all images of the micro-batch, in the order of its documents
+    (`pixel_values`, `image_grid_thw`, ...). None: there is no image."""
+    rope_positions: torch.Tensor | None = None
+    """int64 [3, rows, length]: time, height and width of each token for rotary embeddings, from 0 on in each document
+    (M-RoPE). None: the rotary embeddings take `position_ids`."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""
@@ -110,20 +116,28 @@ class Batch:
             reference=None if self.reference is None else F.pad(self.reference, (0, len(spare))),
         )
 
-    def _tensors(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+    def _with_each_tensor(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        if self.images is not None:
+            changed["images"] = {name: change(tensor) for name, tensor in self.images.items()}
+        return replace(self, **changed)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        tensors = self._tensors().items()
-        return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors})
+        return self._with_each_tensor(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+        return self._with_each_tensor(torch.Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that `stream` reads these tensors, which another stream wrote."""
-        for tensor in self._tensors().values():
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(stream)
+            return tensor
+
+        self._with_each_tensor(record)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tables import natural, training
 
-from fxtune.data.batches.batch import IGNORE_INDEX, MIN_TARGETS, TARGET_COUNTS, BatchSpec, build_batch
+from fxtune.data.batches.batch import IGNORE_INDEX, MIN_TARGETS, TARGET_COUNTS, Batch, BatchSpec, build_batch
 
 
 @settings(max_examples=60)
@@ -75,3 +76,21 @@ def test_pieces_together_are_the_rows(pieces, length, rows, packing, seed):
             assert torch.equal(part.targets.flatten()[part.supervised_at], part.labels)
         assert sum(part.supervised for part in parts) == whole.supervised == plan.supervised(step)
         assert sum(part.tokens for part in parts) == whole.tokens
+
+
+def test_images_and_their_positions_move_with_the_batch(monkeypatch):
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    batch = Batch(ids, ids, ids, torch.tensor([0, 4]), ids[0], ids[0], 4)
+    assert batch.to(torch.device("meta")).images is None
+    batch = replace(batch, images={"pixel_values": torch.zeros(2, 3)}, rope_positions=torch.zeros(3, 1, 4))
+    moved = batch.to(torch.device("meta"))
+    assert moved.images["pixel_values"].is_meta
+    assert moved.rope_positions.is_meta
+    assert moved.input_ids.is_meta
+    assert not batch.images["pixel_values"].is_meta
+    recorded = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    batch.record_stream("stream")
+    assert any(tensor is batch.images["pixel_values"] and stream == "stream" for tensor, stream in recorded)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    assert batch.pin_memory().images["pixel_values"].unique().tolist() == [1]

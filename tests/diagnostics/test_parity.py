@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rows import write_pairs
+from support.rows import write_jsonl, write_pairs
 from support.tuning import TINY
 
 from fxtune.cli.main import main
@@ -127,6 +128,7 @@ EXPERTS = [
 ]
 FUSED = ["techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on"]
 IN_STEP = "objective.reference=base"
+JUDGED = ["objective=kto", "data.sources=[{path: answers.jsonl}]"]
 
 
 def preferred(*words: str, stored_times: float = 1.0) -> dict[str, Compared]:
@@ -145,6 +147,14 @@ def preferred(*words: str, stored_times: float = 1.0) -> dict[str, Compared]:
 @pytest.fixture
 def pairs(cwd):
     write_pairs()
+    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    write_jsonl(
+        Path("answers.jsonl"),
+        [
+            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            for row, side in zip(rows, itertools.cycle(("chosen", "rejected")), strict=False)
+        ],
+    )
 
 
 def require_equal(found: dict[str, Compared]) -> None:
@@ -159,10 +169,11 @@ def require_equal(found: dict[str, Compared]) -> None:
         pytest.param(["data.packing=true", IN_STEP], id="packed"),
         pytest.param(["data.packing=false", "data.buckets=[64,128]", IN_STEP], id="buckets"),
         pytest.param(["data.packing=true", "objective.reference=stored"], id="stored"),
-        pytest.param(["techniques=[fast]", "objective.label_smoothing=0.2"], id="full"),
+        pytest.param(["techniques=[fast]", "objective.label_smoothing=0.2", *FUSED], id="full"),
         pytest.param(["objective=ipo", *FUSED], id="ipo"),
         pytest.param(["objective=simpo", "data.packing=false"], id="simpo"),
         pytest.param(["objective=orpo"], id="orpo"),
+        pytest.param([*JUDGED, "objective.desirable_weight=2", "objective.reference=stored", *FUSED], id="kto"),
         pytest.param(
             ["techniques.compile.enabled=true", "train.global_batch_size=2", IN_STEP],
             id="compiled",

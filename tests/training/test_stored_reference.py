@@ -165,4 +165,5 @@ def test_evaluation_of_an_export_without_its_start_names_the_checkpoints():
     with pytest.raises(ConfigError, match="fxtune eval full/step-"):
         reward_margin("full")
     wanted = json.loads(Path("full/result.json").read_text())["eval/reward_margin"]
+    assert wanted > 0.01, "the trained model is not its own reference"
     assert reward_margin("full/checkpoints/step-00000004") == pytest.approx(wanted, rel=1e-4)

@@ -1,17 +1,16 @@
 """Compares the losses of preference training step by step: fxtune and TRL, in float32, from one adapter.
 
-    python scripts/study/equal_preferences.py --trl VENV/bin/python            # 30 steps of DPO
-    python scripts/study/equal_preferences.py --trl VENV/bin/python --objectives ipo
+    python scripts/study/equal_preferences.py --trl VENV/bin/python                     # 30 steps of each case
+    python scripts/study/equal_preferences.py --trl VENV/bin/python --cases ipo orpo
 
 The base is the tiny model that ships with fxtune, and the pairs are `builtin:preferences_train`. The script draws one
 adapter. Both tools continue it, and its start is the reference of both. fxtune runs first, one document a row; its plan
 says which pairs each step has, and TRL gets these pairs in this order. Both take AdamW at a constant rate, clip the
-gradient at 1, and divide by the pairs of the step. The table has the largest difference of a loss over all steps, and
-the exit code is 1 if one is above 1e-5.
+gradient at 1, and divide by the pairs of the step.
 
-IPO is not equal: from the second step on its loss differs by some 1e-4 of itself, so the margins do. TRL's users report
-that its mean a token counts a token too many (huggingface/trl#6879). Not compared: KTO, whose KL term TRL takes from
-neighbours in a micro-batch, and ORPO, whose likelihood covers the prompt in TRL.
+TRL runs as it is. Where it departs from an objective, it runs again with the departure corrected, which must make the
+losses equal: `Correction` says what TRL does. The table has the largest difference of a loss over all steps. The exit
+code is 1 if it is above 1e-5 in the last run of a case.
 """
 
 from __future__ import annotations
@@ -19,34 +18,78 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA, TINY = ROOT / "fxtune" / "assets" / "data", ROOT / "fxtune" / "assets" / "tiny"
+import trl_trainers
+from trl_trainers import Row
+
 PAIRS, RATE, BOUND = 8, 1e-4, 1e-5
-"""Pairs of a step, the learning rate, and the largest difference of a loss."""
-START = ["objective.reference=start"]
-OBJECTIVES = {
-    "dpo": (START, ("trl", "DPO"), {"loss_type": ["sigmoid"], "beta": 0.1}),
-    "ipo": (START, ("trl", "DPO"), {"loss_type": ["ipo"], "beta": 0.1}),
+"""Pairs of a step (answers for KTO), the learning rate, and the largest difference of a loss."""
+START = "objective.reference=start"
+
+
+class Correction(str, Enum):
+    """A place where TRL departs from the objective. The value says what TRL does."""
+
+    end_of_turn = "counts the newline that the chat template writes after an answer as a token of the answer"
+    second_end = "adds a second end token after that newline, and counts both as tokens of the answer"
+    likelihood_of_pairs = "takes the likelihood as a mean over all tokens of the micro-batch"
+    likelihood_of_answers = (
+        "takes the likelihood over the prompt, too, and as a mean over all tokens of the micro-batch"
+    )
+    label_smoothing = "ignores `label_smoothing`"
+    mismatched = "takes the mismatched answer from the row before it in the micro-batch"
+
+
+@dataclass(frozen=True)
+class Case:
+    objective: str
+    keys: list[str] = field(default_factory=list)
+    """fxtune's."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """TRL's."""
+    corrections: tuple[Correction, ...] = ()
+
+
+CASES = {
+    "dpo": Case("dpo", [START]),
+    "dpo, label_smoothing": Case(
+        "dpo", [START, "objective.label_smoothing=0.1"], {"label_smoothing": 0.1}, (Correction.label_smoothing,)
+    ),
+    "dpo, hinge": Case("dpo", [START, "objective.loss_type=hinge"], {"loss_type": ["hinge"]}),
+    "dpo, sft_weight": Case(
+        "dpo",
+        [START, "objective.sft_weight=1"],
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]},
+        (Correction.likelihood_of_pairs, Correction.end_of_turn),
+    ),
+    "dpo, length_normalized": Case(
+        "dpo", [START, "objective.length_normalized=0.5"], {"ld_alpha": 0.5}, (Correction.end_of_turn,)
+    ),
+    "ipo": Case("ipo", [START], corrections=(Correction.end_of_turn,)),
+    "kto": Case("kto", [START], corrections=(Correction.mismatched,)),
+    "orpo": Case("orpo", corrections=(Correction.likelihood_of_answers, Correction.second_end)),
+    "simpo": Case("simpo", corrections=(Correction.second_end,)),
+    "reward": Case("reward"),
 }
-"""fxtune's keys, TRL's module and trainer, and its options."""
 
 
-def draw_adapter(folder: Path) -> None:
+def draw_adapter(objective: str, folder: Path) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
+    task = "SEQ_CLS" if objective == "reward" else "CAUSAL_LM"
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
+    model = get_peft_model(trl_trainers.base(objective), lora)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -54,16 +97,24 @@ def draw_adapter(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def run_fxtune(objective: str, steps: int, adapter: Path, folder: Path) -> tuple[list[float], list[int]]:
-    """(the loss of each step, the rows of the file in the order of training)"""
+def rows_of(objective: str) -> list[Row]:
+    rows = trl_trainers.pairs("train")
+    return trl_trainers.judged_alone(rows) if objective == "kto" else rows
+
+
+def run_fxtune(case: Case, steps: int, adapter: Path, folder: Path) -> tuple[list[float], list[int]]:
+    """(the loss of each step, the rows in the order of training)"""
     from fxtune.config.compose import load
     from fxtune.training.builder import RunBuilder
 
+    data = folder / "rows.jsonl"
+    trl_trainers.write_rows(data, rows_of(case.objective))
     words = [
         "+recipe=dpo_quickstart",
-        f"objective={objective}",
-        *OBJECTIVES[objective][0],
+        f"objective={case.objective}",
+        *case.keys,
         f"model.adapter={adapter}",
+        f"data.sources=[{{path: {data}}}]",
         "data.packing=false",
         "data.eval_fraction=0",
         "data.questions.path=null",
@@ -84,112 +135,137 @@ def run_fxtune(objective: str, steps: int, adapter: Path, folder: Path) -> tuple
         "run.device=cpu",
         "run.report=false",
         "tracking.display=none",
-        f"run.dir={folder / objective}",
+        f"run.dir={folder / 'run'}",
     ]
     subprocess.run([sys.executable, "-m", "fxtune", *words], check=True, cwd=folder, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / objective / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     with ExitStack() as stack:
         stack.callback(os.chdir, os.getcwd())
         os.chdir(folder)
-        plan = RunBuilder(load(words)).read()[1].training
+        builder = RunBuilder(load(words))
+        plan = builder.read()[1].training
     documents = [document for step in range(steps) for _, document in plan.documents(step, 0)]
-    chosen = [document // 2 for document in documents if document % 2 == 0]
-    assert len(chosen) == steps * PAIRS
-    return [line["train/loss"] for line in lines if "train/loss" in line], chosen
+    order = [document // 2 for document in documents if document % 2 == 0]
+    assert len(order) == steps * PAIRS
+    return [line["train/loss"] for line in lines if "train/loss" in line], order
 
 
 def run_trl(request: dict[str, Any]) -> list[float]:
     """Runs in the venv of TRL: the loss of each step."""
-    import importlib
-
-    import torch
     from datasets import Dataset
     from peft import PeftModel
     from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _, (module, name), options = OBJECTIVES[request["objective"]]
-    library = importlib.import_module(module)
-    kind, settings = getattr(library, f"{name}Trainer"), getattr(library, f"{name}Config")
+    case, corrections = CASES[request["case"]], [Correction[name] for name in request["corrections"]]
+    kind, rows = trl_trainers.trainer_class(case.objective), rows_of(case.objective)
+    tokenizer = trl_trainers.tokenizer()
+    if {Correction.end_of_turn, Correction.second_end} & {*corrections}:
+        written = tokenizer.chat_template
+        between = "{{- '\\n' if add_generation_prompt or not loop.last else '' }}\n{%- endfor %}"
+        tokenizer.chat_template = written.replace("{{- '\\n' }}\n{%- endfor %}", between)
+        assert tokenizer.chat_template != written
+    if Correction.label_smoothing in corrections:
+        _smooth_labels(case.options["label_smoothing"])
+    # The mean over the tokens of a micro-batch of one pair is the mean over the answer.
+    pairs = 1 if Correction.likelihood_of_pairs in corrections else PAIRS
 
-    class InOrder(kind):  # type: ignore[misc, valid-type]
+    class Corrected(kind):  # type: ignore[misc, valid-type]
         def _get_train_sampler(self, *_: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
-    lines = [json.loads(line) for line in (DATA / "preferences_train.jsonl").read_text().splitlines()]
-    rows = [
-        {
-            "prompt": lines[at]["prompt"],
-            **{side: [{"role": "assistant", "content": lines[at][side]}] for side in ("chosen", "rejected")},
-        }
-        for at in request["order"]
-    ]
-    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    config = settings(
-        output_dir=request["folder"],
-        per_device_train_batch_size=PAIRS,
-        max_steps=request["steps"],
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        max_length=512,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        **options,
-    )
-    trainer = InOrder(
-        model=PeftModel.from_pretrained(base, request["adapter"], is_trainable=True),
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(TINY, padding_side="left"),
+        def _prepare_dataset(self, dataset: Any, *given: Any) -> Any:
+            prepared = super()._prepare_dataset(dataset, *given)
+            if Correction.mismatched not in corrections:
+                return prepared
+            others = [_next_with_another_answer(rows, row) for row in request["order"]]
+            others = super()._prepare_dataset(Dataset.from_list(others), *given)["completion_ids"]
+            return prepared.remove_columns("KL_completion_ids").add_column("KL_completion_ids", list(others))
+
+        def concatenated_forward(self, *given: Any) -> Any:
+            means, *others = super().concatenated_forward(*given)
+            if Correction.likelihood_of_answers in corrections:
+                others[3] = -means.mean()
+            return means, *others
+
+    trainer = Corrected(
+        model=PeftModel.from_pretrained(trl_trainers.base(case.objective), request["adapter"], is_trainable=True),
+        args=trl_trainers.settings(
+            case.objective,
+            request["folder"],
+            per_device_train_batch_size=pairs,
+            gradient_accumulation_steps=PAIRS // pairs,
+            max_steps=request["steps"],
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            logging_steps=1,
+            **case.options,
+        ),
+        train_dataset=Dataset.from_list([rows[row] for row in request["order"]]),
+        processing_class=tokenizer,
     )
     losses: list[float] = []
     compute_loss = trainer.compute_loss
 
     def noting(*arguments: Any, **named: Any) -> Any:
         found = compute_loss(*arguments, **named)
-        losses.append(float(found[0] if isinstance(found, tuple) else found))
+        losses.append((found[0] if isinstance(found, tuple) else found).item())
         return found
 
     trainer.compute_loss = noting  # its log rounds to four digits
     trainer.train()
-    return losses
+    return [statistics.mean(losses[first : first + PAIRS // pairs]) for first in range(0, len(losses), PAIRS // pairs)]
+
+
+def _smooth_labels(share: float) -> None:
+    """cDPO in the place of TRL's log-sigmoid: with `share` the rejected answer is the better one."""
+    from types import SimpleNamespace
+
+    from torch.nn import functional
+    from trl.trainer import dpo_trainer
+
+    def log_sigmoid(margin: Any) -> Any:
+        return (1 - share) * functional.logsigmoid(margin) + share * functional.logsigmoid(-margin)
+
+    dpo_trainer.F = SimpleNamespace(**{**vars(functional), "logsigmoid": log_sigmoid})
+
+
+def _next_with_another_answer(rows: list[Row], row: int) -> Row:
+    """The mismatched answer of fxtune, as a row of TRL."""
+    return next(other for other in rows[row + 1 :] + rows[: row + 1] if other["completion"] != rows[row]["completion"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="a Python with trl and peft")
-    parser.add_argument("--objectives", nargs="+", default=["dpo"], choices=[*OBJECTIVES], help="(default: dpo)")
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES], help="(default: all)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        request = json.loads(args.inside.read_text())
-        args.inside.write_text(json.dumps(run_trl(request)))
+        trl_trainers.reply(args.inside, run_trl)
         return
     if args.trl is None:
         parser.error("--trl: give a Python with trl and peft")
     worst = 0.0
-    print("| objective | first loss | last loss | largest difference |\n|---|---:|---:|---:|")
-    with tempfile.TemporaryDirectory(prefix="equal-preferences-") as scratch:
-        folder = Path(scratch)
-        draw_adapter(folder / "adapter")
-        for objective in args.objectives:
-            losses, order = run_fxtune(objective, args.steps, folder / "adapter", folder)
-            request = dict(objective=objective, steps=args.steps, order=order, adapter=str(folder / "adapter"))
-            file = folder / f"{objective}.json"
-            file.write_text(json.dumps({**request, "folder": str(folder / "trl")}))
-            command = [args.trl, __file__, "--inside", file]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""}, stdout=subprocess.DEVNULL)
-            theirs = json.loads(file.read_text())
-            difference = max(abs(mine - other) for mine, other in zip(losses, theirs, strict=True))
-            worst = max(worst, difference)
-            print(f"| {objective} | {losses[0]:.6f} | {losses[-1]:.6f} | {difference:.1e} |", flush=True)
+    print("| case | first loss | last loss | TRL as it is | TRL corrected | TRL |\n|---|---:|---:|---:|---:|---|")
+    for name in args.cases:
+        case = CASES[name]
+        with tempfile.TemporaryDirectory(prefix="equal-preferences-") as scratch:
+            folder = Path(scratch)
+            draw_adapter(case.objective, folder / "adapter")
+            losses, order = run_fxtune(case, args.steps, folder / "adapter", folder)
+            request = dict(case=name, steps=args.steps, order=order, adapter=str(folder / "adapter"))
+            differences = []
+            for corrections in dict.fromkeys([(), case.corrections]):
+                names = [correction.name for correction in corrections]
+                asked = {**request, "corrections": names, "folder": str(folder / "trl")}
+                theirs = trl_trainers.ask(args.trl, __file__, asked)
+                differences.append(max(abs(mine - other) for mine, other in zip(losses, theirs, strict=True)))
+        worst = max(worst, differences[-1])
+        figures = [f"{loss:.6f}" for loss in (losses[0], losses[-1])] + [f"{most:.1e}" for most in differences]
+        figures += [""] * (not case.corrections)
+        print(f"| {name} | {' | '.join(figures)} | {'; '.join(case.corrections)} |", flush=True)
     sys.exit(worst > BOUND)
 
 

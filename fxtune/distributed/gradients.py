@@ -4,21 +4,21 @@ The sum is taken once an optimizer step. Nothing is sent at earlier micro-batche
 clipping, the skipping of non-finite steps and the update need no further agreement: they come out the same everywhere.
 
 Gradients are copied into flat buckets, in the order in which the backward pass finishes them: last layer first. While
-the last micro-batch is in its backward pass, a hook on each weight counts what has arrived, and the sum of a full
-bucket starts beside the rest of the pass (on a GPU on NCCL's stream). Buckets start in their fixed order, whatever
-order autograd takes, because all ranks must call their collectives in one order. The last bucket, which is full only
-when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So a single
-bucket has no overlap. Adapters need none: at rank 16 the gradients of 8B's adapters are 168 MB, which take 0.6 ms over
-NVLink in a step of 930 ms.
+the last micro-batch is in its backward pass, a hook on each weight marks its gradient as final, and the sum of a
+complete bucket starts while the pass goes on (on a GPU on NCCL's stream). Buckets start in their fixed order, whatever
+order autograd takes, because all ranks must call their collectives in one order. The last bucket, which is complete
+only when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So the sum of
+a single bucket never overlaps with the pass. Adapters do not need the overlap: at rank 16 the gradients of 8B's
+adapters are 168 MB, which take 0.6 ms over NVLink in a step of 930 ms.
 
 One rank alone may run out of memory in its last backward pass, while the others are already summing. This rank
-therefore starts its remaining sums (start()) with the present content of its buckets, which takes no memory, and only
-then do the ranks agree. So each rank takes part in the same sums in each attempt at a step, no rank waits for a sum
-that another rank has not started, and if the ranks agree that the step failed, all of them drop the result.
+therefore starts its remaining sums (start_remaining()) with the present content of its buckets, which takes no memory,
+and only then do the ranks agree. So each rank takes part in the same sums in each attempt at a step, no rank waits for
+a sum that another rank has not started, and if the ranks agree that the step failed, all of them drop the result.
 
-There is no overlap if a gradient is not final when its hook runs: a replayed CUDA graph runs no hooks, and float16's
-loss scale is divided out after the pass. There is no overlap either if ranks share rows: their backward passes call
-other collectives, and two collectives at once may wait for each other.
+Overlap needs a hook that runs when the gradient is final. A replayed CUDA graph runs no hooks, and with float16 a
+gradient is final only after the pass, when the loss scale is divided out. Ranks that share rows cannot overlap either:
+their backward passes call other collectives, and two collectives at once may wait for each other.
 
 `reduce_dtype=bfloat16` halves what is sent. Each gradient is rounded to 8 significant bits (by at most 1/256 of its
 value), and so is each partial sum: N ranks round N - 1 times more. The range is float32's, so nothing overflows.
@@ -45,7 +45,8 @@ from fxtune.upstream import torch as upstream
 
 Item = TypeVar("Item")
 
-DOING = "adding up gradients"
+WORK = "adding up gradients"
+"""What a rank is doing, for the message if another rank never comes."""
 
 
 @dataclass
@@ -76,8 +77,8 @@ class GradientSum:
     """Sums the gradients of `parameters` over the ranks of `world`. Holds a buffer as large as all gradients, in the
     dtype that is sent.
 
-    For each step: backward passes of the micro-batches of arming(), then start(), then a call of this object, or
-    drop() if the step is given up.
+    For each step: backward passes of the micro-batches of arming(), then start_remaining(), then finish(), or drop()
+    if the step is given up.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class GradientSum:
         bucket_bytes: int = 0,
         overlap: bool = True,
     ) -> None:
-        """`parameters`: their names, in the model's order. `bucket_bytes`: about how large a bucket is; 0: one bucket.
-        `overlap`: whether each backward pass runs hooks and leaves gradients that are final.
+        """`parameters`: parameter -> name, in the model's order. `bucket_bytes`: about how large a bucket is; 0: one
+        bucket. `overlap`: whether sums may start in the backward pass: it runs hooks, and their gradients are final.
         """
         self.world, self.names = world, list(parameters.values())
         self.parameters = list(parameters)
@@ -101,45 +102,45 @@ class GradientSum:
         self.overlaps = overlap and len(self.buckets) > 1 and self.compression is None
         self._sums: list[dist.Work] = []
         """The sums that were started and not waited for, in the order of the buckets."""
-        self._started = 0
-        """How many buckets of this step were started."""
+        self._started_buckets = 0
+        """How many buckets of this step have a sum that was started."""
         self._missing: list[set[int]] = []
         """The members of each bucket whose gradient is not final. Empty: no backward pass is watched."""
-        # Through a weak reference, or the hooks of a model would keep the buffers of every step object that it had.
-        arrived = weakref.WeakMethod(self._arrived)
+        # Hooks live as long as the model. A strong reference would keep the buffers of a step that was replaced.
+        mark_final = weakref.WeakMethod(self._mark_final)
         for bucket in self.buckets if self.overlaps else ():
             for member in bucket.members:
-                hook = partial(_call, arrived, bucket.number, member)
+                hook = partial(_call_if_alive, mark_final, bucket.number, member)
                 self.parameters[member].register_post_accumulate_grad_hook(hook)
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last one. A micro-batch is
-        yielded when the next one is known, so that the last one is recognised."""
+        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last micro-batch. To know
+        which is the last, this reads one micro-batch ahead."""
         self.drop()
-        ahead: list[Item] = []
-        for item in micro_batches:
-            if ahead:
-                yield ahead.pop()
-            ahead.append(item)
+        held_back: list[Item] = []
+        for micro_batch in micro_batches:
+            if held_back:
+                yield held_back.pop()
+            held_back.append(micro_batch)
         self._missing = [set(bucket.members) for bucket in self.buckets] if self.overlaps else []
-        yield from ahead
+        yield from held_back
 
-    def start(self) -> None:
+    def start_remaining(self) -> None:
         """Start the sums of all buckets but the last that have not started. Every rank calls this once its backward
         passes are over, also if they failed, and before the ranks agree on anything."""
         self._missing = []
-        while self.overlaps and self._started < len(self.buckets) - 1:
-            self._start([self.parameters[member].grad for member in self.buckets[self._started].members])
+        while self.overlaps and self._started_buckets < len(self.buckets) - 1:
+            self._start_next()
 
     def drop(self) -> None:
         """Forget this step. Waits for the sums in flight, on the device."""
-        self._missing, self._started = [], 0
-        with self.world.waiting(DOING):
+        self._missing, self._started_buckets = [], 0
+        with self.world.waiting(WORK):
             while self._sums:
                 self._sums.pop(0).wait()
 
     @torch.no_grad()
-    def __call__(
+    def finish(
         self, gradients: Sequence[torch.Tensor | None], metrics: torch.Tensor
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         """The sums over the ranks of each gradient, in the dtype that is sent, and of `metrics`, float32 [metrics].
@@ -149,58 +150,58 @@ class GradientSum:
         rank has the gradient, as in one process. Only if a gradient is None does the host wait for the device.
         """
         self._missing = []
-        while self._started < len(self.buckets):
-            bucket = self.buckets[self._started]
-            mine = [gradients[member] for member in bucket.members]
+        while self._started_buckets < len(self.buckets):
+            bucket = self.buckets[self._started_buckets]
+            members = [gradients[member] for member in bucket.members]
             if self.compression is None:
-                self._start(mine)
+                self._start_next(members)
                 continue
-            bucket.fill(mine)
-            with self.world.waiting(DOING):
+            bucket.fill(members)
+            with self.world.waiting(WORK):
                 self.compression(bucket.number, bucket.buffer, bucket.parts, bucket is self.buckets[-1])
-            self._started += 1
-        reached = torch.ones(len(gradients), device=metrics.device)
+            self._started_buckets += 1
+        counts = torch.ones(len(gradients), device=metrics.device)  # the sum is the number of ranks with each gradient
         if any(gradient is None for gradient in gradients):
-            reached.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
-        rest = torch.cat([reached, metrics])
-        self._sums.append(self.world.start_sum(rest))
+            counts.copy_(torch.tensor([float(gradient is not None) for gradient in gradients]))
+        counts_and_metrics = torch.cat([counts, metrics])
+        self._sums.append(self.world.start_sum(counts_and_metrics))
         self.drop()
         sums: list[torch.Tensor | None] = [None] * len(gradients)
         for bucket in self.buckets:
             for member, part in zip(bucket.members, bucket.parts, strict=True):
                 sums[member] = part
         if any(gradient is None for gradient in gradients):
-            for member, ranks in enumerate(rest[: len(sums)].tolist()):
-                sums[member] = sums[member] if ranks else None
-        return sums, rest[len(sums) :]
+            for member, count in enumerate(counts_and_metrics[: len(sums)].tolist()):
+                sums[member] = sums[member] if count else None
+        return sums, counts_and_metrics[len(sums) :]
 
     @torch.no_grad()
-    def _start(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Start the sum of the next bucket, with these gradients of its members. No signal comes between a sum and its
-        count."""
+    def _start_next(self, gradients: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Start the sum of the next bucket. `gradients`: of its members; None: the gradients that the parameters have.
+        Signals wait, so that _started_buckets counts every sum that was started."""
         with SIGNALS.held():
-            bucket = self.buckets[self._started]
-            bucket.fill(gradients)
+            bucket = self.buckets[self._started_buckets]
+            bucket.fill(gradients or [self.parameters[member].grad for member in bucket.members])
             self._sums.append(self.world.start_sum(bucket.buffer))
-            self._started += 1
+            self._started_buckets += 1
 
-    def _arrived(self, bucket: int, member: int) -> None:
-        """The gradient of `member` is final. Start the buckets that are full, in their order; the last one waits."""
+    def _mark_final(self, bucket: int, member: int) -> None:
+        """The gradient of `member` is final. Start the complete buckets in their order, except the last bucket."""
         if not self._missing:
             return
-        if bucket < self._started:
+        if bucket < self._started_buckets:
             raise ConfigError(
                 f"parallel.bucket_mib: the backward pass adds to the gradient of {self.names[member]} more than once, "
                 "so its sum over the ranks cannot start beside the pass. Set parallel.bucket_mib=0."
             )
         self._missing[bucket].discard(member)
-        while self._started < len(self.buckets) - 1 and not self._missing[self._started]:
-            self._start([self.parameters[member].grad for member in self.buckets[self._started].members])
+        while self._started_buckets < len(self.buckets) - 1 and not self._missing[self._started_buckets]:
+            self._start_next()
 
 
-def _call(arrived: weakref.WeakMethod[Any], bucket: int, member: int, _: torch.Tensor) -> None:
+def _call_if_alive(mark_final: weakref.WeakMethod[Any], bucket: int, member: int, _: torch.Tensor) -> None:
     """A hook of autograd."""
-    if (method := arrived()) is not None:
+    if (method := mark_final()) is not None:
         method(bucket, member)
 
 

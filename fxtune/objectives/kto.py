@@ -23,7 +23,7 @@ from fxtune.data.tokenized.mismatched import with_mismatched
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.needs import Needs, one_kind
+from fxtune.objectives.needs import Needs, same_label_refusals
 from fxtune.objectives.preferences import GroupObjective
 from fxtune.objectives.reference import WithReference
 
@@ -50,7 +50,7 @@ class KTO(GroupObjective, WithReference):
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable] = ()
     ) -> tuple[list[TokenTable], list[TokenTable]]:
         super().accept(tables, held_out)
-        if refusals := list(one_kind(self.name, tables)):
+        if refusals := list(same_label_refusals(self.name, tables)):
             raise ConfigError("\n".join(refusals))
         return [with_mismatched(table) for table in tables], [with_mismatched(table) for table in held_out]
 

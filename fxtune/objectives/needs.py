@@ -20,8 +20,8 @@ class Needs:
     """True: each group has a label on at least one of its documents. None: labels are read where there are any.
     False: labels are refused, as nothing would read them."""
     whole_documents: bool = False
-    """Whether the objective reads a number for each document, so that no document may be cut over ranks. Groups and
-    labels imply this."""
+    """Whether the loss is computed from one number for each document, so that no document may be divided among ranks.
+    An objective with groups or labels always needs whole documents."""
     reference: bool = False
     """Whether the objective compares the model with a reference, the model as it was at the start of the run. Such an
     objective has an option `reference` (objectives/reference.py)."""
@@ -32,7 +32,7 @@ class Needs:
 
     @property
     def reads_groups(self) -> bool:
-        """Whether the objective compares documents or reads their labels, and does not read each text alone."""
+        """Whether the objective compares documents or reads labels, unlike an objective for supervised text."""
         return self.documents != (1, 1) or self.labels is not False
 
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
@@ -48,25 +48,27 @@ class Needs:
         fewest, most = self.documents
         for table in tables:
             sizes = np.diff(table.groups)
-            wrong = sizes[(sizes < fewest) | (sizes > (most or len(table)))]
-            have = _documents(int(wrong.min()), int(wrong.max())) if len(wrong) else ""
-            single = len(table.format.answers) == 1
-            if table.format.answers and (len(wrong) or (single and not self.labels)):
-                alike = "would learn each answer alike" if most == 1 and not self.labels else f"needs {self._rows()}"
+            wrong_sizes = sizes[(sizes < fewest) | (sizes > (most or len(table)))]
+            rows_have = _rows_have(len(wrong_sizes), len(sizes))
+            documents = _documents(int(wrong_sizes.min()), int(wrong_sizes.max())) if len(wrong_sizes) else ""
+            has_one_answer = len(table.format.answers) == 1
+            if table.format.answers and (len(wrong_sizes) or (has_one_answer and not self.labels)):
+                ignores = most == 1 and not self.labels
+                why = "would learn good and bad answers alike" if ignores else f"needs {self._fitting_rows()}"
                 yield (
-                    f"{table.name}: its rows are preferences ({table.format.name}), and objective={name} {alike}. Set "
+                    f"{table.name}: its rows are preferences ({table.format.name}), and objective={name} {why}. Set "
                     f"objective={learned_by(table.format)}."
                 )
-            elif len(wrong) and most == 1:
+            elif len(wrong_sizes) and most == 1:
                 yield (
-                    f"{table.name}: {_some(len(wrong), len(sizes))} {have}, and "
+                    f"{table.name}: {rows_have} {documents}, and "
                     f"objective={name} learns from one document a row. Choose an objective for groups "
                     "(`fxtune help objective`), or rows of one document."
                 )
-            elif len(wrong):
+            elif len(wrong_sizes):
                 yield (
-                    f"{table.name}: {_some(len(wrong), len(sizes))} {have}, and "
-                    f"objective={name} learns from groups of {_documents(fewest, most)}. Give {self._rows()} "
+                    f"{table.name}: {rows_have} {documents}, and "
+                    f"objective={name} learns from groups of {_documents(fewest, most)}. Give {self._fitting_rows()} "
                     "(docs/data.md), or choose another objective."
                 )
             elif self.labels is False and not table.format.answers and has_labels(table):
@@ -74,14 +76,14 @@ class Needs:
                     f"{table.name}: its rows have `labels`, which objective={name} does not read. Leave them out, or "
                     "choose an objective that learns from labels."
                 )
-            elif self.labels and (without := _without_label(table)):
+            elif self.labels and (unlabelled := _unlabelled_groups(table)):
                 yield (
-                    f"{table.name}: {_some(without, len(sizes))} no label, and objective={name} learns from labels. "
-                    f"Give {self._rows()} (docs/data.md)."
+                    f"{table.name}: {_rows_have(unlabelled, len(sizes))} no label, and objective={name} learns from "
+                    f"labels. Give {self._fitting_rows()} (docs/data.md)."
                 )
 
-    def _rows(self) -> str:
-        """The rows that fit."""
+    def _fitting_rows(self) -> str:
+        """Words for the rows that the objective can learn from."""
         if self.documents == (2, 2):
             return "rows with `prompt`, `chosen` and `rejected`"
         if self.documents == (1, 1):
@@ -89,15 +91,16 @@ class Needs:
         return f"rows with so many `documents`{', and their `labels`' * bool(self.labels)}"
 
 
-def one_kind(name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
-    """Yield a message if all answers of the tables have the same judgment, so that nothing can be compared."""
+def same_label_refusals(name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
+    """Yield a message if all answers of the tables have the same label, so that the objective `name` has nothing to
+    compare."""
     tables = [table for table in tables if has_labels(table)]
     found = {label for table in tables for label in np.unique(np.asarray(table.labels)) if not np.isnan(label)}
     if len(found) == 1:
-        kind, other = ("good", "bad") if found == {1.0} else ("bad", "good")
+        word, other = ("good", "bad") if found == {1.0} else ("bad", "good")
         names = ", ".join(table.name for table in tables)
         yield (
-            f"{names}: all answers are {kind} by their `label`, and objective={name} learns from good and bad ones. "
+            f"{names}: all answers are {word} by their `label`, and objective={name} learns from good and bad ones. "
             f"Add rows with {other} answers."
         )
 
@@ -106,15 +109,16 @@ def has_labels(table: TokenTable) -> bool:
     return table.labels is not None and not np.isnan(table.labels).all()
 
 
-def _without_label(table: TokenTable) -> int:
-    """How many groups have no label."""
+def _unlabelled_groups(table: TokenTable) -> int:
+    """The number of groups without a label."""
     if table.labels is None or not len(table):
         return len(table.groups) - 1
     labelled = np.add.reduceat((~np.isnan(table.labels)).astype(np.int64), table.groups[:-1])
     return int((labelled == 0).sum())
 
 
-def _some(count: int, total: int) -> str:
+def _rows_have(count: int, total: int) -> str:
+    """The beginning of a sentence on `count` of the `total` rows of a table."""
     return "its rows have" if count == total else f"{count:,} of its {total:,} rows have"
 
 

@@ -159,7 +159,7 @@ class TrainStep:
         """Start all sums over ranks that need no agreement on this step and that backward() has not started. A rank
         whose backward() failed calls this as well."""
         if self.gradient_sum:
-            self.gradient_sum.start()
+            self.gradient_sum.start_remaining()
 
     def sum_over_ranks(self, metrics: Metrics) -> Metrics:
         """Replace gradients and means by their sums over the ranks, without waiting for a GPU. In a local step the
@@ -170,7 +170,7 @@ class TrainStep:
         if self.gradient_sum is None:
             return metrics
         totals = torch.stack([value.float() for value in metrics.values()])
-        sums, totals = self.gradient_sum(self.optimizer.gradients(), totals)
+        sums, totals = self.gradient_sum.finish(self.optimizer.gradients(), totals)
         self.optimizer.set_gradients(sums)
         return dict(zip(metrics, totals.unbind(), strict=True))
 

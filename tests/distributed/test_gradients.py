@@ -63,7 +63,7 @@ def backward(model, sums, micro_batches=1):
 
 
 def result(model, sums):
-    found, _ = sums([parameter.grad for parameter in model.parameters()], torch.zeros(1))
+    found, _ = sums.finish([parameter.grad for parameter in model.parameters()], torch.zeros(1))
     for parameter in model.parameters():
         parameter.grad = None
     return found
@@ -77,7 +77,7 @@ def test_buckets_start_in_their_order_beside_the_last_backward_pass_only():
     for _ in backward(model, sums, 3):
         assert world.started == []
     assert seen[-4:] == [(3, 1), (2, 2), (1, 3), (0, 3)]  # the last bucket waits for the ranks to agree
-    sums.start()
+    sums.start_remaining()
     assert len(world.started) == 3
     alone = [2 * parameter.grad for parameter in model.parameters()]
     assert all(map(torch.equal, result(model, sums), alone))
@@ -105,7 +105,7 @@ def test_rank_without_memory_takes_part_in_the_same_sums_and_repeats_the_step():
     hook = model[1].weight.register_post_accumulate_grad_hook(exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         list(backward(model, sums))
-    sums.start()
+    sums.start_remaining()
     assert len(world.started) == 3
     sums.drop()
     hook.remove()
@@ -138,7 +138,7 @@ def test_one_bucket_sends_nothing_before_the_ranks_agree():
     model, world = chain(), Twins()
     sums = summing(model, world, bucket_bytes=0)
     list(backward(model, sums))
-    sums.start()
+    sums.start_remaining()
     assert world.started == []
     assert not summing(model, world, overlap=False).overlaps
 
@@ -222,10 +222,12 @@ def _sums(world):
     for bytes_ in (0, 1000, 6000):
         sums = GradientSum(world, weights, ParallelConfig(), bytes_)
         for _ in range(2):
-            found, totals = sums(mine, metrics)
+            found, totals = sums.finish(mine, metrics)
             assert all(map(torch.equal, found, exact))
             assert torch.equal(totals, torch.tensor([1 / 3, 0]) + torch.tensor([1 / 3, 1]))
-    found, totals = GradientSum(world, weights, ParallelConfig(reduce_dtype=ReduceDtype.bfloat16), 1000)(mine, metrics)
+    found, totals = GradientSum(world, weights, ParallelConfig(reduce_dtype=ReduceDtype.bfloat16), 1000).finish(
+        mine, metrics
+    )
     assert totals.dtype is torch.float32
     assert torch.equal(totals, torch.tensor([1 / 3, 0]) + torch.tensor([1 / 3, 1]))
     _, other, _ = drawn(World(world.device, 1 - world.rank, 2))
@@ -242,7 +244,7 @@ def _powersgd(world):
     sums = GradientSum(world, weights, config, 6000)
     yes, total, compressed = torch.tensor(True), [torch.zeros_like(tensor) for tensor in exact], 0.0
     for step in range(12):
-        found, _ = sums(mine, torch.zeros(1))
+        found, _ = sums.finish(mine, torch.zeros(1))
         sums.compression.keep(yes)
         close = [torch.allclose(result, expected, atol=1e-5) for result, expected in zip(found, exact, strict=True)]
         assert close == [True] * 5 if step < 2 else [False, True, False, True, False]
@@ -262,14 +264,14 @@ def _powersgd(world):
                 )
     # A step that does not count leaves no trace, also one that is not finite.
     before = {name: tensor.clone() for name, tensor in sums.compression.state().items()}
-    sums([gradient * float("nan") for gradient in mine], torch.zeros(1))
+    sums.finish([gradient * float("nan") for gradient in mine], torch.zeros(1))
     sums.compression.keep(torch.tensor(False))
     after = sums.compression.state()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name[:1] in "eq")
     # The state as a checkpoint brings it back: to the same ranks, and to one that takes both errors.
     again = GradientSum(world, weights, config, 6000)
     again.compression.load(world.gather(after))
-    assert all(map(torch.equal, again(mine, torch.zeros(1))[0], sums(mine, torch.zeros(1))[0]))
+    assert all(map(torch.equal, again.finish(mine, torch.zeros(1))[0], sums.finish(mine, torch.zeros(1))[0]))
     both = world.gather(after)
     again.compression.load([*both, both[0]])
     mean = (2 * both[0]["error/0"] + both[1]["error/0"]) / 3
@@ -336,7 +338,7 @@ inner, failed = TrainStep._pass, []
 def passing(self, batch, normalizer):
     def fail(_):
         if self._index == 3 and not failed and self.gradient_sum._missing:
-            failed.append(self.gradient_sum._started)
+            failed.append(self.gradient_sum._started_buckets)
             open(f"failed-{rank}", "w").write(str(failed[0]))
             raise torch.OutOfMemoryError("CUDA out of memory. Injected.")
     if rank == "1" and not hasattr(self, "hooked"):

@@ -12,7 +12,7 @@ from support.tables import grouped, table
 from fxtune.cli.main import main
 from fxtune.data.formats.registry import FORMATS
 from fxtune.distributed.parallel import Degrees
-from fxtune.objectives.needs import Needs, one_kind
+from fxtune.objectives.needs import Needs, same_label_refusals
 
 DOCUMENT = ([1, 2, 3], [False, True, True])
 TEXT = table([DOCUMENT] * 4, "texts.jsonl")
@@ -41,8 +41,12 @@ ANSWERS = replace(JUDGED, format=FORMATS["kto"])
         (Needs(labels=True), TEXT, "texts.jsonl: its rows have no label"),
         (Needs((2, 2)), TEXT, "learns from groups of 2 documents. Give rows with `prompt`, `chosen` and `rejected`"),
         (Needs(labels=True), TEXT, "Give rows with an answer and its `label`, true or false"),
-        (Needs(), PREFERENCES, "(preference), and objective=mine would learn each answer alike. Set objective=dpo."),
-        (Needs(), ANSWERS, "(kto), and objective=mine would learn each answer alike. Set objective=kto."),
+        (
+            Needs(),
+            PREFERENCES,
+            "(preference), and objective=mine would learn good and bad answers alike. Set objective=dpo.",
+        ),
+        (Needs(), ANSWERS, "(kto), and objective=mine would learn good and bad answers alike. Set objective=kto."),
         (
             Needs((2, 2)),
             ANSWERS,
@@ -74,10 +78,10 @@ def test_table_that_fits_is_not_named(needs, given):
 def test_judgments_of_one_kind_are_named():
     good = replace(grouped([[DOCUMENT]] * 2, [1, 1], name="good.jsonl"), format=FORMATS["kto"])
     bad = replace(grouped([[DOCUMENT]], [0], name="bad.jsonl"), format=FORMATS["kto"])
-    assert list(one_kind("kto", [good, bad])) == list(one_kind("kto", [JUDGED, TEXT])) == []
-    (message,) = one_kind("kto", [good, TEXT])
+    assert list(same_label_refusals("kto", [good, bad])) == list(same_label_refusals("kto", [JUDGED, TEXT])) == []
+    (message,) = same_label_refusals("kto", [good, TEXT])
     assert "good.jsonl: all answers are good by their `label`, and objective=kto" in message
-    (message,) = one_kind("kto", [bad, bad])
+    (message,) = same_label_refusals("kto", [bad, bad])
     assert "bad.jsonl, bad.jsonl: all answers are bad" in message
 
 
@@ -118,8 +122,9 @@ def test_groups_are_refused_under_an_objective_for_text_before_a_weight_is_read(
 def test_preferences_are_refused_under_an_objective_for_text_with_the_way(groups, capsys, row, way):
     Path("rows.jsonl").write_text("\n".join(json.dumps(row) for _ in range(4)))
     assert main(["train", *groups]) == 2
-    assert f"rows.jsonl: its rows are preferences {way} would learn each answer alike. Set objective=" in " ".join(
-        capsys.readouterr().err.split()
+    assert (
+        f"rows.jsonl: its rows are preferences {way} would learn good and bad answers alike. Set objective="
+        in " ".join(capsys.readouterr().err.split())
     )
 
 

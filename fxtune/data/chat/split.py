@@ -21,7 +21,8 @@ from fxtune.data.formats.chat_format import SYSTEM_ROLES
 from fxtune.data.formats.row_format import Conversation
 
 Encode = Callable[[Conversation], Any]
-"""A conversation to its tokens (a dataclass with `ids` and `supervised`); None if the template refuses it."""
+"""Returns the tokens of a conversation (a dataclass with `ids` and `supervised`), or None if the template refuses the
+conversation."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class SplitCounts:
     """Long chats, or long rows of preferences."""
     pieces: int = 0
     truncated: int = 0
-    """Pieces that end before their last turn does; in preferences, rows that lose the beginning of their prompt."""
+    """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""
     dropped: int = 0
     """Rows of preferences that are left out, because their answers alone are longer than a row."""
     lost_tokens: int = 0
@@ -54,10 +55,11 @@ class SplitChat:
 
 
 def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> SplitChat:
-    """The pieces of a chat, of at most `longest` tokens each. `whole`: the tokens of the chat, which are more."""
+    """The pieces of a chat, of at most `longest` tokens each. `whole`: the tokens of the whole chat."""
     splitter = _Splitter(chat, encode, longest)
     first = next(
-        (at for at, message in enumerate(chat.messages) if message["role"] not in SYSTEM_ROLES), len(chat.messages)
+        (index for index, message in enumerate(chat.messages) if message["role"] not in SYSTEM_ROLES),
+        len(chat.messages),
     )
     try:
         splitter.split(list(range(first)), _units(chat, range(first, len(chat.messages)), "user"))
@@ -73,7 +75,7 @@ def split_questions(chat: Conversation, rewritten: list[int], encode: Encode, lo
     earlier document teaches. `longest`: documents with more tokens are split; None: no document is."""
     found, start = SplitChat(counts=SplitCounts()), 0
     for end in (*(turn + 1 for turn in rewritten), len(chat.messages)):
-        learned = [start <= index and chosen for index, chosen in enumerate(chat.supervised[:end])]
+        learned = [start <= index and is_learned for index, is_learned in enumerate(chat.supervised[:end])]
         start = end
         if not any(learned):
             continue
@@ -85,16 +87,16 @@ def split_questions(chat: Conversation, rewritten: list[int], encode: Encode, lo
             pieces = split_chat(part, document, encode, longest)
             found.pieces += pieces.pieces
             found.counts += pieces.counts
-        elif any(document.supervised[1:]):
+        elif _teaches(document):
             found.pieces.append(document)
     found.counts.questions = len(found.pieces)
     return found
 
 
 def truncate_chat(whole: Any, longest: int) -> SplitChat:
-    """The first `longest` tokens of a chat, or nothing if none of these is supervised."""
+    """The first `longest` tokens of a chat, or no piece if these tokens hold nothing to learn."""
     found = SplitChat()
-    if not any(whole.supervised[1:]):
+    if not _teaches(whole):
         return found
     kept = longest if any(whole.supervised[1:longest]) else 0
     found.counts.truncated = 1
@@ -104,6 +106,11 @@ def truncate_chat(whole: Any, longest: int) -> SplitChat:
         found.pieces.append(replace(whole, ids=whole.ids[:kept], supervised=whole.supervised[:kept]))
     found.counts.pieces = len(found.pieces)
     return found
+
+
+def _teaches(document: Any) -> bool:
+    """Whether the model predicts a supervised token; it never predicts the first token of a document."""
+    return any(document.supervised[1:])
 
 
 class _RefusedError(Exception):
@@ -117,52 +124,47 @@ class _Splitter:
 
     def split(self, head: list[int], units: list[list[int]]) -> None:
         """Add the pieces of `units`, lists of messages that stay together. `head`: messages that begin each piece."""
-        at = 0
-        while at < len(units):
-            count, piece = self._most(head, units[at:])
-            if piece is not None:
-                self._add(piece)
-            else:
+        start = 0
+        while start < len(units):
+            count, piece = self._fill_piece(head, units[start:])
+            if piece is None:
                 count = 1
-                self._split_unit(head, units[at])
-            at += count
+                self._split_unit(head, units[start])
+            elif _teaches(piece):
+                self.found.pieces.append(piece)
+            start += count
 
     def _split_unit(self, head: list[int], unit: list[int]) -> None:
         """Add the pieces of a unit that is too long."""
-        steps = _units(self.chat, unit, "assistant")
-        question = steps[0] if self.chat.messages[steps[0][0]]["role"] != "assistant" else []
-        if len(steps) > 1 + bool(question):
-            self.split(head + question, steps[bool(question) :])
+        question, steps = [], _units(self.chat, unit, "assistant")
+        if self.chat.messages[unit[0]]["role"] != "assistant":
+            question, *steps = steps
+        if len(steps) > 1:
+            self.split(head + question, steps)
         else:
             cut = truncate_chat(self._encode(head + unit), self.longest)
             self.found.pieces += cut.pieces
-            self.found.counts += replace(cut.counts, chats=0)
+            self.found.counts += replace(cut.counts, chats=0)  # the chat is counted already
 
-    def _add(self, document: Any) -> None:
-        if any(document.supervised[1:]):
-            self.found.pieces.append(document)
+    def _fill_piece(self, head: list[int], units: list[list[int]]) -> tuple[int, Any]:
+        """(the largest number of `units` that fit into a piece after `head`, the piece); (0, None) if none fits.
 
-    def _most(self, head: list[int], units: list[list[int]]) -> tuple[int, Any]:
-        """(how many of `units` fit behind `head`, their tokens); (0, None) if not even one does.
-
-        Tries 1, 2, 4, ... and then halves the interval: encoding is the cost.
+        Encoding is what takes time, so this tries 1, 2, 4, ... units, and then halves the interval.
         """
-        best: tuple[int, Any] = (0, None)
+        fitting, piece = 0, None
         too_many, count = len(units) + 1, 1
-        while best[0] + 1 < too_many:
+        while fitting + 1 < too_many:
             document = self._encode([*head, *(message for unit in units[:count] for message in unit)])
             if len(document.ids) <= self.longest:
-                best = count, document
+                fitting, piece = count, document
             else:
                 too_many = count
-            count = min(2 * count, len(units)) if too_many > len(units) else (best[0] + too_many) // 2
-        return best
+            count = min(2 * count, len(units)) if too_many > len(units) else (fitting + too_many) // 2
+        return fitting, piece
 
     def _encode(self, indices: list[int]) -> Any:
-        messages, supervised = self.chat.messages, self.chat.supervised
-        part = replace(
-            self.chat, messages=[messages[at] for at in indices], supervised=[supervised[at] for at in indices]
-        )
+        messages = [self.chat.messages[index] for index in indices]
+        part = replace(self.chat, messages=messages, supervised=[self.chat.supervised[index] for index in indices])
         document = self.encode(part)
         if document is None:
             raise _RefusedError
@@ -170,13 +172,13 @@ class _Splitter:
 
 
 def _units(chat: Conversation, indices: range | list[int], role: str) -> list[list[int]]:
-    """Messages in groups, each from a message of `role` to the next one that follows another role."""
+    """The messages in groups. A new group begins where a message of `role` follows a message of another role."""
     units: list[list[int]] = []
-    before = None
-    for at in indices:
-        now = chat.messages[at]["role"]
-        if not units or (now == role and before != role):
+    previous_role = None
+    for index in indices:
+        message_role = chat.messages[index]["role"]
+        if not units or (message_role == role and previous_role != role):
             units.append([])
-        units[-1].append(at)
-        before = now
+        units[-1].append(index)
+        previous_role = message_role
     return units

@@ -37,7 +37,7 @@ def _lock_file(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path, source: str) -> Iterator[None]:
-    """Hold the lock of a table. Take it before building the table, and before checking whether it is complete."""
+    """Hold the lock of a table. Required to build a table, and to check whether a table is complete."""
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def locked(folder: Path, source: str) -> Iterator[None]:
         lock.acquire(timeout=1)
     except Timeout:
         print(
-            f"Another process is tokenizing {source}; waiting for it. (With its own data.cache_dir a run never "
-            "waits.)",
+            f"Another process is tokenizing {source}; waiting for it. (A run that shares its data.cache_dir with no "
+            "other run never waits.)",
             flush=True,
         )
         lock.acquire()
@@ -61,12 +61,12 @@ def keep_from_removal(folder: Path) -> IO[bytes] | None:
     """Record that a table is in use, and return an open file that keeps remove_unused() of other processes away. None
     on a file system that is read-only or has no locks."""
     try:
-        held = open(folder / META, "rb")  # noqa: SIM115 - stays open as long as the table
-        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        locked_file = open(folder / META, "rb")  # noqa: SIM115 - stays open as long as the table
+        fcntl.flock(locked_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.utime(folder / META)
     except OSError:
         return None
-    return held
+    return locked_file
 
 
 def remove_unused(root: Path, days: float) -> tuple[int, int]:
@@ -79,18 +79,19 @@ def remove_unused(root: Path, days: float) -> tuple[int, int]:
             files = list(folder.iterdir())
             if time.time() - max(path.stat().st_mtime for path in (folder, *files)) < days * 86400:
                 continue
-            with open(folder / META, "ab") as held:  # "a" creates it in a staging folder, which is removed with it
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(folder / META, "ab") as locked_file:  # "a": a staging folder may have no such file yet
+                fcntl.flock(locked_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 size = sum(path.stat().st_size for path in folder.iterdir())
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # another process has it open, or removed it
+        except OSError:  # another process has the table open, or removed it
             continue
         removed, freed = removed + 1, freed + size
     return removed, freed
 
 
-def require_own(folder: Path, files: list[str]) -> None:
-    """Raise StorageError if a path of a table (its folders, its lock or one of its `files`) is of another kind."""
+def require_usable_paths(folder: Path, files: list[str]) -> None:
+    """Raise StorageError if something else lies at a path of a table, such as a folder at the path of a file. A
+    table has the paths of its folder, its staging folder, its lock and its `files`."""
     wanted = {folder: FOLDER, staging_folder(folder): FOLDER, _lock_file(folder): FILE}
     for path, kind in (wanted | {folder / name: FILE for name in files}).items():
         if (found := kind_of(path)) not in (None, kind):

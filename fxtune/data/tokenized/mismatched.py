@@ -31,7 +31,7 @@ def with_mismatched(table: TokenTable) -> TokenTable:
     assert len(table.groups) == len(table) + 1
     folder = table.folder.with_name(f"{table.folder.name}-mismatched-{VERSION}")
     try:
-        cache.require_own(folder, [cache.META, *DATA_FILES])
+        cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
         with cache.locked(folder, table.name):
             if read_meta(folder) is None:
                 _build(folder, table)

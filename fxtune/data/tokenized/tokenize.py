@@ -122,7 +122,7 @@ def _open_or_build(
 ) -> tuple[TokenTable, bool]:
     """The table of these settings in the folder of all tables, and whether it was there."""
     folder = tables / _hash([ENCODING_VERSION, *settings, sorted(source.config.unused)])
-    cache.require_own(folder, [cache.META, *DATA_FILES])
+    cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
     with cache.locked(folder, source.name):
         if not (cached := read_meta(folder) is not None):
             _build(folder, settings, source, encoder, data)

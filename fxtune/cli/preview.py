@@ -24,6 +24,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
+from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.profile import PERCENTILES
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
@@ -101,7 +102,9 @@ def run(
     settled = settle(config, machine, checks=False)
     refusals: list[str] = []
 
-    def accept(tables: list[TokenTable], held_out: list[TokenTable]) -> tuple[list[TokenTable], list[TokenTable]]:
+    def accept(
+        tables: list[TokenTable], held_out: list[TokenTable], data: DataConfig
+    ) -> tuple[list[TokenTable], list[TokenTable]]:
         """Show what the files hold, also where the objective learns from something else."""
         refusals.extend(config.objective.needs.row_refusals(config.objective.name, [*tables, *held_out]))
         return tables, held_out

@@ -140,7 +140,8 @@ class DataConfig:
     source is."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """Hold out this share of the documents of `sources`. A document's content decides, so adding rows moves no
-    document between training and evaluation, and copies of a document are on the same side."""
+    document between training and evaluation, and copies of a document are on the same side. In preferences the prompt
+    decides."""
     eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Evaluate on at most this many of the documents that eval_fraction holds out of each source."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
@@ -166,8 +167,8 @@ class DataConfig:
     mix: MixConfig = field(default_factory=MixConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     on_overlap: OnOverlap = OnOverlap.error
-    """What to do with rows of `sources` that `eval_sources` or `questions` also have, which their tokens decide.
-    `drop`: leave these rows out of training. `keep`: train on them."""
+    """What to do with rows of `sources` that `eval_sources` or `questions` also have, which their tokens decide, or in
+    preferences the tokens of the prompt. `drop`: leave these rows out of training. `keep`: train on them."""
     dedup: Dedup = Dedup.off
     """Use each document of `sources` once. `exact`: leave out copies, which have the same tokens. `near`: leave
     out also documents that are similar to an earlier one, or to one of eval_sources. A document that is left out is

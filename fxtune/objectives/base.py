@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
@@ -77,9 +78,10 @@ class Objective:
         yield from self.needs.refusals(self.name, degrees)
 
     def accept(
-        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable] = ()
+        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
     ) -> tuple[list[TokenTable], list[TokenTable]]:
-        """The tables to train and to evaluate on: the tables of the sources, or tables made from them.
+        """The tables to train and to evaluate on: the tables of the sources, or tables made from them. `data`: how
+        long rows are, and what happens to longer groups.
 
         Raises one ConfigError that names each table whose rows this objective cannot learn from.
         """

@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.config import DataConfig, OnLong
 from fxtune.data.tokenized.mismatched import with_mismatched
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
@@ -47,12 +48,14 @@ class KTO(GroupObjective, WithReference):
     """Weight of bad answers."""
 
     def accept(
-        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable] = ()
+        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
     ) -> tuple[list[TokenTable], list[TokenTable]]:
-        super().accept(tables, held_out)
-        if refusals := list(same_label_refusals(self.name, tables)):
+        super().accept(tables, held_out, data)
+        if refusals := [*same_label_refusals(self.name, tables), *same_label_refusals(self.name, held_out)]:
             raise ConfigError("\n".join(refusals))
-        return [with_mismatched(table) for table in tables], [with_mismatched(table) for table in held_out]
+        longest = data.sequence_length if data.on_long is OnLong.truncate else None
+        made = [[with_mismatched(table, longest, data.packs) for table in side] for side in (tables, held_out)]
+        return made[0], made[1]
 
     def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         ratios = batch.document_sums(model.log_probs(batch) - model.reference_log_probs(batch))

@@ -4,6 +4,7 @@
     python scripts/faults/kill.py --operations --modes lora  # not at random: one kill before each file operation of a run
     python scripts/faults/kill.py --ranks 2 --kills 100      # runs of two ranks: a rank, the launcher or all are killed
     python scripts/faults/kill.py --ranks 2 --shard 2        # and full fine-tuning with Muon whose weights they divide
+    python scripts/faults/kill.py --ranks 2 --modes dpo      # and pairs of answers
     python scripts/faults/kill.py --ranks 4 --device cuda    # four cards
 
 Each run trains a two-layer Llama on a CPU, or with --ranks on cards. SIGKILL ends it one to four times, and the same command starts it again.
@@ -63,9 +64,13 @@ SHARES = {
     "growing-padded": 1,
     "workers": 2,
     "tokenisers": 1,
+    "dpo": 2,
+    "dpo-stored": 2,
+    "kto": 2,
+    "reward": 2,
     "compiled": 1,
 }
-"""Relative number of kills per mode. The last three modes are slow."""
+"""Relative number of kills per mode. Modes `workers`, `tokenisers` and `compiled` are slow."""
 
 
 def aim(reference: Reference, draw: random.Random) -> Aim:
@@ -130,13 +135,13 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outc
 
 
 def campaign_of_ranks(
-    ranks: int, shard: int, device: str, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]
+    ranks: int, shard: int, device: str, mode: str, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]
 ) -> int:
     """Kill processes of runs of `ranks` ranks until `kills` kills are done. `shard`: number of ranks over which weights
     are divided. Returns how many runs went wrong."""
     draw, bad, number = random.Random(f"{seed}/ranks"), 0, 0
     sizes = ["train.micro_batch_size=1", f"train.global_batch_size={max(4, ranks)}"]
-    mode, title = ("lora", f"{ranks} ranks") if shard == 1 else ("full", f"{ranks} ranks, weights divided by {shard}")
+    title = f"{mode}, {ranks} ranks" + (f", weights divided by {shard}" if shard > 1 else "")
 
     def words_in(place: Path) -> list[str]:
         return [*prepare(place, mode), f"run.gpus={ranks}", f"parallel.shard={shard}", f"run.device={device}", *sizes]
@@ -245,7 +250,7 @@ def main() -> int:
     parser.add_argument(
         "--operations", action="store_true", help="kill before each file operation, not at random instants"
     )
-    parser.add_argument("--modes", default=",".join(MODES), help="choose from " + ", ".join(MODES))
+    parser.add_argument("--modes", help="choose from " + ", ".join(MODES) + "; with --ranks one of them")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the instants; what a run does then depends on the machine's speed"
     )
@@ -255,14 +260,19 @@ def main() -> int:
     parser.add_argument("--shard", type=int, default=1, help="with --ranks: divide the weights over so many of them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --ranks: where the ranks run")
     given = parser.parse_args()
-    modes = given.modes.split(",")
+    modes = (given.modes or ",".join(MODES)).split(",")
     if unknown := set(modes) - set(MODES):
         parser.error(f"no mode {sorted(unknown)}")
     os.nice(10)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-kills-"))
     if given.ranks > 1:
+        if len(modes) > 1 and given.modes:
+            parser.error("--ranks kills runs of one mode")
         rows: list[dict[str, Any]] = []
-        bad_runs = campaign_of_ranks(given.ranks, given.shard, given.device, given.kills, given.seed, folder, rows)
+        mode = given.modes or ("lora" if given.shard == 1 else "full")
+        bad_runs = campaign_of_ranks(
+            given.ranks, given.shard, given.device, mode, given.kills, given.seed, folder, rows
+        )
         if given.json:
             given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 1 if bad_runs else 0

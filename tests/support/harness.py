@@ -86,6 +86,21 @@ def write_texts(file: Path, rows: int = 90, seed: int = 0) -> Path:
     return file
 
 
+def write_preferences(pairs: Path, judged: Path, rows: int = 48, seed: int = 0) -> None:
+    """Write `rows` pairs of answers, two to a prompt, each pair at most 128 tokens of the tiny tokenizer; and as many
+    answers that are each judged good or bad."""
+    draw = random.Random(seed)
+    words = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
+    with pairs.open("w") as out, judged.open("w") as single:
+        for row in range(rows):
+            prompt = f"{row // 2} {' '.join(words[: 2 + row // 2 % 5])}"
+            good, bad = ([str(row), *draw.choices(words, k=draw.randint(1, 6))] for _ in range(2))
+            pair = {"chosen": " ".join(good), "rejected": " ".join(["no", *bad])}
+            out.write(json.dumps({"prompt": prompt, **pair}) + "\n")
+            label = row % 3 > 0
+            single.write(json.dumps({"prompt": prompt, "completion": pair["chosen"], "label": label}) + "\n")
+
+
 def command(folder: Path, *words: str) -> list[str]:
     """The command-line words of a run in `folder`/run: LoRA on a small random Llama, two epochs of 48 chats, 24 steps
     of four rows.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.endings import Ending, Traced, effective_steps
-from support.harness import HERE, command, user_environment, write_chats, write_texts
+from support.harness import HERE, command, user_environment, write_chats, write_preferences, write_texts
 
 START = 600
 """Seconds that a server may take to import all packages, on a machine with other work on it."""
@@ -363,6 +363,7 @@ GROWS = (
     "train.global_batch_size=2",
     "train.epochs=1",
 )
+PAIRS = ("data.eval_fraction=0.2", "train.eval_every=6", "data.sources=[{path: pairs.jsonl}]")
 MODES: dict[str, tuple[str, ...]] = {
     "lora": (
         *LEARNS,
@@ -393,6 +394,10 @@ MODES: dict[str, tuple[str, ...]] = {
     ),
     "growing": (*GROWS, "data.packing=true", "techniques.attention.enabled=true"),
     "growing-padded": (*GROWS, "data.packing=false"),
+    "dpo": (*PAIRS, "objective=dpo", "objective.reference=start", "techniques.lora.dropout=0.1"),
+    "dpo-stored": (*PAIRS, "objective=dpo", "objective.reference=stored", "techniques.lora.enabled=false"),
+    "kto": (*PAIRS, "objective=kto", "data.sources=[{path: judged.jsonl}]"),
+    "reward": (*PAIRS, "objective=reward"),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
 """Words in addition to command(). The first three modes evaluate and so also save at other steps."""
@@ -402,6 +407,7 @@ def prepare(folder: Path, mode: str) -> list[str]:
     """Create `folder` with the files of `mode`, and return the words of its run."""
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 4, seed=1)
+    write_preferences(folder / "pairs.jsonl", folder / "judged.jsonl")
     if mode.startswith("growing"):
         write_texts(folder / "texts.jsonl")
     if mode == "tokenisers":

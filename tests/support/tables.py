@@ -35,6 +35,7 @@ class Table:
     sizes: np.ndarray | None = None
     """Documents of each group."""
     labels: np.ndarray | None = None
+    prompts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -46,6 +47,10 @@ class Table:
     @property
     def groups(self) -> np.ndarray:
         return np.arange(len(self) + 1) if self.sizes is None else np.cumsum([0, *self.sizes])
+
+    @property
+    def held_out_by(self) -> np.ndarray:
+        return self.digests if self.prompts is None else self.prompts
 
     @property
     def noun(self) -> str:

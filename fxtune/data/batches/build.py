@@ -112,11 +112,14 @@ def _shares(shares: Sequence[float]) -> tuple[float, Optional[tuple[float, ...]]
     return (shares[0], None) if len(set(shares)) == 1 else (0.0, tuple(shares))
 
 
-Accept = Callable[[list[TokenTable], list[TokenTable]], tuple[list[TokenTable], list[TokenTable]]]
-"""(tables of data.sources, tables of data.eval_sources) -> the tables to train and to evaluate on."""
+Accept = Callable[[list[TokenTable], list[TokenTable], DataConfig], tuple[list[TokenTable], list[TokenTable]]]
+"""(tables of data.sources, tables of data.eval_sources, how rows are made) -> the tables to train and to evaluate
+on."""
 
 
-def as_they_are(tables: list[TokenTable], held_out: list[TokenTable]) -> tuple[list[TokenTable], list[TokenTable]]:
+def as_they_are(
+    tables: list[TokenTable], held_out: list[TokenTable], data: DataConfig
+) -> tuple[list[TokenTable], list[TokenTable]]:
     return tables, held_out
 
 
@@ -149,7 +152,7 @@ def prepare_data(
     tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
     pad_id = tokenizer.pad_token_id or 0
     held_out = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.eval_sources]
-    tables, held_out = accept(tables, held_out)
+    tables, held_out = accept(tables, held_out, data)
     duplicates = find_duplicates(tables, held_out, data)
     if progress:
         for line in describe(duplicates, tables, held_out, data):
@@ -184,7 +187,7 @@ def prepare_evaluation(
     tables, held_out = (
         [tokenize(source, data, tokenizer, None, progress) for source in side] for side in (sources, data.eval_sources)
     )
-    tables, held_out = accept(tables, held_out)
+    tables, held_out = accept(tables, held_out, data)
     near = find_duplicates(tables, held_out, data).near
     return _evaluation(data, tables, held_out, near, micro_batch_size, tokenizer.pad_token_id or 0)
 

@@ -219,6 +219,8 @@ class EpochStream(RowSequence):
         for added in ("mix", "limit", "shares", "distinct"):
             if settings[added] is None:
                 del settings[added]
+        if self.settings.side is not Side.all and any(table.prompts is not None for table in self.tables):
+            settings["held_out_by"] = "prompt"
         if self.excluded is not None and len(self.excluded):
             settings["excluded"] = hashlib.sha256(self.excluded.tobytes()).hexdigest()
         if self.near_copies is not None and len(self.near_copies):
@@ -236,7 +238,7 @@ class EpochStream(RowSequence):
         left out."""
         settings, used, seen = self.settings, [], np.zeros(0, np.uint64)
         for at, table in enumerate(table.by_group for table in self.tables):
-            chosen = is_on_side(settings.side, table.digests, settings.share(at), settings.limit)
+            chosen = is_on_side(settings.side, table.held_out_by, settings.share(at), settings.limit)
             if settings.distinct:
                 chosen &= first_copies(table, seen)
                 seen = np.union1d(seen, table.digests[chosen])
@@ -348,7 +350,7 @@ class EpochStream(RowSequence):
         if not empty or (held_out and len(empty) < len(by_table)):
             return
         if held_out and not any(counts.documents for counts in self.counts):
-            smallest = min(smallest_fraction(table.digests) for table in self.tables)
+            smallest = min(smallest_fraction(table.held_out_by) for table in self.tables)
             raise DataError(
                 f"data.eval_fraction={self.settings.share(0)} holds out none of "
                 f"{sum(counts.other_side for counts in self.counts):,} documents, so there is nothing to evaluate "

@@ -1,7 +1,8 @@
 """Rows that are both trained on and held out, found by their tokens.
 
 With such a row an evaluation measures what the model remembers. Two rows are the same if their token ids have the same
-digest, which the tables store; their files, names and formats may differ.
+digest, which the tables store; their files, names and formats may differ. In preferences two rows are on both sides if
+their prompts have the same token ids.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class _HeldOut:
     key: str
     """The recipe's key that names the source."""
     source: SourceConfig
-    digests: np.ndarray
+    hashes: np.ndarray
+    """As TokenTable.held_out_by."""
     table: TokenTable | None = None
     mask: np.ndarray | None = None
     """Which documents of the source are held out, bool; None: all."""
 
-    def held_digests(self) -> np.ndarray:
-        return self.digests if self.mask is None else self.digests[self.mask]
+    def held_hashes(self) -> np.ndarray:
+        return self.hashes if self.mask is None else self.hashes[self.mask]
 
 
 def require_no_overlap(
@@ -54,7 +56,7 @@ def require_no_overlap(
         return np.zeros(0, np.uint64)
     tables, eval_tables = [table.by_row for table in tables], [table.by_row for table in eval_tables]
     held_out = [
-        _HeldOut("data.eval_sources", source, table.digests, table)
+        _HeldOut("data.eval_sources", source, table.held_out_by, table)
         for source, table in zip(data.eval_sources, eval_tables, strict=False)
     ]
     if (questions := data.applicable_questions()).path is not None:
@@ -62,18 +64,14 @@ def require_no_overlap(
     shares = data.held_out_shares
     if len(set(shares)) > 1:  # a row may be in two sources, trained on in one and held out in the other
         for source, table, share in zip(data.sources, tables, shares, strict=True):
-            mask = is_on_side(Side.held_out, table.digests, share)
-            held_out.append(_HeldOut("data.sources", source, table.digests, table, mask))
-    trained = [is_on_side(Side.train, table.digests, share) for table, share in zip(tables, shares, strict=True)]
-    found = [
-        np.intersect1d(table.digests[mask], held.held_digests())
-        for table, mask in zip(tables, trained, strict=True)
-        for held in held_out
-    ]
-    common = np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
-    if len(common) and data.on_overlap is OnOverlap.error:
-        raise _overlap_error(data, tables, trained, held_out, common)
-    return common
+            mask = is_on_side(Side.held_out, table.held_out_by, share)
+            held_out.append(_HeldOut("data.sources", source, table.held_out_by, table, mask))
+    trained = [is_on_side(Side.train, table.held_out_by, share) for table, share in zip(tables, shares, strict=True)]
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(held.held_hashes() for held in held_out)])
+    both = [np.isin(table.held_out_by, hashes) & mask for table, mask in zip(tables, trained, strict=True)]
+    if any(mask.any() for mask in both) and data.on_overlap is OnOverlap.error:
+        raise _overlap_error(data, tables, both, held_out)
+    return np.unique(np.concatenate([table.digests[mask] for table, mask in zip(tables, both, strict=True)]))
 
 
 def _tokenized_questions(questions: QuestionsConfig, data: DataConfig, tokenizer: Any) -> _HeldOut:
@@ -88,24 +86,28 @@ def _tokenized_questions(questions: QuestionsConfig, data: DataConfig, tokenizer
         variables=data.chat_template_kwargs,
         template_time=data.template_time,
     )
-    digests = [encode_shard(shard, encoder).digests for shard in opened.shards()]
-    return _HeldOut("data.questions", source, np.concatenate([np.zeros(0, np.uint64), *digests]))
+    hashes = [np.zeros(0, np.uint64)]
+    for shard in (encode_shard(shard, encoder) for shard in opened.shards()):
+        of_documents = shard.digests if shard.prompts is None else shard.prompts
+        sizes = np.ones(len(of_documents), np.int64) if shard.group_sizes is None else shard.group_sizes
+        hashes.append(of_documents[np.cumsum(sizes) - sizes])
+    return _HeldOut("data.questions", source, np.concatenate(hashes))
 
 
 def _overlap_error(
     data: DataConfig,
     tables: Sequence[TokenTable],
-    trained: Sequence[np.ndarray],
+    both: Sequence[np.ndarray],
     held_out: Sequence[_HeldOut],
-    common: np.ndarray,
 ) -> DataError:
     """The error for rows that are trained on and held out: how many, the first pairs by file and line, and the keys
-    that keep the two apart. `trained`: for each table, which documents are trained on."""
-    both = [np.isin(table.digests, common) & mask for table, mask in zip(tables, trained, strict=True)]
+    that keep the two apart. `both`: for each table, which documents are trained on and held out."""
+    common = np.concatenate([table.held_out_by[mask] for table, mask in zip(tables, both, strict=True)])
+    by_prompt = any(table.prompts is not None for table in tables)
     count = sum(int(mask.sum()) for mask in both)
     lines = []
     for held in held_out:
-        shared = np.isin(held.digests, common) & (True if held.mask is None else held.mask)
+        shared = np.isin(held.hashes, common) & (True if held.mask is None else held.mask)
         if not shared.any():
             continue
         pairs = []
@@ -113,17 +115,19 @@ def _overlap_error(
             copies = (
                 (source, table, int(np.argmax(copy)))
                 for source, table, mask in zip(data.sources, tables, both, strict=True)
-                if (copy := mask & (table.digests == held.digests[document])).any()
+                if (copy := mask & (table.held_out_by == held.hashes[document])).any()
             )
             places = _place(held.source, held.table, int(document), data), _place(*next(copies), data)
-            pairs.append(" is ".join(places))
+            pairs.append((" has the prompt of " if by_prompt else " is ").join(places))
         more = f", and {shared.sum() - MAX_SHOWN_PAIRS:,} more" if shared.sum() > MAX_SHOWN_PAIRS else ""
         lines.append(
             f"  {shared.sum():,} of {len(shared):,} rows of {held.key} ({held.source.path}): {', '.join(pairs)}{more}"
         )
-    rows = "1 row" if count == 1 else f"{count:,} rows"
+    are = "1 row of data.sources is" if count == 1 else f"{count:,} rows of data.sources are"
+    if by_prompt:
+        are = "The prompt of " + are if count == 1 else "The prompts of " + are
     return DataError(
-        f"{rows} of data.sources {'is' if count == 1 else 'are'} held out as well, so an evaluation would tell what "
+        f"{are} held out as well, so an evaluation would tell what "
         "the model remembers:\n" + "\n".join(lines) + "\nSet data.on_overlap=drop to leave them out of training (keep "
         "trains on them all the same); or hold out other rows: data.eval_sources=[] data.eval_fraction=0.05, or two "
         "slices such as `split: train[:95%]` and `split: train[95%:]`."

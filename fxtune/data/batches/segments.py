@@ -168,15 +168,18 @@ def _too_long(
     """The error for groups with more tokens than a row: `length` of each of `chosen`."""
     long = length > sequence_length
     first = int(np.argmax(long))
-    noun, cures = "document", "split, truncate or drop"
+    noun, cures, twin = "document", "split, truncate or drop", ""
     if table.format.is_group:
         noun, cures = "group", "drop"
         if table.format.answers:
             noun, cures = table.noun.removesuffix("s"), "drop, or to truncate, which cuts the beginning of its prompt"
+            twin = " with its mismatched answer" * (
+                len(table) > len(table.by_group) and len(table.format.answers) == 1
+            )
         if on_long is not OnLong.error:
             cures += f" (now {on_long.value}: a group is not cut)"
     return DataError(
-        f"{table.name}: {noun} {chosen[first]} (counted from 0) has {length[first]:,} tokens, "
+        f"{table.name}: {noun} {chosen[first]} (counted from 0){twin} has {length[first]:,} tokens, "
         f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} {noun}s "
         f"are longer than that. Raise data.sequence_length, or set data.on_long to {cures}."
     )

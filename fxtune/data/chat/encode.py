@@ -178,7 +178,8 @@ class Encoder:
         self.by_question = False
         """Whether split() makes a document of each question, because later turns change how its answer is written."""
         self.template_source = read_template(chat_template) if chat_template else None
-        self._bos = _leading_special_ids(tokenizer)
+        self.beginning = _leading_special_ids(tokenizer)
+        """The ids that the tokenizer puts before each text."""
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._templates: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper]] = {}
@@ -309,7 +310,7 @@ class Encoder:
         """The documents of a row of preferences, which have more than `self.longest` tokens, with a shorter prompt;
         none if their answers do not fit."""
         assert self.longest is not None
-        found = shortened(documents, self.longest, self.packing, self._bos)
+        found = shortened(documents, self.longest, self.packing, self.beginning)
         if found is None:
             return SplitChat([], SplitCounts(chats=1, dropped=1))
         lost = sum(len(whole.ids) - len(part.ids) for whole, part in zip(documents, found, strict=True))
@@ -443,9 +444,9 @@ class Encoder:
             document = _document(text, ids, offsets, self._borders)
             if text.is_plain:
                 ids, supervised = document.ids, document.supervised
-                if ids[: len(self._bos)] != self._bos:
+                if ids[: len(self.beginning)] != self.beginning:
                     all_supervised = text.spans[0] == (0, len(text.text))  # after a prompt, it is not
-                    ids, supervised = self._bos + ids, [all_supervised] * len(self._bos) + supervised
+                    ids, supervised = self.beginning + ids, [all_supervised] * len(self.beginning) + supervised
                 if self._eos is not None and ids[-1] != self._eos:
                     ids, supervised = [*ids, self._eos], [*supervised, True]
                 document = replace(document, ids=ids, supervised=supervised)

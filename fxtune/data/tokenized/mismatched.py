@@ -3,6 +3,9 @@
 KTO (arXiv:2402.01306) measures how far the model has moved from its reference on such pairs. The twin is the second
 document of the answer's group, without a label, so that packing, hold-outs and resuming move both together. The other
 row is the next one with another answer, so the table is the same in every run, whatever its batches.
+
+With data.on_long=truncate the prompt of both documents loses the same tokens at its beginning until the two fit. A row
+is left out if they do not fit then.
 """
 
 from __future__ import annotations
@@ -14,27 +17,38 @@ from pathlib import Path
 
 import numpy as np
 
+from fxtune.data.chat.encode import Document
+from fxtune.data.chat.pairs import shortened
+from fxtune.data.chat.split import SplitCounts
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, not_written
 
 GROUPS_AT_ONCE = 4096
 """Groups that are written together."""
-VERSION = 1
+VERSION = 2
 
 
-def with_mismatched(table: TokenTable) -> TokenTable:
+def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool = True) -> TokenTable:
     """`table`, whose groups are single documents, with the twin of each; from the cache if it is there.
 
-    Raises DataError if all answers are the same, StorageError if the table cannot be written.
+    `longest`: tokens of a row; with `packing` it holds both documents of a group, otherwise each has a row. Longer
+    groups lose the beginning of their prompt. None: prompts stay as they are.
+
+    Raises DataError if all answers are the same or no group fits, StorageError if the table cannot be written.
     """
     assert len(table.groups) == len(table) + 1
-    folder = table.folder.with_name(f"{table.folder.name}-mismatched-{VERSION}")
+    # Not from prompts that are shorter already, so that each row's loss is counted once.
+    whole = table.whole or table
+    name = f"{whole.folder.name}-mismatched-{VERSION}"
+    if longest is not None:
+        name += f"-{longest}{'' if packing else '-each'}"
+    folder = whole.folder.with_name(name)
     try:
         cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
         with cache.locked(folder, table.name):
             if read_meta(folder) is None:
-                _build(folder, table)
+                _build(folder, whole, longest, packing)
     except OSError as problem:
         place = "or set data.cache_dir to a folder that can be written"
         raise not_written(f"Tokens of {table.name} cannot be stored in {folder}", problem, place) from problem
@@ -43,61 +57,91 @@ def with_mismatched(table: TokenTable) -> TokenTable:
     return found
 
 
-def _build(folder: Path, table: TokenTable) -> None:
-    first = table.offsets[:-1] + _prompt_lengths(table)
-    """Position of each answer's first token."""
-    other = _next_with_another_answer(table, first)
+def _build(folder: Path, table: TokenTable, longest: int | None, packing: bool) -> None:
+    prompts = _prompt_lengths(table)
+    rows = np.arange(len(table))
+    if longest is not None:
+        # An answer that fits no row is no other row's mismatched answer either.
+        needed = np.diff(table.offsets) - prompts + max(len(table.beginning), 1)
+        rows = rows[needed <= longest]
+    twins = rows[_next_with_another_answer(table, rows, prompts)] if len(rows) else rows
     staging = cache.staging_folder(folder)
     shutil.rmtree(staging, ignore_errors=True)
     try:
         with TableWriter(staging, []) as writer:
-            for start in range(0, len(table), GROUPS_AT_ONCE):
-                rows = range(start, min(start + GROUPS_AT_ONCE, len(table)))
-                writer.append(_shard(table, first, other, rows))
-            writer.finish(name=table.name, format=table.format.name)
+            writer.split += SplitCounts(chats=len(table) - len(rows), dropped=len(table) - len(rows))
+            for start in range(0, len(rows), GROUPS_AT_ONCE):
+                part = slice(start, start + GROUPS_AT_ONCE)
+                writer.append(_shard(table, rows[part], twins[part], prompts, longest, packing))
+            if not writer.documents:
+                raise DataError(
+                    f"{table.name}: in each of its {len(table):,} rows the answer and the mismatched answer of "
+                    f"objective=kto are longer than data.sequence_length={longest:,}. Raise it."
+                )
+            writer.finish(name=table.name, format=table.format.name, beginning=table.beginning)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _shard(table: TokenTable, first: np.ndarray, other: np.ndarray, rows: range) -> EncodedShard:
-    offsets, spans = table.offsets, []
-    for row in rows:
-        twin = other[row]
-        spans += [
-            [(offsets[row], offsets[row + 1])],
-            [(offsets[row], first[row]), (first[twin], offsets[twin + 1])],
-        ]
-    ids, supervised = (
-        np.concatenate([array[begin:end] for document in spans for begin, end in document])
-        for array in (table.ids, table.supervised)
-    )
-    labels = np.full(2 * len(rows), math.nan, np.float32)
+def _shard(
+    table: TokenTable, rows: np.ndarray, twins: np.ndarray, prompts: np.ndarray, longest: int | None, packing: bool
+) -> EncodedShard:
+    """The groups of `rows`. `twins`: for each, the row of its mismatched answer; `prompts`: as _prompt_lengths()."""
+    ids, supervised, kept, split = list[np.ndarray](), list[np.ndarray](), list[int](), SplitCounts()
+    for row, twin in zip(rows.tolist(), twins.tolist(), strict=True):
+        begin, end = int(table.offsets[row]), int(table.offsets[row + 1])
+        border = begin + int(prompts[row])
+        other = slice(int(table.offsets[twin] + prompts[twin]), int(table.offsets[twin + 1]))
+        tokens, marks = (
+            [array[begin:end], np.concatenate([array[begin:border], array[other]])]
+            for array in (table.ids, table.supervised)
+        )
+        lengths = [len(document) for document in tokens]
+        if longest is not None and (sum if packing else max)(lengths) > longest:
+            documents = [Document(own.tolist(), learned.tolist()) for own, learned in zip(tokens, marks, strict=True)]
+            shorter = shortened(documents, longest, packing, table.beginning)
+            if shorter is None:
+                split += SplitCounts(chats=1, dropped=1)
+                continue
+            lost = lengths[0] - len(shorter[0].ids)
+            split += SplitCounts(chats=1, pieces=1, truncated=1, lost_tokens=lost)
+            tokens = [np.asarray(document.ids) for document in shorter]
+            marks = [np.asarray(document.supervised) for document in shorter]
+        ids += tokens
+        supervised += marks
+        kept.append(row)
+    labels = np.full(2 * len(kept), math.nan, np.float32)
     if table.labels is not None:
-        labels[::2] = table.labels[rows.start : rows.stop]
+        labels[::2] = table.labels[kept]
+    assert table.prompts is not None
     return EncodedShard(
-        ids=ids,
-        supervised=supervised,
-        lengths=np.array([sum(end - begin for begin, end in document) for document in spans], np.int64),
-        digests=np.repeat(table.digests[rows.start : rows.stop], 2),
-        group_sizes=np.full(len(rows), 2, np.int64),
+        ids=np.concatenate([np.zeros(0, np.int32), *ids]),
+        supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
+        lengths=np.array([len(tokens) for tokens in ids], np.int64),
+        digests=np.repeat(table.digests[kept], 2),
+        split=split,
+        group_sizes=np.full(len(kept), 2, np.int64),
         labels=labels,
+        prompts=np.repeat(table.prompts[kept], 2),
     )
 
 
 def _prompt_lengths(table: TokenTable) -> np.ndarray:
     """Tokens of each document before its first supervised token, int64 [documents]."""
     targets = np.flatnonzero(table.supervised)
-    return targets[np.searchsorted(targets, table.offsets[:-1])] - table.offsets[:-1]
+    return np.asarray(targets[np.searchsorted(targets, table.offsets[:-1])] - table.offsets[:-1])
 
 
-def _next_with_another_answer(table: TokenTable, first: np.ndarray) -> np.ndarray:
-    """For each document, the next one whose answer differs, int64 [documents]; after the last comes the first."""
+def _next_with_another_answer(table: TokenTable, rows: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    """For each of `rows`, the place in `rows` of the next one whose answer differs, int64 [rows]; after the last comes
+    the first."""
+    first, end = table.offsets[rows] + prompts[rows], table.offsets[rows + 1]
     answers = np.array(
         [
             int.from_bytes(blake2b(table.ids[begin:end].tobytes(), digest_size=8).digest(), "little")
-            for begin, end in zip(first, table.offsets[1:], strict=True)
+            for begin, end in zip(first, end, strict=True)
         ],
         np.uint64,
     )

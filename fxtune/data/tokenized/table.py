@@ -30,9 +30,11 @@ from fxtune.data.tokenized.cache import META, keep_from_removal
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
 GROUP_ARRAYS = {"groups": np.int64, "labels": np.float32}
 """Stored only where a group has several documents or a document has a label."""
+PROMPTS = "prompts"
+"""Stored only for rows of preferences."""
 BAD_ROWS = "bad_rows.jsonl"
-DATA_FILES = [BAD_ROWS, *(f"{key}.npy" for key in ARRAYS | GROUP_ARRAYS)]
-_KINDS: dict[str, type] = ARRAYS | GROUP_ARRAYS
+_KINDS: dict[str, type] = ARRAYS | GROUP_ARRAYS | {PROMPTS: np.uint64}
+DATA_FILES = [BAD_ROWS, *(f"{key}.npy" for key in _KINDS)]
 _PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
 
 
@@ -49,6 +51,8 @@ class TokenTable:
         digests: uint64 [documents], a hash of the ids of a document's group, the same on every machine.
         labels: float32 [documents], NaN for a document without a label; None if no document has one, and each is a
             group by itself.
+        prompts: uint64 [documents], a hash of the ids of the prompt that the documents of a group share; None unless
+            the rows are preferences.
         reference: float32 [tokens], the log-probability of each supervised token under the reference model of a
             run; None unless read_reference() was called.
         fingerprint: hash of the tokens: ids, which of them are supervised, where documents and groups end, and labels.
@@ -60,6 +64,8 @@ class TokenTable:
         rewritten: how many chats have a learned turn that is not written as in sampling.
         split: counts of the pieces, if chats that are longer than a row, or rewritten, are stored as pieces. A piece
             has the digest of its chat.
+        beginning: the ids that the tokenizer puts before each text, such as `<s>`; empty unless the rows are
+            preferences.
         whole: the same source with its chats unsplit, if this table has pieces.
     """
 
@@ -68,6 +74,7 @@ class TokenTable:
     offsets: np.ndarray
     digests: np.ndarray
     labels: np.ndarray | None = None
+    prompts: np.ndarray | None = None
     reference: np.ndarray | None = None
 
     def __init__(self, folder: Path, name: str, reference: str = "") -> None:
@@ -84,10 +91,11 @@ class TokenTable:
         self.remarks: dict[str, int] = meta["remarks"]
         self.rewritten: int = meta["rewritten"]
         self.split = SplitCounts(**meta["split"])
+        self.beginning: list[int] = meta.get("beginning", [])
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
         self.is_grouped = "groups.npy" in meta["sizes"]
-        for key in [*ARRAYS, *["labels"] * self.is_grouped]:
+        for key in [*ARRAYS, *["labels"] * self.is_grouped, *[PROMPTS] * (f"{PROMPTS}.npy" in meta["sizes"])]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
         if reference:
             self.read_reference(reference)
@@ -124,8 +132,15 @@ class TokenTable:
         table: TokenTable = object.__new__(TokenTable)
         vars(table).update(vars(self), is_grouped=False, labels=None)
         table.offsets, table.digests = self.offsets[self.groups], self.digests[self.groups[:-1]]
+        table.prompts = None if self.prompts is None else self.prompts[self.groups[:-1]]
         vars(table).pop("groups", None)
         return table
+
+    @property
+    def held_out_by(self) -> np.ndarray:
+        """uint64 [documents]: the hash that decides on which side of a hold-out a document is. Answers to one prompt
+        are on the same side: else the model would be judged by prompts that it has learned answers to."""
+        return self.digests if self.prompts is None else self.prompts
 
     @property
     def noun(self) -> str:
@@ -179,6 +194,8 @@ class EncodedShard:
     """int64 [groups]: documents in each; None: one."""
     labels: np.ndarray | None = None
     """float32 [documents]; None: no labels."""
+    prompts: np.ndarray | None = None
+    """uint64 [documents]; None: no preferences."""
 
 
 class TableWriter:
@@ -191,7 +208,7 @@ class TableWriter:
         """Documents with a label."""
         self.first_bad: Row | None = None
         self.remarks: Counter[str] = Counter()
-        self._is_grouped = False
+        self._is_grouped = self._has_prompts = False
         self._hashes = {key: blake2b(digest_size=16) for key in ("ids", "supervised", "offsets", *GROUP_ARRAYS)}
         self.split = SplitCounts()
         folder.mkdir(parents=True)
@@ -211,6 +228,7 @@ class TableWriter:
             digests=part.digests,
             groups=self.documents + np.cumsum(sizes, dtype=np.int64),
             labels=labels,
+            prompts=np.zeros(0) if part.prompts is None else part.prompts,
         )
         for key, values in arrays.items():
             self._arrays[key].append(values)
@@ -219,6 +237,7 @@ class TableWriter:
                 self._hashes[key].update(np.ascontiguousarray(values, np.dtype(_KINDS[key]).newbyteorder("<")).data)
         self.labelled += count - int(np.isnan(labels).sum())
         self._is_grouped |= len(sizes) < count or self.labelled > 0
+        self._has_prompts |= part.prompts is not None
         self.documents += count
         self.tokens += len(part.ids)
         self.supervised += int(part.supervised.sum())
@@ -241,10 +260,12 @@ class TableWriter:
             array.finish()
         _sync(self._bad)
         files = list(DATA_FILES)
-        for key in () if self._is_grouped else GROUP_ARRAYS:  # they would say that each document is a group
+        # Without groups the arrays would say that each document is a group.
+        absent = [*(() if self._is_grouped else GROUP_ARRAYS), *[PROMPTS] * (not self._has_prompts)]
+        for key in absent:
             files.remove(f"{key}.npy")
             (self.folder / f"{key}.npy").unlink()
-            del self._hashes[key]
+            self._hashes.pop(key, None)
         hashes = b"".join(hashed.digest() for hashed in self._hashes.values())
         meta |= dict(
             fingerprint=blake2b(hashes, digest_size=16).hexdigest(),

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
+from fxtune.data.chat.pairs import prompt_tokens
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.formats.row_format import LearnConfig
@@ -157,6 +158,8 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         settings.append({"learn": learn})
     if encoder.variables:
         settings.append({"chat template kwargs": encoder.variables})
+    if encoder.format.answers:
+        settings.append("digests of prompts")
     if encoder.on_rewritten is not OnRewritten.split:
         settings.append({"on rewritten": encoder.on_rewritten.value})
     return settings
@@ -184,7 +187,8 @@ def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, 
             if converter := source.config.plugin_format:
                 require_unchanged(ROW_FORMATS.added()[converter])
             _require_targets(writer, source, encoder, data)
-            writer.finish(name=source.name, format=encoder.format.name)
+            beginning = {"beginning": encoder.beginning} if encoder.format.answers else {}
+            writer.finish(name=source.name, format=encoder.format.name, **beginning)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:
@@ -262,6 +266,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     ids: list[np.ndarray] = []
     supervised: list[np.ndarray] = []
     digests: list[int] = []
+    prompts: list[int] = []
     bad: list[Row] = []
     group_sizes: list[int] = []
     labels: list[float] = []
@@ -283,13 +288,15 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
             rewritten += any(document.is_rewritten for document in documents)
             remarks.update(list(dict.fromkeys(remark for document in documents for remark in document.remarks)))
             if isinstance(sample, EncodedGroup):
-                digest = _group_digest(documents)
+                digest, first = _group_digest(documents), documents[0]
+                prompt = _digest(np.asarray(first.ids[: prompt_tokens(first)], np.int32))
                 if encoder.is_long(documents):
                     found = encoder.shorten(documents)
                     documents, split = found.pieces, split + found.counts
                 if documents:
                     group_sizes.append(len(documents))
                     labels += sample.labels
+                    prompts += [prompt] * len(documents)
             else:
                 digest = _digest(np.asarray(sample.ids, np.int32))
                 is_long = encoder.longest is not None and len(sample.ids) > encoder.longest
@@ -313,6 +320,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
         split=split,
         group_sizes=np.array(group_sizes, np.int64) if group_sizes else None,
         labels=np.array(labels, np.float32) if group_sizes else None,
+        prompts=np.array(prompts, np.uint64) if encoder.format.answers else None,
     )
 
 

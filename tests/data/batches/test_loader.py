@@ -38,14 +38,14 @@ class Table:
     name = "table"
     fingerprint = "0"
     split, whole = SplitCounts(), None
-    format, is_grouped, noun, labels, reference = FORMATS["text"], False, "documents", None, None
+    format, is_grouped, noun, labels, prompts, reference = FORMATS["text"], False, "documents", None, None, None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ids = np.load(folder / "ids.npy", mmap_mode="r")
         self.supervised = np.load(folder / "supervised.npy", mmap_mode="r")
         self.offsets = np.load(folder / "offsets.npy")
-        self.digests = np.arange(len(self), dtype=np.uint64)
+        self.digests = self.held_out_by = np.arange(len(self), dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -165,3 +165,57 @@ def test_shares_of_their_own_hold_out_each_source_and_a_row_of_two_sources_is_on
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 110
     assert 35 < len(sides[1]) < 65  # 10 of held.jsonl, 6 and 36 expected of the others, some of them the same
+
+
+def pair(prompt: int, answer: int) -> dict:
+    return {"prompt": f"What is {prompt}?", "chosen": f"It is {answer}.", "rejected": f"Not {answer}."}
+
+
+def judged(prompt: int, answer: int) -> dict:
+    return {"prompt": f"What is {prompt}?", "completion": f"It is {answer}.", "label": answer % 2 == 0}
+
+
+def prompts_of(plan) -> set[int]:
+    return {int(table.held_out_by[at]) for table in plan.tables for at in documents_of(plan, table)}
+
+
+def documents_of(plan, table) -> list[int]:
+    return [
+        document
+        for step in range(plan.steps)
+        for micro in range(plan.micro_batches(step))
+        for number, document in plan.documents(step, micro)
+        if plan.tables[number] is table
+    ]
+
+
+@pytest.mark.parametrize("row", [pair, judged])
+@pytest.mark.parametrize("limit", [None, 5])
+def test_all_answers_to_a_prompt_are_on_one_side(row, limit, prepare, tmp_path):
+    """Thirty prompts, each with four answers, divided over two files."""
+    rows = [row(prompt, answer) for answer in range(4) for prompt in range(30)]
+    sources = [write(tmp_path / "one.jsonl", rows[:70]), write(tmp_path / "two.jsonl", rows[70:])]
+    made = prepare(sources=sources, eval_fraction=0.3, eval_limit=limit)
+    trained, held_out = prompts_of(made.training), prompts_of(made.evaluation)
+    assert not trained & held_out
+    if limit is None:
+        assert len(trained | held_out) == 30
+        assert 3 <= len(held_out) <= 20
+        counts = [plan.summary()["documents"] for plan in (made.training, made.evaluation)]
+        assert counts == [4 * len(trained), 4 * len(held_out)]
+
+
+def test_a_prompt_that_other_sources_hold_out_is_an_error(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", [pair(prompt, 1) for prompt in range(10)])
+    held = write(tmp_path / "held.jsonl", [pair(99, 0), pair(3, 2)])
+    with pytest.raises(DataError, match=r"1 of 2 rows of data\.eval_sources .*held\.jsonl:2 has the prompt of \S+:4"):
+        prepare(sources=[one], eval_sources=[held])
+    made = prepare(sources=[one], eval_sources=[held], on_overlap=OnOverlap.drop)
+    assert made.training.summary()["documents"] == 9
+    asked = QuestionsConfig(path=held.path)
+    with pytest.raises(DataError, match=r"The prompt of 1 row of data\.sources is held out .*\n.* of data\.questions"):
+        prepare(sources=[one], questions=asked)
+    one.eval_fraction = 0.5
+    two = write(tmp_path / "two.jsonl", [pair(prompt, 2) for prompt in range(10)])
+    with pytest.raises(DataError, match=r"two\.jsonl.*|one\.jsonl:\d+ has the prompt of \S+two\.jsonl"):
+        prepare(sources=[one, two])

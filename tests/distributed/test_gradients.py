@@ -335,15 +335,16 @@ trainer.Trainer._finish = reporting
 EXHAUSTED = """
 from fxtune.training.step import TrainStep
 inner, failed = TrainStep._pass, []
-def passing(self, batch, normalizer):
+def passing(self, batch, normalizer, index=0, lr=None):
     def fail(_):
-        if self._index == 3 and not failed and self.gradient_sum._missing:
+        if self.current == 3 and not failed and self.gradient_sum._missing:
             failed.append(self.gradient_sum._started_buckets)
             open(f"failed-{rank}", "w").write(str(failed[0]))
             raise torch.OutOfMemoryError("CUDA out of memory. Injected.")
+    self.current = index
     if rank == "1" and not hasattr(self, "hooked"):
         self.hooked = list(self.optimizer.names)[4].register_post_accumulate_grad_hook(fail)
-    return inner(self, batch, normalizer)
+    return inner(self, batch, normalizer, index, lr)
 TrainStep._pass = passing
 """
 

@@ -4,6 +4,10 @@ below it, and no two modules import each other. An import that only annotations 
 
 from __future__ import annotations
 
+import ast
+import functools
+from pathlib import Path
+
 import pytest
 from support.imports import imports, modules
 
@@ -110,6 +114,41 @@ def test_a_folder_imports_only_folders_before_it():
 def test_only_these_modules_import_for_annotations_alone():
     found = {name for name, path in ALL.items() if imports(path, set(ALL)) - imports(path, set(ALL), typing=False)}
     assert found == set(FOR_ANNOTATIONS)
+
+
+def test_scripts_and_tests_import_names_that_exist():
+    """Most scripts and tests/gpu run on other machines only, where a renamed function would show too late."""
+    root = Path(__file__).parents[2]
+    files = [file for folder in ("scripts", "tests", "examples") for file in (root / folder).rglob("*.py")]
+    missing = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fxtune":
+                module = str(node.module).removeprefix("fxtune").removeprefix(".")
+                names = {alias.name for alias in node.names} - top_names(ALL[module])
+                missing |= {
+                    f"{file.relative_to(root)}: {module}.{name}" for name in names if not is_module(module, name)
+                }
+    assert not missing
+
+
+@functools.cache
+def top_names(path: Path) -> set[str]:
+    """Every name that a module binds outside of functions and classes, or imports."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if not isinstance(node, (ast.Load, ast.Store))]
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+
+
+def is_module(module: str, name: str) -> bool:
+    full = f"{module}.{name}".lstrip(".")
+    return full in ALL or any(known.startswith(f"{full}.") for known in ALL)
 
 
 def require_no_circle(imported: dict[str, set[str]]) -> None:

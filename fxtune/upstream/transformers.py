@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxtune.errors import UnavailableError
@@ -218,3 +219,37 @@ def import_code_of_models() -> None:
     from transformers.dynamic_module_utils import init_hf_modules
 
     init_hf_modules()
+
+
+# The processor of a vision model.
+#
+# What: check_argument_for_proper_class() of processors, which takes a video processor of transformers' own class only.
+# Why: transformers' video processors need torchvision, which is not in every environment (PyPI's does not load beside
+#   the CPU build of torch), and the processors of Qwen's models do not begin without one. Images need none.
+# Gone: the processor does not begin, and the error says which package it wants.
+
+
+class _NoVideo(dict[str, Any]):
+    """Stands for a video processor, and is written as an empty object. Rows with videos are bad rows."""
+
+
+def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
+    """transformers' processor (text with images to ids, and images to tensors) of a model of this config, with
+    `tokenizer`; the files of its image processor are in `folder`.
+
+    Raises KeyError if transformers has none for this config, and else what transformers raises.
+    """
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    own: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _accept_any})
+    parts = {"image_processor": AutoImageProcessor.from_pretrained(folder), "tokenizer": tokenizer}
+    given, _ = kind.get_processor_dict(folder)
+    processor = own.from_args_and_dict([parts.get(name) or _NoVideo() for name in kind.get_attributes()], given)
+    processor.__class__ = kind  # so that it pickles
+    return processor
+
+
+def _accept_any(processor: Any, name: str, argument: Any) -> type:
+    return type(argument)

@@ -44,7 +44,7 @@ Every package may import `fxtune` itself, which holds the version.
 """
 
 FOLDERS = {
-    "data": "formats read chat tokenized batches",
+    "data": "formats read images chat tokenized batches",
     "models": "kinds",
     "techniques": "attention lora quantize liger estimate checkpointing compile",
 }

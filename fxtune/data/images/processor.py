@@ -1,0 +1,118 @@
+"""Images through the model family's own processor (transformers): to token ids by their size, and to tensors.
+
+A chat template writes a short placeholder where a message has an image. The processor writes the tokens of the image
+in its place: one for each feature of the tower, and in some families marks of tiles or a line around them. How many
+depends on the size of the image alone, so tokenizing reads no pixels: the processor is called once for a blank image
+of each size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxtune.data.formats.values import RowError
+from fxtune.errors import first_line
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+Tensors = dict[str, "torch.Tensor"]
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+"""What a processor returns for the text beside the images."""
+KNOWN_SIZES = 10_000
+"""Sizes whose ids are kept."""
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """What a processor writes in place of a placeholder."""
+
+    before: str
+    """Letters before the first token of the image (Gemma 3: two newlines). The tokenizer may join them with the text
+    around the image, so they are a part of that text."""
+    ids: list[int]
+    after: str
+
+
+def concatenated(documents: Sequence[Tensors]) -> Tensors:
+    """The tensors of all documents, one after the other along their first dimension."""
+    import torch
+
+    return {name: torch.cat([tensors[name] for tensors in documents]) for name in documents[0]}
+
+
+class ImageProcessor:
+    """The processor of a model family. Picklable.
+
+    Args:
+        processor: transformers' processor of the model, with the tokenizer of the run.
+        merge: the tensors of the images of each document to the tensors of a micro-batch.
+        rope_positions: for families with M-RoPE: (int64 [tokens] ids of a document, the tensors of its images) to
+            int64 [3, tokens].
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        merge: Callable[[Sequence[Tensors]], Tensors] = concatenated,
+        rope_positions: Callable[[torch.Tensor, Tensors], torch.Tensor] | None = None,
+    ) -> None:
+        self.processor, self.merge, self.rope_positions = processor, merge, rope_positions
+        tokenizer = processor.tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        names = [getattr(processor, name, None) for name in ("image_token", "boi_token")]
+        vocabulary = tokenizer.get_vocab()
+        self.placeholders = {name: vocabulary[name] for name in dict.fromkeys(names) if name in vocabulary}
+        """The tokens that chat templates write for an image, and their ids."""
+        self._texts: dict[tuple[str, int, int], ImageText] = {}
+
+    @property
+    def identity(self) -> list[Any]:
+        """All that the tokens of an image depend on, for the key of the token cache."""
+        own = {name: value for name, value in vars(self.processor).items() if isinstance(value, (str, int, float))}
+        image_processor = self.processor.image_processor
+        described = json.loads(json.dumps(image_processor.to_dict(), default=str))
+        return [type(self.processor).__name__, own, type(image_processor).__name__, described]
+
+    def text(self, height: int, width: int, placeholder: str) -> ImageText:
+        """What the processor writes in place of `placeholder` for an image of this size. Raises RowError if it takes
+        no such image."""
+        key = placeholder, height, width
+        if key not in self._texts:
+            if len(self._texts) > KNOWN_SIZES:
+                self._texts.clear()
+            self._texts[key] = self._written(height, width, placeholder)
+        return self._texts[key]
+
+    def image_ids(self, height: int, width: int) -> list[int]:
+        """The token ids of an image of this size, without letters around them. Raises RowError."""
+        return self.text(height, width, next(iter(self.placeholders))).ids
+
+    def tensors(self, images: Sequence[Image]) -> Tensors:
+        """Arguments of the model's forward for the images of one document. Raises RowError."""
+        found = self._call([next(iter(self.placeholders)) * len(images)], [list(images)], return_tensors="pt")
+        return {name: value for name, value in found.items() if name not in OF_TEXT}
+
+    def _written(self, height: int, width: int, placeholder: str) -> ImageText:
+        from PIL import Image
+
+        ids = list(self._call([placeholder], [[Image.new("RGB", (width, height))]])["input_ids"][0])
+        added = [index for index, token in enumerate(ids) if token in self._added]
+        if not added:
+            raise RowError(f"the model's processor makes no token of an image of {width} x {height} pixels")
+        first, end = added[0], added[-1] + 1
+        before, after = (
+            self.processor.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for part in (ids[:first], ids[end:])
+        )
+        return ImageText(before, ids[first:end], after)
+
+    def _call(self, text: list[str], images: list[list[Image]], **options: Any) -> Any:
+        try:
+            return self.processor(text=text, images=images, add_special_tokens=False, **options)
+        except Exception as error:  # noqa: BLE001 - the processors of families raise anything
+            raise RowError(f"the model's processor takes no such image ({first_line(error)})") from None

@@ -1,0 +1,74 @@
+"""Token ids and tensors of images, against the processor of each family."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from PIL import Image
+from support.processors import FAMILIES, processor
+
+from fxtune.data.formats.values import RowError
+from fxtune.data.images.processor import ImageProcessor
+
+SIZES = (56, 56), (30, 90), (201, 100)
+"""Heights and widths."""
+
+
+@pytest.fixture(params=FAMILIES)
+def images(request, tmp_path):
+    return ImageProcessor(processor(request.param, tmp_path))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_letters_and_ids_are_what_the_processor_makes_of_a_text(images, height, width):
+    placeholder = list(images.placeholders)[-1]
+    image = Image.effect_noise((width, height), 80).convert("RGB")
+    text, tokenizer = images.text(height, width, placeholder), images.processor.tokenizer
+    whole = images.processor(text=[f"a{placeholder}b"], images=[[image]], add_special_tokens=False)["input_ids"][0]
+    around = [
+        tokenizer(letters, add_special_tokens=False)["input_ids"] for letters in ("a" + text.before, text.after + "b")
+    ]
+    assert around[0] + text.ids + around[1] == list(whole)
+
+
+def test_tensors_of_several_documents_are_those_of_one(images):
+    pictures = [Image.effect_noise((width, height), 80).convert("RGB") for height, width in ((56, 56), (56, 56))]
+    one = images.tensors(pictures)
+    merged = images.merge([images.tensors([picture]) for picture in pictures])
+    assert one.keys() == merged.keys()
+    assert "input_ids" not in one
+    for name, tensor in one.items():
+        assert torch.equal(tensor.flatten(), merged[name].flatten())
+
+
+def test_an_image_processor_can_be_sent_to_a_worker(images):
+    images.image_ids(56, 30)
+    copy = pickle.loads(pickle.dumps(images))
+    assert copy.identity == images.identity
+    assert copy.image_ids(30, 90) == images.image_ids(30, 90)
+    picture = Image.new("RGB", (30, 60), "red")
+    for name, tensor in images.tensors([picture]).items():
+        assert torch.equal(copy.tensors([picture])[name], tensor)
+
+
+def test_the_number_of_tokens_follows_from_the_size(tmp_path):
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path))
+    assert len(images.image_ids(56, 56)) == 4
+    assert len(images.image_ids(56, 84)) == 6
+    assert len(images.image_ids(2000, 1000)) <= 16
+
+
+def test_an_image_that_the_processor_refuses_is_a_bad_row(tmp_path):
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path))
+    for call in (lambda: images.image_ids(1, 500), lambda: images.tensors([Image.new("RGB", (500, 1))])):
+        with pytest.raises(RowError, match="aspect ratio"):
+            call()
+
+
+def test_the_key_of_the_cache_has_the_settings_of_the_processor(tmp_path):
+    first, second = (ImageProcessor(processor("qwen2_5_vl", tmp_path / name)) for name in "ab")
+    assert first.identity == second.identity
+    second.processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 8 * 784}
+    assert first.identity != second.identity

@@ -1,0 +1,117 @@
+"""Small processors of vision families, as transformers reads them from a folder, with tokenizers of single letters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from fxtune.upstream.transformers import read_processor
+
+CHATML = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
+{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A chat template; IMAGE stands for what a family writes for an image."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": dict(
+        tokens=["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=2, temporal_patch_size=2,
+                size=dict(shortest_edge=4 * 784, longest_edge=16 * 784),
+            )
+        },
+    ),
+    "gemma3": dict(
+        tokens=["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+        extra=dict(
+            image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"
+        ),
+        written="<start_of_image>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="Gemma3ImageProcessor", size=dict(height=28, width=28), image_seq_length=4,
+            ),
+            "processor_config.json": dict(image_seq_length=4, processor_class="Gemma3Processor"),
+        },
+    ),
+    "internvl": dict(
+        tokens=["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+        extra=dict(
+            start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
+            video_token="<video>",
+        ),
+        written="<IMG_CONTEXT>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="GotOcr2ImageProcessor", size=dict(height=28, width=28), crop_to_patches=True,
+                min_patches=1, max_patches=4,
+            ),
+            "processor_config.json": dict(image_seq_length=4, processor_class="InternVLProcessor"),
+        },
+    ),
+    "llava": dict(
+        tokens=["<image>"],
+        written="<image>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="CLIPImageProcessor", size=dict(shortest_edge=28),
+                crop_size=dict(height=28, width=28),
+            ),
+            "processor_config.json": dict(
+                patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+                processor_class="LlavaProcessor",
+            ),
+        },
+    ),
+    "idefics3": dict(
+        tokens=["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+                *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))],
+        written="<image>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=56),
+                max_image_size=dict(longest_edge=28), do_image_splitting=True,
+            ),
+            "processor_config.json": dict(image_seq_len=4, processor_class="Idefics3Processor"),
+        },
+    ),
+}  # fmt: skip
+"""Family -> its special tokens, what its chat template writes for an image, and the files of its processor."""
+
+
+def tokenizer(family: str) -> Any:
+    """A tokenizer of single letters with the family's special tokens and chat template."""
+    given = FAMILIES[family]
+    special = ["<unk>", "<pad>", "<|im_start|>", "<|im_end|>", *given["tokens"]]
+    words = [*special, "\n\n", "\n", *map(chr, range(32, 127)), "▁"]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("\n\n|[\\s\\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<|im_end|>",
+        additional_special_tokens=special[2:], chat_template=CHATML.replace("IMAGE", given["written"]),
+        **({"extra_special_tokens": given["extra"]} if "extra" in given else {}),
+    )  # fmt: skip
+
+
+def write_processor(family: str, folder: Path) -> Path:
+    """Write tokenizer and processor files into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer(family).save_pretrained(folder)
+    for name, content in FAMILIES[family]["files"].items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def processor(family: str, folder: Path) -> Any:
+    """transformers' processor of the family, read from files in `folder`."""
+    write_processor(family, folder)
+    return read_processor(folder, tokenizer(family), AutoConfig.for_model(family))

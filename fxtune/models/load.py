@@ -283,7 +283,7 @@ def build(
     built.name_or_path = origin.name if origin else ""  # where peft looks for the base's name
     if before:
         grow(built, rows)
-    return PreparedModel(
+    prepared = PreparedModel(
         built,
         base_revision=origin.revision if origin else None,
         trust_remote_code=code,
@@ -291,6 +291,37 @@ def build(
         grown_from=before or None,
         ships_mxfp4=origin is not None and weights.unpacks(origin, hf_config),
     )
+    if empty:
+        _fill_head(model, hf_config, prepared, world, seed)
+    return prepared
+
+
+@torch.no_grad()
+def _fill_head(model: ModelConfig, hf_config: Any, built: PreparedModel, world: World, seed: int) -> None:
+    """Give a head that a base does not have its memory and its values, before the other weights have theirs. Such a
+    head has one row, so it is not divided, and adapters copy it."""
+    heads: dict[str, tuple[int, ...]] = {}
+    for name in kind_of(hf_config).drawn_weights(dict(built.module.named_parameters())):
+        parent, _, leaf = name.rpartition(".")
+        weight = built.module.get_parameter(name)
+        built.module.get_submodule(parent)._parameters[leaf] = torch.nn.Parameter(
+            torch.empty_like(weight, device=world.device)
+        )
+        heads[name] = tuple(weight.shape)
+    drawn = set() if model.init is Init.random or not heads else heads.keys() - weights.names(_found(model, built))
+    for name in sorted(drawn):
+        weights.draw_weight(built.module.get_parameter(name), hf_config, seed)
+        del heads[name]
+    if heads:
+        each_weight(
+            model,
+            hf_config,
+            built,
+            world,
+            seed,
+            heads,
+            lambda name, value: built.module.get_parameter(name).copy_(value),
+        )
 
 
 def each_weight(

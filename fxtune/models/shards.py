@@ -186,7 +186,7 @@ def read_each(
     """Hand each tensor of `wanted`, by name and shape, to `take`, whole, on world.device in `dtype`, one at a time.
     `model`: empty(). Raises what read() raises, but only on the rank that sees the broken file."""
     every = {piece.name: piece.shape for parts in pieces_of(model).values() for piece in parts}
-    with _opened(origin, model, every, path) as rows:
+    with _opened(origin, model, {**every, **wanted}, path) as rows:
         for name, shape in wanted.items():
             weight = rows(name, 0, shape[0]).to(world.device, dtype)
             if not _finite(weight):
@@ -235,10 +235,10 @@ def _require_fit(
             shapes.append(f"{key} ({tuple(header.get_shape())} in the file, {wanted[name]} in the config)")
         if "F" not in header.get_dtype() and not name.endswith(MXFP4):
             packed.append(f"{key} ({header.get_dtype()})")
-    ignored = not_in_files(base)
-    unexpected = {
-        key for key in stored.keys() - set(keys.values()) if not any(re.search(pattern, key) for pattern in ignored)
-    }
+    ignored, kind = not_in_files(base), kind_of(base.config)
+    others = stored.keys() - set(keys.values())
+    others = others.difference(kind.unused_weights(others), kind.drawn_weights(others))
+    unexpected = {key for key in others if not any(re.search(pattern, key) for pattern in ignored)}
     troubles = weights.misfits(
         ("weights of the architecture are not in the files", wanted.keys() - keys.keys()),
         ("weights in the files have no place in the architecture", unexpected),

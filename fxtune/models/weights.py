@@ -183,6 +183,11 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
     )
 
 
+def names(origin: Origin) -> set[str]:
+    """The names of the weights in the files of `origin`."""
+    return {name for _, name, _ in _stored(readable_files(origin))}
+
+
 def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
     """(file, name, the opened file) of each tensor in `files`. Reads only their headers."""
     from safetensors import safe_open

@@ -42,11 +42,6 @@ def _scores(config: Config, facts: Facts) -> Iterator[str]:
     needs = f"objective={config.objective.name} trains a head that scores documents"
     if config.data.questions.path is not None:
         yield f"data.questions.path: {needs} and answers no questions. Remove it."
-    if facts.degrees.shard > 1:
-        yield (
-            f"parallel.shard: {needs}, which the base does not have, and {facts.degrees.shard} ranks would read the "
-            "weights row by row. Set parallel.shard=1."
-        )
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:

@@ -15,7 +15,7 @@ from fxtune.distributed.sharding import Sharding, shard
 from fxtune.distributed.world import World
 from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
-from fxtune.models.structure import decoder_layers, skeleton
+from fxtune.models.structure import decoder_layers, output_head, skeleton
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
@@ -55,7 +55,7 @@ def refusals(facts: Facts) -> Iterator[str]:
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:
     """Divide the weights of a built model over the ranks, in place. Vectors and adapters stay whole on each."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), output_head(model)
     shared = {id(parameter) for parameter in embedding.parameters()}
     tied = head is None or any(id(parameter) in shared for parameter in head.parameters())
     whole = [parameter for parameter in model.parameters() if parameter.dim() < 2 or not parameter.is_meta]

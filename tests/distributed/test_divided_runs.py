@@ -9,8 +9,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.harness import command
-from support.killing import tail
+import torch
+from safetensors.torch import load_file
+from support.harness import command, write_preferences
+from support.killing import MODES, tail
 from support.ranks import Ranks
 from support.runs import losses
 
@@ -102,3 +104,27 @@ def test_divided_checkpoint_is_merged_and_evaluated_in_one_process(forks, whole,
     assert sha256(tmp_path / "merged" / "model.safetensors") == sha256(run / MODEL)
     assert forks.start(["eval", f"run/checkpoints/{step}"], tmp_path, "eval").wait() == 0, tail(tmp_path)
     assert f"{result['eval/best_loss']:.4f}" in tail(tmp_path, 10**6)
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_reward_model_over_divided_weights_learns_as_in_one_process(adapters, ranks, forks, tmp_path):
+    """Its head is drawn, small and whole on each rank. A killed rank changes no bit."""
+    own = () if adapters else ("techniques.lora.enabled=false",)
+    words = (*MODES["reward"], *own, "train.epochs=1")
+    alone, two, again = (tmp_path / name for name in ("alone", "two", "again"))
+    for folder in (alone, two, again):
+        folder.mkdir()
+        write_preferences(folder / "pairs.jsonl", folder / "judged.jsonl")
+    assert forks.start(command(alone, *words), alone).wait() == 0, tail(alone)
+    ended(ranks, two, (*words, "parallel.shard=2"))
+    killed(ranks, again, (*words, "parallel.shard=2"), "training", 9)
+    ended(ranks, again, (*words, "parallel.shard=2"))
+    assert losses(two / "run") == pytest.approx(losses(alone / "run"), abs=1e-5)
+    file = ADAPTER if adapters else MODEL
+    one, divided = load_file(alone / "run" / file), load_file(two / "run" / file)
+    assert one.keys() == divided.keys()
+    head = next(name for name in one if name.endswith("score.weight"))
+    assert float(one[head].std()) > 0
+    for name, weight in one.items():
+        torch.testing.assert_close(divided[name], weight, atol=2e-4, rtol=0)
+    assert sha256(again / "run" / file) == sha256(two / "run" / file)

@@ -8,10 +8,11 @@ from safetensors.torch import load_file, save_file
 from support.sharding import assert_same, built
 from torch import nn
 
+from fxtune.distributed.sharding import materialize
 from fxtune.distributed.world import Device, World
 from fxtune.errors import StorageError
 from fxtune.models import shards, weights
-from fxtune.models.load import ModelConfig, load_config
+from fxtune.models.load import ModelConfig, build, fill, load_config
 from fxtune.models.shards import Piece
 from fxtune.system.hub import Origin, locate
 
@@ -27,6 +28,24 @@ def test_read_weights_are_those_that_transformers_loads(world):
     model, pieces = built(config, world)
     shards.read(origin, model, pieces, world, "builtin:tiny")
     assert_same(model, weights.read(origin, config, torch.float32, world, False, "builtin:tiny"))
+
+
+def test_head_that_a_base_lacks_is_drawn_and_a_stored_head_is_read_as_in_one_process(world, tmp_path):
+    base = ModelConfig(path="builtin:tiny")
+    config = load_config(base, head="score")
+    whole = build(base, config, world, seed=3).module
+    assert_same(_read_by_rows(base, config, world), whole)
+    whole.save_pretrained(tmp_path)
+    trained = ModelConfig(path=str(tmp_path), tokenizer="builtin:tiny")
+    assert_same(_read_by_rows(trained, load_config(trained, head="score"), world, seed=4), whole)
+
+
+def _read_by_rows(model, config, world, seed=3):
+    made = build(model, config, world, seed, by_rows=True)
+    pieces = shards.pieces_of(made.module)
+    materialize(made.module, world.device)
+    fill(model, config, made, pieces, world, seed)
+    return made.module
 
 
 def test_joined_weights_take_the_rows_of_each():

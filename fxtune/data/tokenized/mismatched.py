@@ -2,7 +2,7 @@
 
 KTO (arXiv:2402.01306) measures how far the model has moved from its reference on such pairs. The twin is the second
 document of the answer's group, without a label, so that packing, hold-outs and resuming move both together. The other
-row is the next one with another answer, so the table is the same in every run, whatever its batches.
+row is the next one with another answer to another prompt, so the table is the same in every run, whatever its batches.
 
 With data.on_long=truncate the prompt of both documents loses the same tokens at its beginning until the two fit. A row
 is left out if they do not fit then.
@@ -26,7 +26,7 @@ from fxtune.errors import DataError, not_written
 
 GROUPS_AT_ONCE = 4096
 """Groups that are written together."""
-VERSION = 2
+VERSION = 3
 
 
 def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool = True) -> TokenTable:
@@ -64,7 +64,7 @@ def _build(folder: Path, table: TokenTable, longest: int | None, packing: bool) 
         # An answer that fits no row is no other row's mismatched answer either.
         needed = np.diff(table.offsets) - prompts + max(len(table.beginning), 1)
         rows = rows[needed <= longest]
-    twins = rows[_next_with_another_answer(table, rows, prompts)] if len(rows) else rows
+    twins = rows[_mismatched_rows(table, rows, prompts)] if len(rows) else rows
     staging = cache.staging_folder(folder)
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -134,23 +134,47 @@ def _prompt_lengths(table: TokenTable) -> np.ndarray:
     return np.asarray(targets[np.searchsorted(targets, table.offsets[:-1])] - table.offsets[:-1])
 
 
-def _next_with_another_answer(table: TokenTable, rows: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """For each of `rows`, the place in `rows` of the next one whose answer differs, int64 [rows]; after the last comes
-    the first."""
-    first, end = table.offsets[rows] + prompts[rows], table.offsets[rows + 1]
+def _mismatched_rows(table: TokenTable, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """For each of `rows`, the place in `rows` of the next row with another answer to another prompt, int64 [rows];
+    after the last row comes the first. If there is no such row, the next row with another answer. `lengths`: as
+    _prompt_lengths()."""
+    first, end = table.offsets[rows] + lengths[rows], table.offsets[rows + 1]
     answers = np.array(
         [
-            int.from_bytes(blake2b(table.ids[begin:end].tobytes(), digest_size=8).digest(), "little")
-            for begin, end in zip(first, end, strict=True)
+            int.from_bytes(blake2b(table.ids[begin:stop].tobytes(), digest_size=8).digest(), "little")
+            for begin, stop in zip(first, end, strict=True)
         ],
         np.uint64,
     )
-    # Where the answer changes from one document to the next; documents up to there have the next one as their twin.
-    changes = np.flatnonzero(answers != np.roll(answers, -1))
-    if not len(changes):
+    assert table.prompts is not None
+    prompts = table.prompts[rows]
+    after_answer, after_prompt = _next_change(answers), _next_change(prompts)
+    if after_answer is None:
         raise DataError(
             f"{table.name}: all answers are the same, and objective=kto compares each with another row's answer. Add "
             "rows with other answers."
         )
-    at = np.searchsorted(changes, np.arange(len(answers)))
-    return (changes[at % len(changes)] + 1) % len(answers)
+    if after_prompt is None:
+        return after_answer
+    found, waiting, passed = after_answer.copy(), np.arange(len(rows)), np.zeros(len(rows), np.int64)
+    place = waiting.copy()
+    while len(waiting):
+        same_prompt = prompts[place] == prompts[waiting]
+        later = np.where(same_prompt, after_prompt[place], after_answer[place])
+        is_found = ~same_prompt & (answers[place] != answers[waiting])
+        found[waiting[is_found]] = place[is_found]
+        passed = passed + (later - place) % len(rows)
+        # A row that has seen all others keeps the next row with another answer.
+        goes_on = ~is_found & (passed < len(rows))
+        waiting, place, passed = waiting[goes_on], later[goes_on], passed[goes_on]
+    return found
+
+
+def _next_change(values: np.ndarray) -> np.ndarray | None:
+    """For each of `values`, the place of the next value that differs, int64; after the last comes the first. None if
+    all are equal."""
+    changes = np.flatnonzero(values != np.roll(values, -1))
+    if not len(changes):
+        return None
+    at = np.searchsorted(changes, np.arange(len(values)))
+    return np.asarray((changes[at % len(changes)] + 1) % len(values))

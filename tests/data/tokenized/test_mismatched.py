@@ -109,3 +109,26 @@ def test_rows_without_room_for_both_answers_are_refused(cwd):
     table = table_of(["a blue " * 15, "two lamps " * 15], sequence_length=50, on_long=OnLong.truncate)
     with pytest.raises(DataError, match=r"the mismatched answer of objective=kto .*sequence_length=50\. Raise it"):
         with_mismatched(table, 50)
+
+
+def test_a_mismatched_answer_is_an_answer_to_another_prompt(cwd):
+    """Rows of one prompt often stand together. If all rows have one prompt, only the answers differ."""
+    numbers, answers = [0, 0, 1, 1, 2, 0], ["red", "blue", "red", "blue", "red", "two"]
+    rows = [
+        {"prompt": f"Question {number}?", "completion": f" {answer}", "label": answer == "red"}
+        for number, answer in zip(numbers, answers, strict=True)
+    ]
+    write_jsonl(Path("rows.jsonl"), rows)
+    data = DataConfig(sources=[SourceConfig(path="rows.jsonl")], cache_dir="cache")
+    table = tokenize(data.sources[0], data, TOKENIZER, None, False)
+    found = with_mismatched(table)
+    twins = [parts(found, 2 * row + 1)[1] for row in range(len(rows))]
+    every = [parts(table, row)[1] for row in range(len(rows))]
+    assert twins == [every[row] for row in (3, 2, 5, 4, 5, 2)]
+
+    write_jsonl(Path("rows.jsonl"), [{**row, "prompt": "Say it."} for row in rows])
+    table = tokenize(data.sources[0], data, TOKENIZER, None, False)
+    found = with_mismatched(table)
+    every = [parts(table, row)[1] for row in range(len(rows))]
+    assert all(parts(found, 2 * row + 1)[1] in every for row in range(len(rows)))
+    assert all(parts(found, 2 * row + 1)[1] != every[row] for row in range(len(rows)))

@@ -160,10 +160,7 @@ def run_trl(request: dict[str, Any]) -> list[float]:
     kind, rows = trl_trainers.trainer_class(case.objective), rows_of(case.objective)
     tokenizer = trl_trainers.tokenizer()
     if {Correction.end_of_turn, Correction.second_end} & {*corrections}:
-        written = tokenizer.chat_template
-        between = "{{- '\\n' if add_generation_prompt or not loop.last else '' }}\n{%- endfor %}"
-        tokenizer.chat_template = written.replace("{{- '\\n' }}\n{%- endfor %}", between)
-        assert tokenizer.chat_template != written
+        tokenizer.chat_template = without_last_newline(tokenizer.chat_template)
     if Correction.label_smoothing in corrections:
         _smooth_labels(case.options["label_smoothing"])
     # The mean over the tokens of a micro-batch of one pair is the mean over the answer.
@@ -215,6 +212,13 @@ def run_trl(request: dict[str, Any]) -> list[float]:
     trainer.compute_loss = noting  # its log rounds to four digits
     trainer.train()
     return [statistics.mean(losses[first : first + PAIRS // pairs]) for first in range(0, len(losses), PAIRS // pairs)]
+
+
+def without_last_newline(template: str) -> str:
+    """The chat template of the tiny model, without the newline after a chat that ends with an answer."""
+    newline, end = "{{- '\\n' }}", "\n{%- endfor %}"
+    assert newline + end in template
+    return template.replace(newline + end, "{{- '\\n' if add_generation_prompt or not loop.last }}" + end)
 
 
 def _smooth_labels(share: float) -> None:

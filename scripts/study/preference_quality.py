@@ -100,6 +100,8 @@ def run_trl(objective: str, seed: int, smoke: bool) -> Figures:
 
     train, test, is_kto = pairs("train"), pairs("test"), objective == "kto"
     steps, rows_a_step = (KTO_STEPS, ANSWERS_A_STEP) if is_kto else (STEPS, PAIRS_A_STEP)
+    # KTO's trainer reads the rows in their order: as they are, all good answers before all bad ones.
+    shuffled_answers = Dataset.from_list(judged_alone(train)).shuffle(seed)
     torch.manual_seed(seed)
     tokenizer = trl_trainers.tokenizer()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -117,7 +119,7 @@ def run_trl(objective: str, seed: int, smoke: bool) -> Figures:
                 warmup_steps=WARMUP,
                 **common,
             ),
-            train_dataset=Dataset.from_list(judged_alone(train) if is_kto else train),
+            train_dataset=shuffled_answers if is_kto else Dataset.from_list(train),
             eval_dataset=None if is_kto else Dataset.from_list(test),
             processing_class=tokenizer,
             peft_config=lora,

@@ -174,7 +174,7 @@ def run_trl(request: dict[str, Any]) -> list[float]:
             prepared = super()._prepare_dataset(dataset, *given)
             if Correction.mismatched not in corrections:
                 return prepared
-            others = [_next_with_another_answer(rows, row) for row in request["order"]]
+            others = [_mismatched(rows, row) for row in request["order"]]
             others = super()._prepare_dataset(Dataset.from_list(others), *given)["completion_ids"]
             return prepared.remove_columns("KL_completion_ids").add_column("KL_completion_ids", list(others))
 
@@ -234,9 +234,12 @@ def _smooth_labels(share: float) -> None:
     dpo_trainer.F = SimpleNamespace(**{**vars(functional), "logsigmoid": log_sigmoid})
 
 
-def _next_with_another_answer(rows: list[Row], row: int) -> Row:
-    """The mismatched answer of fxtune, as a row of TRL."""
-    return next(other for other in rows[row + 1 :] + rows[: row + 1] if other["completion"] != rows[row]["completion"])
+def _mismatched(rows: list[Row], row: int) -> Row:
+    """The row whose answer is mismatched in fxtune: the next row with another prompt and another answer."""
+    own, later = rows[row], rows[row + 1 :] + rows[:row]
+    return next(
+        other for other in later if other["prompt"] != own["prompt"] and other["completion"] != own["completion"]
+    )
 
 
 def main() -> None:

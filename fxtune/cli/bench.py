@@ -80,9 +80,8 @@ def figures_table(figures: Figures) -> Any:
     def known(value: Optional[float], form: str) -> str:
         return "not known here" if value is None else form.format(value)
 
-    real, padding, reserved = (
-        figures[f"{key}"] for key in ("tokens_per_second", "padding_per_second", "memory_reserved_gib")
-    )
+    real, shared, padding = (figures[f"{key}_per_second"] for key in ("tokens", "shared", "padding"))
+    reserved = figures["memory_reserved_gib"]
     memory = f"{figures['memory_gib']:.2f} GiB ({figures['step_memory_gib']:.2f} in the measured steps)"
     low, middle, high = (f"{figures[f'step_seconds{part}'] * 1e3:,.1f}" for part in ("_p5", "", "_p95"))
     joules, skipped = figures["joules_per_token"], figures["skipped_steps"]
@@ -93,7 +92,8 @@ def figures_table(figures: Figures) -> Any:
         ("tokens per second", f"{real:,.0f} of documents"),
         *([("", f"{real / ranks:,.0f} of documents on each of {ranks} ranks")] if ranks > 1 else []),
         ("", f"{figures['supervised_tokens_per_second']:,.0f} supervised"),
-        ("padding", f"{padding / (real + padding):.1%} of the rows ({padding:,.0f} tokens per second)"),
+        *([("", f"{shared:,.0f} of prompts that were computed with another answer")] if shared else []),
+        ("padding", f"{padding / (real - shared + padding):.1%} of the rows ({padding:,.0f} tokens per second)"),
         ("step", f"{middle} ms, p5 to p95: {low} to {high} ms"),
         *([("slowest rank", f"{slowest}, {behind:.1%} behind the others")] if behind else []),
         ("MFU", known(figures["mfu"], "{:.1%} of the card's dense peak")),

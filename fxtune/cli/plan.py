@@ -13,6 +13,7 @@ start, the steps and the evaluations; the first start compiles for a minute more
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -23,6 +24,7 @@ from fxtune.config import discovery
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HubError
 from fxtune.models.load import load_config
+from fxtune.settle.rows import decide_rows
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.units import GIB, format_bytes, format_seconds
 from fxtune.techniques.estimate.machines import CARD_MODELS, machine
@@ -54,8 +56,14 @@ def run(
     """Print the plan. `price`: of one GPU for an hour; `tokens`: in an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
     try:
-        counted = count_tokens(config) if tokens is None else Lengths.full_rows(int(tokens), config)
-        load_config(config.model, config.objective.needs.head)
+        hf_config = load_config(config.model, config.objective.needs.head)
+        # Whether rows share prompts depends on the card, but among these no card differs.
+        card = machine(gpu or next(iter(MODELS)), host_gib, config.run.memory_gib)
+        decided, _, _ = decide_rows(config, card, hf_config)
+        data = replace(config.data, share_prompts=decided.share_prompts)
+        counted = (
+            Lengths.full_rows(int(tokens), config) if tokens is not None else count_tokens(replace(config, data=data))
+        )
     except HubError as error:
         raise HubError(f"{error} {_shapes(str(config.model.path))}") from error
     lengths = None if isinstance(counted, str) else counted

@@ -73,6 +73,16 @@ class ShownDocument(NamedTuple):
     supervised: list[bool]
     positions: list[int]
 
+    def after(self, first: ShownDocument) -> ShownDocument:
+        """The whole document, with the tokens that the row has in `first`."""
+        count = self.piece.shared
+        return ShownDocument(
+            self.piece,
+            first.ids[:count] + self.ids,
+            first.supervised[:count] + self.supervised,
+            first.positions[:count] + self.positions,
+        )
+
 
 class ShownRow(NamedTuple):
     """A row of a batch; without packing, the rows of a pair of answers."""
@@ -154,16 +164,17 @@ def shown_rows(plan: Plan) -> Iterator[ShownRow]:
             begin, end = end, end + 1
             while end < len(contents) and _is_pair(plan, contents[begin][:1] + contents[end][:1]):
                 end += 1
-            documents = []
+            documents = list[ShownDocument]()
             for row in range(begin, end):
                 at = 0
                 for piece in contents[row]:
                     span = slice(at, at + piece.length)
                     targets = batch.targets[row, span][:-1] != IGNORE_INDEX
                     ids, positions = (tensor[row, span].tolist() for tensor in (batch.input_ids, batch.position_ids))
-                    documents.append(ShownDocument(piece, ids, [False, *targets.tolist()], positions))
+                    shown = ShownDocument(piece, ids, [False, *targets.tolist()], positions)
+                    documents.append(shown.after(documents[-1]) if piece.shared else shown)
                     at += piece.length
-            used, slots = sum(len(document.ids) for document in documents), (end - begin) * width
+            used, slots = sum(document.piece.length for document in documents), (end - begin) * width
             numbers = (
                 f"row {row_number}" if end == begin + 1 else f"rows {row_number} to {row_number + end - begin - 1}"
             )
@@ -347,8 +358,8 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         sizes = ", ".join(f"{size / 1e6:,.1f} MB of {name}" for name, size in vars(traffic).items() if size)
         rows["sent in a step"] = f"{sizes}; {traffic.total / rates(facts).peer * 1e3:,.2g} ms at the links' full rate"
     if facts.device == "cuda":
-        share = plan.summary()["supervised_share"]
-        seconds = own * micro_batch_seconds(facts, kept, share)
+        summary = plan.summary()
+        seconds = own * micro_batch_seconds(facts, kept, summary["supervised_tokens"] / summary["computed_tokens"])
         speed = plan.tokens(plan.last_stage) / seconds
         rows["a step"] = f"at least {seconds:,.2g} s, at most {speed:,.0f} tokens/s in all, by the kernels' rates"
     elif whole := seconds_here(facts, plan):

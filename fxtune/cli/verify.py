@@ -265,22 +265,26 @@ def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
 def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
     """Whether other tokens in one document of a real row leave the row's other documents the same (at the real length,
     other kernels may run than in Technique.verify). None if no row has two documents with targets."""
-    flat = batch.position_ids.flatten()
-    document = (flat == 0).long().cumsum(0) - 1
-    row = torch.arange(len(flat), device=flat.device) // batch.input_ids.shape[1]
-    counts = torch.bincount(document[batch.supervised_at], minlength=int(document.max()) + 1).tolist()
-    rows = row[flat == 0].tolist()
-    # A document with targets, and after it another one with targets in the same row.
-    candidates = [
+    tokens, starts = batch.input_ids.numel(), batch.cu_seqlens.long()
+    document = torch.searchsorted(starts[1:], torch.arange(tokens, device=starts.device), right=True)
+    counts = torch.bincount(document[batch.supervised_at], minlength=len(starts) - 1).tolist()
+    rows = (starts[:-1] // batch.input_ids.shape[1]).tolist()
+    # A document with targets, and after it another one with targets in the same row. After a prompt that is shared, a
+    # changed token moves only later targets.
+    least = 1 if batch.key_copies is None else 2
+    candidates = (
         first
         for first, here in enumerate(rows)
-        if counts[first] and any(counts[after] and rows[after] == here for after in range(first + 1, len(rows)))
-    ]
-    if not builder.facts.packing or not candidates:
+        if counts[first] >= least
+        and any(count and row == here for count, row in zip(counts[first + 1 :], rows[first + 1 :], strict=True))
+    )
+    candidate = next(candidates, None)
+    if not builder.facts.packing or candidate is None:
         return None
-    inside = document == candidates[0]
+    inside = document == candidate
+    is_changed = inside if batch.key_copies is None else inside & (batch.key_copies[1] < 0)
     next_ids = (batch.input_ids + 1) % _vocabulary(language_model)
-    changed = torch.where(inside.view_as(batch.input_ids), next_ids, batch.input_ids)
+    changed = torch.where(is_changed.view_as(batch.input_ids), next_ids, batch.input_ids)
     precision = builder.techniques.precision.context(builder.world.device)
     with without_dropout(language_model.model), torch.no_grad(), precision:
         own, others = (
@@ -291,7 +295,7 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
     return Evidence(
         "data",
         "documents of a real row do not see each other",
-        f"other tokens in one of {len(counts)} documents changed its {language_model.unit} by {moved:.2g}, "
+        f"other tokens in one of {len(document.unique())} documents changed its {language_model.unit} by {moved:.2g}, "
         f"the {language_model.unit} of the other documents by {leaked:.2g}",
         moved > 0 and leaked <= 1e-3 * moved,
     )

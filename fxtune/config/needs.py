@@ -58,6 +58,7 @@ NEEDS = (
     KeyNeed("data.eval_fraction", "data.eval_sources=[]", warns=True),
     KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
+    KeyNeed("data.share_prompts", "an objective over pairs", lambda config: config.objective.needs.are_pairs),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", "data.eval_sources or data.questions.path"),

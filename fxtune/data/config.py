@@ -160,6 +160,10 @@ class DataConfig:
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
     """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch; with
     packing=auto and the compiler, to an eighth, a quarter, a half or all of sequence_length."""
+    share_prompts: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
+    """Pairs of answers: compute their common prompt once, for both answers, which see it and not each other. The
+    numbers are the same. `auto`: true where rows are packed and the attention can, else false, with a line that says
+    why."""
     on_long: OnLong = OnLong.split
     """What to do with a document longer than sequence_length. `split`: text anywhere, chats at their turns, with the
     system prompt in each piece. A row of preferences is decided as a whole: `truncate` cuts the beginning of its
@@ -201,13 +205,19 @@ class DataConfig:
     print a line. Null: keep all."""
 
     def __post_init__(self) -> None:
-        if self.packing != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
-            self.packing = BooleanNode().validate_and_convert(self.packing)
+        for name in ("packing", "share_prompts"):
+            if (value := getattr(self, name)) != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
+                setattr(self, name, BooleanNode().validate_and_convert(value))
 
     @property
     def packs(self) -> bool:
         """Whether rows hold several documents. An undecided `auto` counts as true, unless there are buckets."""
         return not self.buckets if self.packing == AUTO else bool(self.packing)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a row has the prompt of a pair once. An undecided `auto` counts as false."""
+        return self.share_prompts is True
 
     @property
     def held_out_shares(self) -> tuple[float, ...]:

@@ -48,13 +48,15 @@ class Measured:
     """Figures of the measured steps, unless a field says otherwise. None: not known on this machine."""
 
     tokens_per_second: float
-    """Tokens of documents, from the end of the warm-up to the end of the last measured step, of all ranks."""
+    """Tokens of whole documents, from the end of the warm-up to the end of the last measured step, of all ranks."""
     ranks: int
     slowest_rank: Optional[int]
     """The rank whose forward and backward passes take the longest; None with one rank."""
     slowest_behind: Optional[float]
     """The share by which its passes take longer than the median of the other ranks."""
     supervised_tokens_per_second: float
+    shared_per_second: float
+    """Those of `tokens_per_second` that were computed with another document of the row (data.share_prompts)."""
     padding_per_second: float
     step_seconds: float
     """Median."""
@@ -162,6 +164,7 @@ def _measure(
     seconds = figures["train/step_seconds"] * steps
     measured = range(warm_up, warm_up + steps)
     tokens, supervised = (sum(map(count, measured)) for count in (plan.tokens, plan.supervised))
+    shared = sum(int(plan.shared(step).sum()) for step in measured)
     specs = [
         plan.batch_spec(step, micro_batch) for step in measured for micro_batch in range(plan.micro_batches(step))
     ]
@@ -177,7 +180,8 @@ def _measure(
         slowest_rank=int(figures["train/slowest_rank"]) if "train/slowest_rank" in figures else None,
         slowest_behind=figures.get("train/slowest_behind"),
         supervised_tokens_per_second=supervised / seconds,
-        padding_per_second=(sum(map(math.prod, shapes)) - tokens) / seconds,
+        shared_per_second=shared / seconds,
+        padding_per_second=(sum(map(math.prod, shapes)) - tokens + shared) / seconds,
         step_seconds=float(middle),
         step_seconds_p5=float(low),
         step_seconds_p95=float(high),

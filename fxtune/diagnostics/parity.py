@@ -314,7 +314,7 @@ class _Comparison:
         """(the number of its micro-batch as configured, a batch) for each group of the step. The batch is one row with
         the group's documents, without padding."""
         for micro in range(self.plan.micro_batches(0)):
-            spec = self.plan.batch_spec(0, micro)
+            spec = self.plan.batch_spec(0, micro).whole()
             group_of = np.arange(len(spec.length)) if spec.group is None else spec.group
             for group in range(group_of.max() + 1):
                 of = group_of == group

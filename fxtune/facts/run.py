@@ -27,6 +27,8 @@ class Facts(MachineFacts):
     ships_mxfp4: bool = False
     """Whether the checkpoint stores the model's experts in MXFP4."""
     packing: bool = False
+    shares_prompts: bool = False
+    """Whether rows have the prompt of a pair of answers once (data/batches/shared_prompts.py)."""
     sequence_length: int = 0
     rows: tuple[int, ...] = ()
     """The possible lengths of a batch's rows in tokens: one length with packing, or one for each bucket."""

@@ -19,6 +19,7 @@ import functools
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def flash4(
     window: int,
     softcap: float,
     sinks: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention.
 
@@ -63,6 +65,9 @@ def flash4(
         window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: all before it.
         softcap: c in c * tanh(score / c) (Gemma 2); 0: none.
         sinks: [heads], a score in each softmax that belongs to no token and no value (gpt-oss).
+        cu_seqlens_k: int32 [documents + 1], as `cu_seqlens`, for k and v, which have any number of tokens. Each
+            document has at least as many keys as queries. Its last query attends to its last key, and so on backwards.
+            Keys after those of the last document have no influence, and some gradient. None: as `cu_seqlens`.
 
     Returns:
         out: like q with v's last dimension, contiguous.
@@ -70,7 +75,7 @@ def flash4(
             length]; it has no gradient.
     """
     out, lse = _results(q, k, v, cu_seqlens)
-    options = _options(cu_seqlens, max_seqlen, scale, window)
+    options = _options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window)
     flash_attn.forward(package())(q, k, v, **options, softcap=softcap or None, learnable_sink=sinks, out=out, lse=lse)
     return out, lse
 
@@ -88,6 +93,7 @@ def flash4_backward(
     scale: float,
     window: int,
     softcap: float,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms they are
     the same bits each time."""
@@ -99,7 +105,7 @@ def flash4_backward(
         out,
         dout.contiguous(),
         lse,
-        **_options(cu_seqlens, max_seqlen, scale, window),
+        **_options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window),
         softcap=softcap,
         dq=dq,
         dk=dk,
@@ -151,10 +157,12 @@ def reference(
     window: int,
     softcap: float,
     sinks: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """flash4 in plain torch, document by document, in float32 (float64 for float64)."""
     out, lse = _results(q, k, v, cu_seqlens)
-    for (qd, kd, vd), rows, columns in _documents((q, k, v), cu_seqlens):
+    for rows, columns, keys in _documents(q, cu_seqlens, cu_seqlens_k):
+        qd, kd, vd = q[rows], k[keys], v[keys]
         scores = _scores(qd, kd, scale, window, softcap)[0]
         sums = scores.logsumexp(-1)
         lse[columns] = sums if sinks is None else torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
@@ -175,18 +183,20 @@ def reference_backward(
     scale: float,
     window: int,
     softcap: float,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """flash4_backward in plain torch: P = exp(S - lse), dS = P * (dO V^T - sum(dO * O)) (arXiv 2205.14135, appendix
     B)."""
     dq, dk, dv = _gradients(q, k, v)
-    for (qd, kd, vd, od, dod), rows, columns in _documents((q, k, v, out, dout), cu_seqlens):
+    for rows, columns, keys in _documents(q, cu_seqlens, cu_seqlens_k):
+        qd, kd, vd, od, dod = q[rows], k[keys], v[keys], out[rows], dout[rows]
         scores, slope = _scores(qd, kd, scale, window, softcap)
         probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
         o, do = (_heads_first(x, scores.dtype) for x in (od, dod))
         dscores = probabilities * (do @ _per_head(vd, qd).mT - (do * o).sum(-1, keepdim=True)) * slope * scale
         dq[rows] = (dscores @ _per_head(kd, qd)).transpose(0, 1).to(q.dtype)
-        dk[rows] = _per_group(dscores.mT @ _heads_first(qd, scores.dtype), kd).to(k.dtype)
-        dv[rows] = _per_group(probabilities.mT @ do, vd).to(v.dtype)
+        dk[keys] = _per_group(dscores.mT @ _heads_first(qd, scores.dtype), kd).to(k.dtype)
+        dv[keys] = _per_group(probabilities.mT @ do, vd).to(v.dtype)
     return dq, dk, dv
 
 
@@ -205,24 +215,24 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, *ctx.options, sinks = inputs
+    q, k, v, cu_seqlens, *ctx.options, sinks, cu_seqlens_k = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks, cu_seqlens_k)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 9
-    *tensors, sinks = ctx.saved_tensors
-    gradients = torch.ops.fxtune.flash4_backward(dout, *tensors, *ctx.options)
+        return (None,) * 10
+    *tensors, sinks, cu_seqlens_k = ctx.saved_tensors
+    gradients = torch.ops.fxtune.flash4_backward(dout, *tensors, *ctx.options, cu_seqlens_k)
     dsinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
         out, lse = tensors[3:5]
         dot = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
         token_gradients = -(sinks.to(lse.dtype)[:, None] - lse).exp() * dot
         dsinks = token_gradients.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
-    return *gradients, None, None, None, None, None, dsinks
+    return *gradients, None, None, None, None, None, dsinks, None
 
 
 flash4.register_autograd(_backward, setup_context=_setup)
@@ -256,12 +266,14 @@ def _gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def _options(cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: int) -> dict[str, Any]:
+def _options(
+    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen: int, scale: float, window: int
+) -> dict[str, Any]:
     """Arguments that the package's forward and backward pass share."""
     bound = None if cu_seqlens is None else max(max_seqlen, MIN_BOUND)
     return dict(
         cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         max_seqlen_q=bound,
         max_seqlen_k=bound,
         softmax_scale=scale,
@@ -270,28 +282,28 @@ def _options(cu_seqlens: Tensor | None, max_seqlen: int, scale: float, window: i
     )
 
 
-def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Any:
-    """For each document that has tokens: its tensors [length, heads, d], and its indices in `out` and in `lse`."""
+def _documents(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None) -> Iterator[tuple[Any, Any, Any]]:
+    """For each document that has tokens: its indices in `q`, in `lse` and in `k`."""
     if cu_seqlens is None:
-        for row in range(len(tensors[0])):
-            yield tuple(x[row] for x in tensors), row, row
+        yield from ((row, row, row) for row in range(len(q)))
         return
-    for start, end in pairwise(cu_seqlens.tolist()):
+    keys = (cu_seqlens if cu_seqlens_k is None else cu_seqlens_k).tolist()
+    for (start, end), ends in zip(pairwise(cu_seqlens.tolist()), pairwise(keys), strict=True):
         if end > start:
-            yield tuple(x[start:end] for x in tensors), slice(start, end), (slice(None), slice(start, end))
+            yield slice(start, end), (slice(None), slice(start, end)), slice(*ends)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
-    """Scores of one document, [heads, length, length], -inf where masked, and the derivative of the soft cap there."""
+    """Scores of one document, [heads, queries, keys], -inf where masked, and the derivative of the soft cap there."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
     slope = torch.ones_like(scores)
     if softcap:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped * capped
-    at = torch.arange(len(q), device=q.device)
-    back = at[:, None] - at[None, :]
-    return scores.masked_fill((back < 0) | (back >= (window or len(q))), float("-inf")), slope
+    at = torch.arange(len(k), device=q.device)
+    back = at[len(k) - len(q) :, None] - at[None, :]
+    return scores.masked_fill((back < 0) | (back >= (window or len(k))), float("-inf")), slope
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:

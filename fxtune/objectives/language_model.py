@@ -35,7 +35,7 @@ from fxtune.models.probe import relative_distance
 from fxtune.models.reference import ReferenceModel
 from fxtune.models.structure import backbone, running_on_text, without_dropout
 from fxtune.system.oom import out_of_memory_reason
-from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.quantized_modules import Fp8Head
@@ -198,7 +198,10 @@ class LanguageModel:
         if self.routers is not None:
             self.routers.mask = batch.is_token()
         tensors = batch.input_ids, batch.position_ids, batch.cu_seqlens
-        return model_inputs(self.model, *tensors, batch.pieces, self.context_group)
+        keys = None
+        if batch.cu_seqlens_k is not None and batch.key_index is not None and batch.key_copies is not None:
+            keys = KeyBounds(batch.cu_seqlens_k, batch.key_index, batch.key_copies)
+        return model_inputs(self.model, *tensors, batch.pieces, self.context_group, keys)
 
     def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size

@@ -35,6 +35,11 @@ class Needs:
         """Whether the objective compares documents or reads labels, unlike an objective for supervised text."""
         return self.documents != (1, 1) or self.labels is not False
 
+    @property
+    def are_pairs(self) -> bool:
+        """Whether each group is a pair of answers to one prompt."""
+        return self.documents == (2, 2)
+
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
         """Yield each reason, with its key, why the objective `name` cannot run on ranks of these degrees."""
         if degrees.context > 1 and (self.whole_documents or self.reads_groups):
@@ -84,7 +89,7 @@ class Needs:
 
     def _fitting_rows(self) -> str:
         """Words for the rows that the objective can learn from."""
-        if self.documents == (2, 2):
+        if self.are_pairs:
             return "rows with `prompt`, `chosen` and `rejected`"
         if self.documents == (1, 1):
             return "rows with an answer and its `label`, true or false"

@@ -9,6 +9,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import in_backward
+from fxtune.settle.rows import why_whole
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
@@ -18,6 +19,8 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from _noise_scale(config, facts.degrees)
     yield from in_backward.refusals(config, facts)
     yield from _scores(config, facts)
+    if config.data.shares_prompts and (why := why_whole(config, facts)):
+        yield f"data.share_prompts: true, but {why}. Set it to auto."
     lora, quantize = config.techniques.lora, config.techniques.quantize
     if config.model.add_tokens:
         if facts.degrees.shard > 1:

@@ -20,8 +20,8 @@ from fxtune.techniques.attention import isolation
 def decide_rows(
     config: Config, machine: MachineFacts, hf_config: Any, ranks: int = 1
 ) -> tuple[DataConfig, list[str], Facts]:
-    """The data config with `data.packing` as true or false; a line that says why it is false if it was `auto`; and the
-    facts of one of `ranks` ranks, in which no technique is resolved."""
+    """The data config with `data.packing` and `data.share_prompts` as true or false; a line for each that is false and
+    was `auto`, with the reason; and the facts of one of `ranks` ranks, in which no technique is resolved."""
     data, compile = config.data, config.techniques.compile
     facts = Facts.of(
         machine,
@@ -56,7 +56,22 @@ def decide_rows(
             data = replace(data, buckets=lengths)  # each length compiles once
             padding += f" to {', '.join(map(str, lengths))} tokens"
         note = [f"packing: off, because {why}; {padding}"] if why else []
-    return data, note, replace(facts, packing=data.packs, rows=data.row_lengths())
+    facts = replace(facts, packing=data.packs, rows=data.row_lengths())
+    if data.share_prompts == AUTO:
+        why = why_whole(config, facts)
+        data = replace(data, share_prompts=config.objective.needs.are_pairs and why is None)
+        note += [f"share_prompts: off, because {why}"] if why else []
+    return data, note, replace(facts, shares_prompts=data.shares_prompts)
+
+
+def why_whole(config: Config, facts: Facts) -> str | None:
+    """Why the rows of a run on pairs have the prompt for each answer; None if they can have it once, or if the run is
+    on something else."""
+    if not config.objective.needs.are_pairs:
+        return None
+    if not facts.packing:
+        return "rows are not packed"
+    return config.techniques.attention.why_not_shared(facts)
 
 
 def _keeps_start(config: Config) -> bool:

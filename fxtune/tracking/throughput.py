@@ -164,6 +164,8 @@ class PlannedWork(Protocol):
 
     def lengths(self, step: int) -> np.ndarray: ...  # in tokens, of each document of a step
 
+    def shared(self, step: int) -> np.ndarray: ...  # how many of these are computed with another document
+
     def supervised(self, step: int) -> int: ...
 
 
@@ -204,7 +206,7 @@ class Meter:
         self._tokens += tokens
         self._waited += waited
         if self.cost:
-            self._flops += self.cost.flops(lengths, supervised)
+            self._flops += self.cost.flops(lengths, supervised) - self.cost.flops(self.plan.shared(step), 0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

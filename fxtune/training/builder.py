@@ -414,7 +414,8 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
     check = ResumeCheck(folder.path, resumes, config.run.deterministic, note, writes=folder.lock is not None)
     undecided = config.data.packing == AUTO
-    if resumes and undecided:
+    shares = config.data.share_prompts == AUTO
+    if resumes:
         config = replace(config, data=check.earlier_rows(config.data))
     if resumes and config.optimizer.lr == optimizer_config.AUTO:
         config = replace(config, optimizer=check.earlier_rate(config.optimizer))
@@ -427,8 +428,13 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     require_equal_parts(builder.world.degrees, config.train.micro_batches)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
         builder = RunBuilder(replace(config, techniques=techniques), threads=threads)
+    data, rows = builder.config.data, dict[str, Any]()
     if undecided:
-        check.compare("rows", {"packing": builder.config.data.packing, "buckets": list(builder.config.data.buckets)})
+        rows |= {"packing": data.packing, "buckets": list(data.buckets)}
+    if shares and data.shares_prompts:
+        rows["share_prompts"] = True
+    if rows:
+        check.compare("rows", rows)
     if plugins := config.plugins():
         check.compare("plugins", plugins)
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)

@@ -102,10 +102,12 @@ class ResumeCheck:
         return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
 
     def earlier_rows(self, data: DataConfig) -> DataConfig:
-        """`data`, whose packing is `auto`, with packing and buckets as decided when the run started."""
+        """`data` with what is `auto` in it as decided when the run started."""
         rows = self._section("rows")
+        if data.share_prompts == AUTO and self.before:  # a run of an earlier version had whole documents
+            data = dataclasses.replace(data, share_prompts=rows.get("share_prompts") is True)
         packing, buckets = rows.get("packing"), rows.get("buckets", [])
-        if not isinstance(packing, bool):
+        if data.packing != AUTO or not isinstance(packing, bool):
             return data
         if not isinstance(buckets, list) or not all(type(length) is int and length > 1 for length in buckets):
             raise StorageError(f"{self.folder / SETTING}: rows.buckets={buckets} are no lengths. Restore the file.")

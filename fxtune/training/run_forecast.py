@@ -55,7 +55,7 @@ class Lengths:
     """The tokens of a run's data."""
 
     epoch: int
-    """Tokens of the documents in an epoch."""
+    """Tokens of the documents in an epoch, as rows have them: the prompt of a pair counts once if it is shared."""
     padded: int
     """With padding: the tokens of the rows of an epoch."""
     supervised_share: float
@@ -63,6 +63,8 @@ class Lengths:
     """The mean over tokens of the length of the document that the token is in."""
     held_out: int = 0
     """Tokens of the held-out documents."""
+    whole: float = 1.0
+    """Tokens of whole documents for each token of `epoch`."""
     sampled: str = ""
     """What was counted in place of everything; empty: everything."""
 
@@ -83,7 +85,7 @@ class RunForecast:
     need: Need
     step_seconds: float
     step_tokens: float
-    """Tokens of documents in a step of all ranks, padding left out."""
+    """Tokens of documents in a step of all ranks, padding left out; a shared prompt counts for both answers."""
     lengths: Lengths | None
     """None: the data is not here."""
     steps: int | None
@@ -166,7 +168,7 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
         list(settled.notes),
         settled.techniques.memory_need(facts),
         step,
-        row_tokens * used,
+        row_tokens * used * (lengths.whole if lengths else 1.0),
         lengths,
         steps,
         held_out,
@@ -192,8 +194,10 @@ def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | N
     None for so few that timing is not worth it. `facts`: with techniques decided. `forward_passes`: as
     micro_batch_seconds() has it."""
     summary, kept = plan.summary(), recompute_plan(facts.techniques)
-    row = summary["tokens"] / (1 - summary["padding_share"]) / summary["rows"]
-    micro = micro_batch_seconds(facts, kept, summary["supervised_share"], _attended(plan), forward_passes)
+    computed = summary["computed_tokens"]
+    row = computed / (1 - summary["padding_share"]) / summary["rows"]
+    supervised = summary["supervised_tokens"] / computed
+    micro = micro_batch_seconds(facts, kept, supervised, _attended(plan), forward_passes)
     micro *= row / facts.row_length
     seconds = plan.steps * (plan.micro_batches(0) * micro + update_seconds(facts))
     return seconds / cpu_speed(facts.cores) if seconds >= SHORT else None
@@ -250,22 +254,26 @@ def count_tokens(config: Config) -> Lengths | str:
             accept=config.objective.accept,
         )
     summary, plan = prepared.training.summary(), prepared.training
-    held_out = prepared.evaluation.summary()["tokens"] if prepared.evaluation else 0
+    held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
     whole = bool(config.data.eval_limit or config.data.eval_sources)
-    padded = summary["tokens"] / (1 - summary["padding_share"])
+    computed = summary["computed_tokens"]
+    padded = computed / (1 - summary["padding_share"])
     return Lengths(
-        int(summary["tokens"] * scale),
+        int(computed * scale),
         int(padded * scale),
-        summary["supervised_share"],
+        summary["supervised_tokens"] / computed,
         _attended(plan),
         held_out if whole else int(held_out * scale),
+        summary["tokens"] / computed,
         sampled,
     )
 
 
 def _attended(plan: Plan) -> float:
-    length = plan.stream.spans(plan.stream.epoch(0).segments).length.astype(float)
-    return float((length**2).sum() / length.sum())
+    """Lengths.attended; of an answer after a shared prompt, the length that takes as long."""
+    found = plan.stream.spans(plan.stream.epoch(0).segments)
+    length, before = found.length.astype(float), found.shared.astype(float)
+    return float(((length + before) ** 2 - before**2).sum() / length.sum())
 
 
 @contextmanager

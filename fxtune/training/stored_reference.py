@@ -56,7 +56,10 @@ def store_reference(
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
     weights = sorted(set(world.gather(_checksum(model.model), "comparing weights")))
-    key = json.dumps([weights, options, data.sequence_length, data.on_long], default=str, sort_keys=True)
+    parts = [weights, options, data.sequence_length, data.on_long]
+    if data.shares_prompts:  # then other pairs are too long for a row
+        parts.append("prompts once")
+    key = json.dumps(parts, default=str, sort_keys=True)
     name = f"reference-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     missing = [table for table in tables if not _is_read(table, name)]
     if any(world.gather(bool(missing), "looking for the stored reference")):

@@ -282,7 +282,7 @@ class Search:
             "model": {name: value for name, value in facts.model.items() if name not in unimportant},
             "device": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
             "packages": {**facts.packages, "python": sys.version.split()[0]},
-            "data": [facts.packing, facts.sequence_length, facts.rows, self.context.document],
+            "data": [facts.packing, facts.shares_prompts, facts.sequence_length, facts.rows, self.context.document],
             "run": [facts.dtype, facts.deterministic, config.train.global_batch_size, asdict(config.optimizer)],
             "steps": [self.steps, trial.WARM_UP],
             "candidate": candidate.identity,

@@ -124,6 +124,7 @@ def measured() -> dict:
         "tokens_per_second": 100.0,
         "supervised_tokens_per_second": 50.0,
         "padding_per_second": 1.0,
+        "shared_per_second": 0.0,
         "ranks": 1,
         "slowest_rank": None,
         "slowest_behind": None,

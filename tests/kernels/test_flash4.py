@@ -67,6 +67,33 @@ def test_packed_documents_do_not_see_each_other(window, value_width):
         assert ours.is_contiguous()
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=4),
+    window=st.sampled_from([0, 1, 4]),
+    spare=st.integers(0, 3),
+)
+def test_a_document_with_more_keys_attends_from_its_end(lengths, window, spare):
+    """Its queries are the last tokens of a longer document, and keys after all documents change nothing."""
+    before = [(0, more)[count > 0] for count, more in lengths]
+    own = [count for count, _ in lengths]
+    whole = [count + more for count, more in zip(own, before, strict=True)]
+    q, k, v, cu_seqlens_k = inputs([*whole, spare])
+    of = torch.cat([torch.arange(end - count, end) for count, end in zip(own, accumulate(whole), strict=True)])
+    cu_seqlens = torch.tensor([0, *accumulate(own)], dtype=torch.int32)
+    out, lse = flash4(q[of], k, v, cu_seqlens, 64, 0.3, window, 0.0, None, cu_seqlens_k[:-1])
+    expected = by_torch(q, k, v, whole, window=window)[of]
+    torch.testing.assert_close(out, expected)
+    assert lse.shape == (4, len(of))
+    used = sum(whole)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sin().sum(), (q, k, v)),
+        torch.autograd.grad(expected.sin().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours[:used], theirs[:used])
+
+
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("dense", [False, True])
 def test_sinks_are_one_more_score_in_each_softmax(window, dense):

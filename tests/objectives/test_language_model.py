@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,15 +10,36 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.architectures import ADAPTERS, FAMILIES, SIZES, built, lora, prepared_model, random_model, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.architectures import (
+    ADAPTERS,
+    CPU,
+    FAMILIES,
+    SIZES,
+    built,
+    lora,
+    prepared_model,
+    random_model,
+    tiny_model,
+    trained,
+)
+from support.attention import using
+from support.mixtures import uneven
+from support.tables import grouped, training
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast, Switch
 from fxtune.kernels import linear_cross_entropy as kernel
+from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
+from fxtune.objectives.dpo import DPO
+from fxtune.objectives.ipo import IPO
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.orpo import ORPO
+from fxtune.objectives.simpo import SimPO
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, require_acted
@@ -314,3 +336,69 @@ def test_runs_with_fused_and_plain_loss_agree(small, cwd):
             if one["technique"] == "loss"
         ] == [True]
     assert seen["fused"] == pytest.approx(seen["plain"], rel=1e-5)
+
+
+SHARING = {
+    "llama": random_model("llama"),
+    "windows": tiny_model("cohere2"),
+    "mixture": tiny_model("qwen3_moe"),
+    "capped": random_model("gemma2"),
+}
+
+
+@functools.cache
+def by_both(name: str) -> tuple[LanguageModel, LanguageModel]:
+    """The same model: its attention takes bounds of keys, and plain."""
+    backends = ("flash4", "eager" if name == "capped" else "sdpa")
+    models = []
+    for backend in backends:
+        model = using(backend).build(SHARING[name], load_config(SHARING[name]), CPU, 0)
+        uneven(model.module)
+        models.append(LanguageModel(model))
+    return models[0], models[1]
+
+
+@st.composite
+def pairs(draw):
+    """Pairs of answers, some with prompts of one token, and a reference's log-probabilities."""
+    seed = draw(st.integers(0, 99))
+    numbers, groups = np.random.default_rng(seed), []
+    for _ in range(draw(st.integers(1, 5))):
+        prompt = numbers.integers(3, 128, draw(st.integers(1, 12))).tolist()
+        answers = [numbers.integers(3, 128, draw(st.integers(1, 9))).tolist() for _ in "cr"]
+        groups.append([([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)) for answer in answers])
+    table = grouped(groups)
+    table.reference = -numbers.random(len(table.ids)).astype(np.float32)
+    return table
+
+
+OBJECTIVES = [DPO(length_normalized=0.5, sft_weight=1.0), IPO(), SimPO(), ORPO()]
+
+
+@pytest.mark.parametrize("name", SHARING)
+@settings(max_examples=8, deadline=None)
+@given(table=pairs(), objective=st.sampled_from(OBJECTIVES))
+def test_a_shared_prompt_changes_no_number(name, table, objective):
+    """Log-probabilities of each document, the loss of each objective, and all gradients."""
+    seen = []
+    for model, once in zip(by_both(name), (True, False), strict=True):
+        plan = training([table], micro=2, step=2, sequence_length=64, epochs=1, share_prompts=once)
+        loss, sums = torch.zeros(()), np.zeros(len(table))
+        for step in range(plan.steps):
+            batch = plan.batch(step, 0).with_rounded_targets()
+            loss = loss + objective.loss(model, batch)[0]
+            with torch.no_grad():
+                found = model.segment_log_probs(batch)[batch.group_of >= 0]
+            sums[[document for _, document in plan.documents(step, 0)]] = found.numpy()
+        parameters = dict(model.model.named_parameters())
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        seen.append((loss.item(), sums, dict(zip(parameters, gradients, strict=True))))
+    (loss, sums, gradients), (expected, whole, others) = seen
+    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    np.testing.assert_allclose(sums, whole, rtol=1e-5, atol=1e-5)
+    size = max(gradient.norm().item() for gradient in others.values() if gradient is not None)
+    for parameter, gradient in others.items():
+        assert (gradient is None) == (gradients[parameter] is None), parameter
+        if gradient is not None:
+            off = (gradients[parameter] - gradient).norm().item()
+            assert off <= 1e-4 * gradient.norm().item() + 1e-6 * size, parameter

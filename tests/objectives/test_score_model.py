@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.architectures import CPU, random_model, tiny_model
+from support.tables import grouped, training
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
@@ -16,6 +17,8 @@ from fxtune.models.load import build, load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.reward import Reward
 from fxtune.objectives.score_model import ScoreModel
+from fxtune.techniques.attention.backends.registry import FLASH4
+from fxtune.upstream.transformers import set_attention
 
 END = 1
 """The token that ends each document, and with which rows are padded here."""
@@ -86,6 +89,35 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family, packed):
                 continue
             size = expected[name].grad.norm().item()
             assert (parameter.grad - expected[name].grad).norm().item() <= 1e-5 * size + 1e-8, name
+
+
+def test_rewards_of_answers_that_share_a_prompt_are_those_of_whole_documents():
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, 120, size).tolist() for size in (5, 1, 9)]
+    answers = [[draw.integers(2, 120, size).tolist() for size in sizes] for sizes in ((3, 4), (2, 2), (6, 1))]
+    documents = [[*prompt, *answer, END] for prompt, pair in zip(prompts, answers, strict=True) for answer in pair]
+    marks = [[False] * len(prompt) for prompt in prompts for _ in "cr"]
+    learned = [[*mark, *[True] * (len(tokens) - len(mark))] for mark, tokens in zip(marks, documents, strict=True)]
+    rows = list(zip(documents, learned, strict=True))
+    plan = training(
+        [grouped([rows[:2], rows[2:4], rows[4:]])], micro=2, step=2, sequence_length=40, epochs=1, share_prompts=True
+    )
+    assert plan.shared(0).sum() == 4 + 8, "all but the last token of each prompt"
+    model = random_model("llama")
+    config = load_config(model, "score")
+    FLASH4.prepare()
+    set_attention(config, FLASH4.implementation)
+    scorer = ScoreModel(PreparedModel(build(model, config, CPU, 0).module))
+    plain = copy.deepcopy(scorer.model)
+    plain.set_attn_implementation("sdpa")
+    loss = Reward(center=0.5).loss(scorer, plan.batch(0, 0))[0]
+    wanted = plain_loss(plain, documents, 0.5, [0.0] * 3)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for module, value in ((scorer.model, loss), (plain, wanted)):
+        value.backward()
+        assert module.score.weight.grad.norm() > 0
+    for ours, theirs in zip(scorer.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_scores_are_float32_under_autocast():

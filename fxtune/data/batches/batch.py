@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from fxtune.data.batches.shared_prompts import keys_of
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 
@@ -31,8 +32,8 @@ class Batch:
     """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that token
     is supervised, else -100."""
     position_ids: torch.Tensor
-    """Restart at 0 in each document. The padding of a packed row is a document of its own; in a row with one document
-    the positions go on through the padding."""
+    """Restart at 0 in each document, or go on from a prompt that it shares. The padding of a packed row is a document
+    by itself; in a row with one document the positions go on through the padding."""
     cu_seqlens: torch.Tensor
     """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the
     total, so that compiled code sees no new shape. A row that is not packed is one document, padding included. With
@@ -62,6 +63,13 @@ class Batch:
     rope_positions: torch.Tensor | None = None
     """int64 [3, rows, length]: time, height and width of each token for rotary embeddings, from 0 on in each document
     (M-RoPE). None: the rotary embeddings take `position_ids`."""
+    cu_seqlens_k: torch.Tensor | None = None
+    """int32 [slots + 1]: as `cu_seqlens`, for keys and values, where a document attends to tokens of another one
+    (shared_prompts.py). None: each document attends to its own tokens."""
+    key_index: torch.Tensor | None = None
+    """int64 [keys]: the flattened token of each key. Keys beyond those of `cu_seqlens_k` belong to no document."""
+    key_copies: torch.Tensor | None = None
+    """int64 [2, rows x length]: the key that is each token's own, and its copy for another document; -1: none."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""
@@ -166,6 +174,17 @@ class BatchSpec:
     """Index of each document's group in the micro-batch. None: each document is a group without a label."""
     label: np.ndarray | None = None
     """float32: the label of each document, NaN without one. None as `group`."""
+    shared: np.ndarray | None = None
+    """How many tokens before `start` each document shares with the document before it, in the same row. None: each
+    document attends to its own tokens."""
+    keys: int = 0
+    """Room for keys in `key_index`, with `shared`."""
+
+    def whole(self) -> BatchSpec:
+        """The same documents, each with all its tokens; rows may be too short for them."""
+        if self.shared is None:
+            return self
+        return replace(self, start=self.start - self.shared, length=self.length + self.shared, shared=None)
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
@@ -181,7 +200,9 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     reference = np.zeros((rows, spec.width) if is_stored else (0, 0), np.float32)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
+    is_first = np.zeros((rows, spec.width), bool)
     first_token = np.zeros(len(spec.start), np.int64)
+    shared = np.zeros(len(spec.start), np.int64) if spec.shared is None else spec.shared
     for row in range(rows):
         at = 0
         for document in range(spec.offsets[row], spec.offsets[row + 1]):
@@ -191,20 +212,24 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
             if table.reference is not None and is_stored:
                 reference[row, at : at + length] = table.reference[start : start + length]
-            begins[row, at] = at
+            begins[row, at], is_first[row, at] = at - shared[document], True
             at += length
         filled[row] = at
         if spec.packed and at < spec.width:
-            begins[row, at] = at
+            begins[row, at], is_first[row, at] = at, True
     targets = np.full_like(ids, IGNORE_INDEX)
     targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORE_INDEX)
     positions = np.arange(spec.width) - np.maximum.accumulate(begins, axis=1)
-    starts = np.flatnonzero(positions == 0)
+    starts = np.flatnonzero(is_first)
     cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
-    group_of = labels = None
+    group_of = labels = keys = None
+    slot, slots = np.searchsorted(starts, first_token), len(cu_seqlens) - 1
+    if spec.shared is not None:
+        shared_by_slot = np.zeros(slots, np.int64)
+        shared_by_slot[slot] = spec.shared
+        keys = keys_of(cu_seqlens, shared_by_slot, spec.keys)
     if spec.group is not None and spec.label is not None:
-        slot, slots = np.searchsorted(starts, first_token), len(cu_seqlens) - 1
         group_of, labels = torch.full((slots,), -1), torch.full((slots,), math.nan)
         group_of[slot], labels[slot] = torch.from_numpy(spec.group), torch.from_numpy(spec.label)
     length = spec.width // spec.pieces
@@ -230,4 +255,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         group_of=group_of,
         document_labels=labels,
         reference=stored,
+        cu_seqlens_k=None if keys is None else torch.from_numpy(keys.cu_seqlens),
+        key_index=None if keys is None else torch.from_numpy(keys.index),
+        key_copies=None if keys is None else torch.from_numpy(keys.copies),
     )

@@ -64,6 +64,7 @@ def plan_training(
         mix,
         shares=shares,
         distinct=data.dedup is not Dedup.off or None,
+        share_prompts=data.shares_prompts or None,
     )
     grown = stages(global_batch_size, data.sequence_length, ramp, data.length_schedule)
     sizes = BatchSizes(
@@ -102,6 +103,7 @@ def plan_evaluation(
         limit=None if everything else data.eval_limit,
         shares=different,
         distinct=data.dedup is not Dedup.off or None,
+        share_prompts=data.shares_prompts or None,
     )
     sizes = BatchSizes(micro_batch_size, micro_batch_size, row_lengths=data.row_lengths(), pad_id=pad_id)
     return Plan(EpochStream(tables, settings, excluded, near_copies), sizes)

@@ -35,6 +35,7 @@ from fxtune.data.batches.segments import (
     smallest_fraction,
     spans,
 )
+from fxtune.data.batches.shared_prompts import shared_tokens
 from fxtune.data.config import OnLong
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import DataError
@@ -67,6 +68,8 @@ class StreamSettings:
 
     distinct: Optional[bool] = None
     """Whether only the first of equal documents is used; None: no."""
+    share_prompts: Optional[bool] = None
+    """Whether a row has the prompt of a pair once (shared_prompts.py); None: no."""
 
     def share(self, table: int) -> float:
         """The share of the documents of a table that is held out."""
@@ -102,6 +105,8 @@ class RowSequence(ABC):
     """int64 [segments]: index of the table."""
     has_equal_epochs: bool
     """Whether all epochs have as many rows as the first."""
+    shared: Optional[tuple[np.ndarray, ...]]
+    """shared_tokens() of each table; None: rows have whole documents."""
 
     def __init__(self) -> None:
         # A step can span two epochs, and summaries read the first one at any time.
@@ -146,11 +151,18 @@ class RowSequence(ABC):
 
     def spans(self, segments: np.ndarray) -> Spans:
         """The documents of some segments, given by their indices."""
-        return spans(self.tables, self.source[segments], self.segments.take(segments))
+        return spans(self.tables, self.source[segments], self.segments.take(segments), self.shared)
 
     def document_counts(self, segments: np.ndarray) -> np.ndarray:
         """How many documents each of some segments has, int64 [segments]."""
         return document_counts(self.tables, self.source[segments], self.segments.group[segments])
+
+    def shared_counts(self, segments: np.ndarray) -> np.ndarray:
+        """How many tokens the documents of some segments share with others of their group, int64 [segments]."""
+        if self.shared is None:
+            return np.zeros(len(segments), np.int64)
+        found = self.spans(segments)
+        return np.bincount(found.segment, found.shared, len(segments)).astype(np.int64)
 
     def share(self, epoch: int, row: int) -> float:
         """The share of an epoch that is complete before its row `row`."""
@@ -178,9 +190,13 @@ class EpochStream(RowSequence):
         """Digests of documents that are left out, because they are held out as well; None or empty: none."""
         self.near_copies = near_copies
         """Digests of documents that are left out, because they are similar to another one; None or empty: none."""
+        self.shared = tuple(map(shared_tokens, self.tables)) if settings.share_prompts and self.is_grouped else None
+        length, on_long, packing = settings.sequence_length, settings.on_long, settings.packing
         each = [
-            make_segments(table, settings.sequence_length, settings.on_long, on_side, excluded, settings.packing)
-            for table, on_side in zip(self.tables, self.groups(), strict=True)
+            make_segments(table, length, on_long, on_side, excluded, packing, shared)
+            for table, on_side, shared in zip(
+                self.tables, self.groups(), self.shared or [None] * len(self.tables), strict=True
+            )
         ]
         by_table = [segments for segments, _ in each]
         self.counts: list[SegmentCounts] = [counts for _, counts in each]
@@ -216,7 +232,7 @@ class EpochStream(RowSequence):
         """Equal for streams with the same rows."""
         settings = {**asdict(self.settings), "side": self.settings.side.value}
         # Fields that a later version added count only where they are set, so that earlier fingerprints stay valid.
-        for added in ("mix", "limit", "shares", "distinct"):
+        for added in ("mix", "limit", "shares", "distinct", "share_prompts"):
             if settings[added] is None:
                 del settings[added]
         if self.settings.side is not Side.all and any(table.prompts is not None for table in self.tables):

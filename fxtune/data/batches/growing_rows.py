@@ -99,7 +99,7 @@ class GrowingRows(RowSequence):
         super().__init__()
         self.stream, self.step_rows, self._cut = stream, step_rows, cut_segments
         self._lengths = step_rows.by_length()
-        self.tables = stream.tables
+        self.tables, self.shared = stream.tables, stream.shared
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
         """{stage: rows of an epoch that lies in it as a whole}, where all such epochs have the same number."""

@@ -26,6 +26,9 @@ from fxtune.data.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
 
+KEY_COUNTS = 8
+"""How many numbers of keys batch_spec() allows beyond one for each position, where documents share tokens."""
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -62,6 +65,8 @@ class DocumentSlice(NamedTuple):
     length: int
     group: int
     """Index of its group in the micro-batch."""
+    shared: int = 0
+    """Tokens before `first` that the row has in the first document of the group (shared_prompts.py)."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +79,26 @@ class _Layout:
     """Rows of the run."""
     fullest: tuple[int, ...]
     """For each stage that the run reaches: the most documents in a row of the stage's first epoch."""
+    most_shared: tuple[int, ...]
+    """The same for tokens that a document of the row shares with another one."""
 
     @staticmethod
     def of(rows: RowSequence, step_rows: StepRows, count: int) -> _Layout:
-        fullest = []
+        fullest, most_shared = list[int](), list[int]()
         for stage, start in enumerate(step_rows.starts):
             if start.row >= count and stage:  # the run ends before it
                 break
             epoch, row = rows.locate(start.row)
             end = step_rows.end(stage)
             first = rows.epoch(epoch)
-            documents = np.diff(np.concatenate([[0], np.cumsum(rows.document_counts(first.segments))])[first.offsets])
-            fullest.append(int(documents[row : None if end is None else row + end - start.row].max()))
-        return _Layout(rows, step_rows, count, tuple(fullest))
+            own = slice(row, None if end is None else row + end - start.row)
+            for most, counts in (
+                (fullest, rows.document_counts(first.segments)),
+                (most_shared, rows.shared_counts(first.segments)),
+            ):
+                in_row = np.diff(np.concatenate([[0], np.cumsum(counts)])[first.offsets])
+                most.append(int(in_row[own].max()))
+        return _Layout(rows, step_rows, count, tuple(fullest), tuple(most_shared))
 
 
 class Plan:
@@ -218,12 +230,17 @@ class Plan:
         return int(self.row_sequence.segments.supervised[self._rows(step)[0]].sum())
 
     def tokens(self, step: int) -> int:
-        """Tokens of the step without padding."""
+        """Tokens of the step's documents. A prompt that rows have once for two answers counts for both."""
         return int(self.lengths(step).sum())
 
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each document of a step, or piece of one, int64 [documents]."""
-        return self.row_sequence.spans(self._rows(step)[0]).length
+        spans = self.row_sequence.spans(self._rows(step)[0])
+        return spans.length + spans.shared
+
+    def shared(self, step: int) -> np.ndarray:
+        """How many tokens of each document of a step are computed with another document, int64 [documents]."""
+        return self.row_sequence.spans(self._rows(step)[0]).shared
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""
@@ -239,11 +256,12 @@ class Plan:
         """The document slices in each row of a micro-batch."""
         found, offsets = self._documents(step, micro)
         columns = [
-            column.tolist() for column in (found.source, found.document, found.start, found.length, found.segment)
+            column.tolist()
+            for column in (found.source, found.document, found.start, found.length, found.segment, found.shared)
         ]
         slices = [
-            DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), length, group)
-            for source, document, start, length, group in zip(*columns, strict=True)
+            DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), *rest)
+            for source, document, start, *rest in zip(*columns, strict=True)
         ]
         return [slices[a:b] for a, b in pairwise(offsets.tolist())]
 
@@ -256,6 +274,10 @@ class Plan:
         # batches need more.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
+        # Room for keys by the same rule, in steps of an eighth.
+        positions = int(width) * (len(offsets) - 1)
+        shared = max(self._layout.most_shared[stage] * (len(offsets) - 1), int(found.shared.sum()))
+        step = -(-positions // KEY_COUNTS)
         group = label = None
         if self.stream.is_grouped:
             group, label = found.segment, np.full(len(found), np.nan, np.float32)
@@ -276,6 +298,8 @@ class Plan:
             pieces=self.sizes.pieces,
             group=group,
             label=label,
+            shared=None if self.stream.shared is None else found.shared,
+            keys=positions + min(-(-shared // step) * step, positions),
         )
 
     def batch(self, step: int, micro: int) -> Batch:
@@ -285,9 +309,10 @@ class Plan:
     def summary(self) -> dict[str, Any]:
         """Figures of the first epoch, printed and recorded. Shares are from 0 to 1."""
         epoch, of = self.row_sequence.epoch(0), self.row_sequence.segments
-        source, length, supervised = (
+        source, computed, supervised = (
             column[epoch.segments] for column in (self.row_sequence.source, of.length, of.supervised)
         )
+        length = computed + self.row_sequence.shared_counts(epoch.segments)
         tokens, targets = int(length.sum()), int(supervised.sum())
         sources = []
         for at, (table, counts) in enumerate(zip(self.tables, self.stream.counts, strict=True)):
@@ -309,9 +334,10 @@ class Plan:
             rows=len(epoch) * self.stream.rows_of_group,
             segments=len(length),
             tokens=tokens,
+            computed_tokens=int(computed.sum()),
             supervised_tokens=targets,
             supervised_share=targets / tokens,
-            padding_share=1 - tokens / self._padded_tokens(epoch),
+            padding_share=1 - int(computed.sum()) / self._padded_tokens(epoch),
             steps_per_epoch=(
                 float(self.step_rows.steps(len(epoch)))
                 if self.step_rows.has_lengths
@@ -378,6 +404,12 @@ class Plan:
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
+        summary = self.summary()
+        if once := summary["tokens"] - summary["computed_tokens"]:
+            notes.append(
+                f"Prompts are computed once for both answers of a pair, which saves {once / summary['tokens']:.1%} of "
+                f"the {summary['tokens']:,} tokens of an epoch (data.share_prompts)."
+            )
         notes += notes_on_copies(self.tables, self.stream.groups())
         if isinstance(self.row_sequence, GrowingRows) and (count := self.row_sequence.cut_documents(0)):
             notes.append(

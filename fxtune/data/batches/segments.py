@@ -46,6 +46,7 @@ class Segments:
     start: np.ndarray
     """Position of the first token in the table's `ids`."""
     length: np.ndarray
+    """Tokens in a row: a prompt that a row has once (shared_prompts.py) counts once."""
     supervised: np.ndarray
     """Targets: supervised tokens other than a document's first."""
 
@@ -73,10 +74,12 @@ class Spans:
     document: np.ndarray
     """Index of the document in its table."""
     start: np.ndarray
-    """Position of the first token in the table's `ids`."""
+    """Position of the first token in the table's `ids`, of the tokens in its place in the row."""
     length: np.ndarray
     segment: np.ndarray
     """Which of the segments it belongs to, ascending from 0."""
+    shared: np.ndarray
+    """Tokens before `start` that the row has in the first document of the group (shared_prompts.py)."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -112,19 +115,22 @@ def make_segments(
     on_side: np.ndarray,
     excluded: Optional[np.ndarray] = None,
     packing: bool = True,
+    shared: Optional[np.ndarray] = None,
 ) -> tuple[Segments, SegmentCounts]:
     """The segments of some groups of a table. Each fits a row, and has at least one target or label.
 
     `on_side`: which groups, bool. `excluded`: digests of groups to leave out. `packing`: whether a row holds several
-    documents; if not, a group takes a row for each of its documents. The result may be empty. Raises DataError if
-    `on_long=error` and a document is too long, or if a group is too long that would have to be cut.
+    documents; if not, a group takes a row for each of its documents. `shared`: shared_tokens(); None: rows have whole
+    documents. The result may be empty. Raises DataError if `on_long=error` and a document is too long, or if a
+    group is too long that would have to be cut.
     """
     units = table.by_group
     offsets = np.asarray(units.offsets, dtype=np.int64)
     used = on_side if excluded is None else on_side & ~np.isin(units.digests, excluded)
     chosen = np.flatnonzero(used)
     length = np.diff(offsets)[chosen]
-    in_row = length if packing or not table.is_grouped else _longest_documents(table)[chosen]
+    saved = np.zeros(len(on_side), np.int64) if shared is None else np.add.reduceat(shared, table.groups[:-1])
+    in_row = length - saved[chosen] if packing or not table.is_grouped else _longest_documents(table)[chosen]
     long = in_row > sequence_length
     if long.any() and (on_long is OnLong.error or (table.format.is_group and on_long is not OnLong.drop)):
         raise _too_long(table, sequence_length, on_long, chosen, in_row)
@@ -135,9 +141,9 @@ def make_segments(
     if on_long is OnLong.drop:
         pieces[long] = 0
     group = np.repeat(chosen, pieces)
-    nth = _within(pieces)
+    nth = places_within(pieces)
     start = offsets[group] + nth * sequence_length
-    size = offsets[group + 1] - start
+    size = offsets[group + 1] - start - saved[group]
     if table.is_grouped:
         targets, is_kept = _group_targets(table, group)
     else:
@@ -194,7 +200,7 @@ def _group_targets(table: TokenTable, groups: np.ndarray) -> tuple[np.ndarray, n
     """(targets of each of `groups`, which of them have a target or a label)."""
     size = table.groups[groups + 1] - table.groups[groups]
     of = np.repeat(np.arange(len(groups)), size)
-    document = table.groups[groups][of] + _within(size)
+    document = table.groups[groups][of] + places_within(size)
     start = np.asarray(table.offsets)[document]
     targets = _count_targets(table.supervised, start, np.asarray(table.offsets)[document + 1] - start)
     assert table.labels is not None
@@ -213,25 +219,33 @@ def document_counts(tables: Sequence[TokenTable], source: np.ndarray, group: np.
     return count
 
 
-def spans(tables: Sequence[TokenTable], source: np.ndarray, segments: Segments) -> Spans:
-    """The documents of segments. `source`: the table of each."""
+def spans(
+    tables: Sequence[TokenTable],
+    source: np.ndarray,
+    segments: Segments,
+    shared: Optional[Sequence[np.ndarray]] = None,
+) -> Spans:
+    """The documents of segments. `source`: the table of each. `shared`: of each table, as in make_segments()."""
     if not any(table.is_grouped for table in tables):
-        return Spans(source, segments.group, segments.start, segments.length, np.arange(len(segments)))
+        whole = np.zeros(len(segments), np.int64)
+        return Spans(source, segments.group, segments.start, segments.length, np.arange(len(segments)), whole)
     count = document_counts(tables, source, segments.group)
     of = np.repeat(np.arange(len(segments)), count)
     source, document = source[of], segments.group[of]
     start, length = segments.start[of], segments.length[of]
-    within = _within(count)
+    within, before = places_within(count), np.zeros(len(of), np.int64)
     for at, table in enumerate(tables):
         if table.is_grouped:
             own = source == at
             document[own] = table.groups[document[own]] + within[own]
-            start[own] = table.offsets[document[own]]
+            if shared is not None:
+                before[own] = shared[at][document[own]]
+            start[own] = table.offsets[document[own]] + before[own]
             length[own] = table.offsets[document[own] + 1] - start[own]
-    return Spans(source, document, start, length, of)
+    return Spans(source, document, start, length, of, before)
 
 
-def _within(counts: np.ndarray) -> np.ndarray:
+def places_within(counts: np.ndarray) -> np.ndarray:
     """0, 1, ... for each of `counts`, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -244,7 +258,7 @@ def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, n
     """
     pieces = -(-(segments.length - 1) // (length - 1))
     of = np.repeat(np.arange(len(segments)), pieces)
-    nth = _within(pieces)
+    nth = places_within(pieces)
     start = segments.start[of] + nth * (length - 1)
     size = np.minimum(segments.start[of] + segments.length[of] - start, length)
     targets = _count_targets(table.supervised, start, size)

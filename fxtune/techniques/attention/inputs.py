@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from fxtune.techniques.attention.packed import no_mask
 from fxtune.upstream.transformers import attention_of
 
 
+@dataclass(frozen=True)
+class KeyBounds:
+    """Keys and values that have other bounds than queries: `cu_seqlens_k`, `key_index` and `key_copies` of a Batch."""
+
+    cu_seqlens: torch.Tensor
+    index: torch.Tensor
+    copies: torch.Tensor
+
+
 def model_inputs(
     model: nn.Module,
     input_ids: torch.Tensor,
@@ -19,6 +29,7 @@ def model_inputs(
     cu_seqlens: torch.Tensor,
     pieces: int = 1,
     group: str = "",
+    keys: KeyBounds | None = None,
 ) -> dict[str, Any]:
     """The tensors of a Batch as keyword arguments for a forward pass in training, under transformers' names.
 
@@ -26,7 +37,7 @@ def model_inputs(
     that takes documents of any length. `use_cache=False`: compiled layers would be compiled again for a cache's state.
 
     `pieces`: into how many pieces each row is divided (Batch.pieces). The tensors are one piece; the other ranks
-    of the process group `group` have the other pieces.
+    of the process group `group` have the other pieces. `keys`: only for backends that take them (Backend.shares).
     """
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     backend = called(attention_of(model.config))
@@ -41,4 +52,7 @@ def model_inputs(
     # The row's length and not the longest document's: it is the same in all batches, so nothing is compiled again.
     longest = pieces * input_ids.shape[1]
     inputs.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
+    if keys is not None:
+        assert backend.shares, f"{backend.name} would ignore the keys of other documents"
+        inputs.update(cu_seq_lens_k=keys.cu_seqlens, key_index=keys.index, key_copies=keys.copies)
     return inputs

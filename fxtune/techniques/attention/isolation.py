@@ -11,16 +11,20 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from math import nan
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from fxtune.data.batches.shared_prompts import keys_of
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.probe import relative_distance
 from fxtune.models.structure import outputs, without_dropout
 from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
-from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
@@ -28,6 +32,9 @@ PROVEN = frozenset(_PROVEN.split())
 """Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
 """The most that other documents' logits may move, relative to the changed one's."""
+SHARED = {torch.float32: 2e-3, torch.float64: 2e-3}
+"""The largest relative difference of logits after a shared prompt from those of the document alone, with TF32; 5e-2 in
+16 bits."""
 LOOKS_AHEAD = 1e-4
 """The most that a changed token may move the logits before it, relative to its own."""
 MOST_DOCUMENTS = 4
@@ -60,11 +67,57 @@ def is_isolated(moved: float, leaked: float) -> bool:
     return moved > 0 and leaked <= LEAK * moved
 
 
+class SharedPrompt(NamedTuple):
+    """The observations on two answers to a prompt that their row has once."""
+
+    difference: float
+    """How far the second answer's logits are from its logits in a row without the first answer, relative to them."""
+    limit: float
+    moved: float
+    """The most by which changed tokens of the first answer moved its own logits."""
+    leaked: float
+    """The most by which they moved the logits of the second answer."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.difference <= self.limit and is_isolated(self.moved, self.leaked)
+
+
+def share_prompt(model: nn.Module) -> SharedPrompt:
+    """Run two answers to one prompt, for a backend that takes bounds of keys."""
+    prompt, first, second = 9, 6, 7
+    device = next(model.parameters()).device
+    ids = kind_of(model.config).small_row(model, prompt + first + second)["input_ids"]
+    bounds = np.array([0, prompt + first, ids.shape[1]])
+    numbers = vars(keys_of(bounds, np.array([0, prompt]), prompt + ids.shape[1]))
+    keys = KeyBounds(**{name: torch.from_numpy(values).to(device) for name, values in numbers.items()})
+    positions = torch.tensor([[*range(prompt + first), *range(prompt, prompt + second)]], device=device)
+    starts = torch.from_numpy(bounds).int().to(device)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return outputs(model, **model_inputs(model, ids, positions, starts, keys=keys))[0]
+
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    changed = ids.clone()
+    changed[:, prompt : prompt + first] = (changed[:, prompt : prompt + first] + 1) % vocabulary
+    shared = logits(ids)
+    shift = (logits(changed).float() - shared.float()).abs().amax(-1)
+    alone = torch.cat([ids[:, :prompt], ids[:, prompt + first :]], 1)
+    whole = torch.arange(prompt + second, device=device)[None]
+    end = torch.tensor([0, prompt + second], dtype=torch.int32, device=device)
+    expected = outputs(model, **model_inputs(model, alone, whole, end))[0][prompt:]
+    difference = relative_distance(shared[prompt + first :].float(), expected.float())
+    own, others = shift[: prompt + first], torch.cat([shift[:prompt], shift[prompt + first :]])
+    return SharedPrompt(difference, SHARED.get(shared.dtype, 5e-2), own.max().item(), others.max().item())
+
+
 class Trial(NamedTuple):
     """The observations on a small model."""
 
     packed: str | None
     """Why documents in one row may see each other; None if they do not."""
+    shared: str | None
+    """Why answers in one row cannot share their prompt; None if they can, or if bounds were not tried."""
     looks_ahead: float
     """How far a changed last token moved the logits before it, relative to its own; NaN if that is not known."""
 
@@ -89,6 +142,20 @@ def why_not_isolated_when_recurrent(text: dict[str, Any]) -> str | None:
         return f"whether {kind} keeps documents in one row apart is not known"
     config_class: Any = CONFIG_MAPPING[kind]
     return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class).packed
+
+
+def why_not_shared(text: dict[str, Any]) -> str | None:
+    """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), by a kernel that
+    takes bounds of keys; None if they can."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(text.get("model_type"))
+    if kind in PROVEN:
+        return None
+    if kind not in CONFIG_MAPPING:
+        return f"whether answers can share a prompt in {kind} is not known"
+    config_class: Any = CONFIG_MAPPING[kind]
+    return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class, by_bounds=True).shared
 
 
 def why_not_causal(hf_config: Any) -> str | None:
@@ -127,13 +194,18 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                     FLASH4.prepare()
                     model.set_attn_implementation(FLASH4.implementation)
                     row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
+                shares = not by_bounds or share_prompt(model).is_exact
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
     except Exception as error:  # noqa: BLE001  keys may depend on the changed keys: anything may happen
         unknown = f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
-        return Trial(unknown, float("nan"))
+        return Trial(unknown, unknown.replace("keeps documents in one row apart", "lets answers share a prompt"), nan)
     apart = is_isolated(moved, leaked)
-    return Trial(None if apart else f"in {name} of transformers, documents in one row see each other", looks_ahead)
+    return Trial(
+        None if apart else f"in {name} of transformers, documents in one row see each other",
+        f"in {name} of transformers, answers that share a prompt have other logits" if not shares else None,
+        looks_ahead,
+    )
 
 
 def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:

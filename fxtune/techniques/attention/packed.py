@@ -6,6 +6,10 @@ Their functions take the arguments of transformers' own FlashAttention functions
 works with FlashAttention. Their names do not contain "flash": for such a name transformers would look for a kernel on
 the hub.
 
+With `key_index` a document also attends to tokens of another one, the prompt of a pair of answers
+(data/batches/shared_prompts.py). Keys and values are gathered, so that all keys of a document follow one another, and
+have separate bounds; the last query of a document attends to all its keys. With few key heads the copies cost little.
+
 A call without `cu_seqlens` (generation with a cache, rows padded on the left) runs torch's attention with the mask
 that transformers then builds, or plain operations if scores have a soft cap or sinks.
 """
@@ -23,9 +27,9 @@ from torch.nn import functional as F
 from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
 
-Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor]], Tensor]
-"""(q, k, v, cu_seqlens, scale, window, softcap, sinks) -> out; q, k, v and out as [rows, length, heads, d]. See
-kernels/flash4.py."""
+Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor], Optional[Tensor]], Tensor]
+"""(q, k, v, cu_seqlens, scale, window, softcap, sinks, cu_seqlens_k) -> out; q, k, v and out as [rows, length, heads,
+d], but k and v as [1, keys, heads, d] with `cu_seqlens_k`. See kernels/flash4.py."""
 
 
 def register(implementation: str, core: Core, sinks: bool = False) -> None:
@@ -82,6 +86,9 @@ def _attend(
     softcap: Optional[float] = None,
     is_causal: Optional[bool] = None,
     cu_seq_lens_q: Optional[Tensor] = None,
+    cu_seq_lens_k: Optional[Tensor] = None,
+    key_index: Optional[Tensor] = None,
+    key_copies: Optional[Tensor] = None,
     s_aux: Optional[Tensor] = None,
     position_bias: Optional[Tensor] = None,
     **_: Any,
@@ -103,7 +110,27 @@ def _attend(
         raise _unsupported(module, f"asks for dropout of {dropout}, and this kernel has no dropout")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
-    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0, s_aux)
+    bounds = None
+    if key_index is not None:
+        bounds = cu_seq_lens_k
+        key, value = (_SelectKeys.apply(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
+    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0, s_aux, bounds)
+
+
+class _SelectKeys(torch.autograd.Function):
+    """tokens[index]. The backward pass reads `copies` (Batch.key_copies) and adds to no memory: it gives the same bits
+    each time, and reads no gradient of keys that belong to no document."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, index: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(copies)
+        return tokens.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        own, copy = ctx.saved_tensors[0]
+        of_copy = gradient.index_select(0, copy.clamp(min=0))
+        return gradient.index_select(0, own) + torch.where((copy >= 0)[:, None, None], of_copy, 0.0), None, None
 
 
 def _unsupported(module: nn.Module, why: str) -> ConfigError:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,12 +50,14 @@ ATTENDING_LAYERS = ISOLATING_LAYERS | {"attention", "hybrid"}
 """Layers that call attention, some of them beside recurrent parts."""
 RECURRENT = {"mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"}
 ISOLATED = "packed documents do not see each other"
+SHARED = "two answers see one prompt, and not each other"
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 
 
 @dataclass
 class Attention(AttentionOptions, Technique):
     _packed = False  # whether rows are packed: resolve() sets it
+    _shares = False  # whether answers share the prompt in a row: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class Attention(AttentionOptions, Technique):
                 yield backend.package.name
 
     def resolve(self, facts: Facts) -> str | None:
-        self._packed = facts.packing
+        self._packed, self._shares = facts.packing, facts.shares_prompts
         if not attention_layers(facts.text):
             self.enabled = facts.packing  # then it proves that documents are kept apart
             none = f"{facts.text.get('model_type')} has no attention"
@@ -138,11 +140,27 @@ class Attention(AttentionOptions, Technique):
 
     def reads_bounds(self, facts: Facts) -> bool:
         """Whether the backend that resolve() takes reads the bounds of documents (packed.py)."""
+        running = self._to_run(facts)
+        return running is not None and running.core is not None
+
+    def why_not_shared(self, facts: Facts) -> str | None:
+        """Why documents of a row cannot share their prompt; None if they can."""
+        facts = replace(facts, shares_prompts=True)
+        running = self._to_run(facts)
+        if running is None:
+            return f"techniques.attention.backend={self.backend} does not take bounds of keys"
+        if not running.shares:
+            return f"{running.name} does not take bounds of keys here"
+        cause = next((cause for cause, _ in running.refusals(facts)), None)
+        return f"{running.what} {cause}" if cause else isolation.why_not_shared(facts.text)
+
+    def _to_run(self, facts: Facts) -> Backend | None:
+        """The backend that runs for the one that resolve() takes; None without one, and for a kernel of the hub."""
         if not attention_layers(facts.text):
-            return False
+            return None
         candidates = [backend for name, backend in BACKENDS.items() if self.backend in ("auto", name)]
         chosen = next((backend for backend in candidates if not backend.why_passed_over(facts)), None)
-        return chosen is not None and chosen.running(facts).core is not None
+        return None if chosen is None else chosen.running(facts)
 
     def configure(self, hf_config: Any) -> None:
         backend = self._backend(hf_config)
@@ -171,6 +189,8 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
             if (probe["position_ids"] == 0).sum() > 1:
                 evidence.append(self._isolation(model.module, probe))
+            if self._shares:
+                evidence.append(self._shared(model.module))
         yield from evidence
 
     @staticmethod
@@ -182,6 +202,17 @@ class Attention(AttentionOptions, Technique):
             f"changing {min(count, isolation.MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits "
             f"by at least {moved:.2g}, the others' by at most {leaked:.2g}",
             isolation.is_isolated(moved, leaked),
+        )
+
+    @staticmethod
+    def _shared(model: nn.Module) -> Evidence:
+        seen = isolation.share_prompt(model)
+        return Evidence(
+            "attention",
+            SHARED,
+            f"the second answer's logits are within {seen.difference:.1e} of its logits alone; changing the first "
+            f"answer moved its own logits by {seen.moved:.2g}, all others by at most {seen.leaked:.2g}",
+            seen.is_exact,
         )
 
     def _backend(self, hf_config: Any) -> Backend:
@@ -208,7 +239,12 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[di
     """The calls of each implementation in one forward pass, by the profiler; and a description of them."""
     own = called(attention_of(model.config))
     backends = {backend.implementation: backend for backend in (*ALL, own)}
-    patterns = {name: backend.ran for name, backend in backends.items() if backend.ran}
+    # Of backends with one operator, only the model's own.
+    patterns = {
+        name: backend.ran
+        for name, backend in backends.items()
+        if backend.ran and (backend.ran != own.ran or name == own.implementation)
+    }
     with own.counting() as count:
         ran = observe_operators(lambda: model(**probe), patterns)
         if count[0]:

@@ -26,7 +26,9 @@ def hashed(plan) -> str:
             found.update(f"{plan.documents(step, micro)} {batch.tokens} {batch.pieces}".encode())
             for name in TENSORS:
                 found.update(getattr(batch, name).numpy().tobytes())
-    found.update(json.dumps([plan.summary(), plan.notes()]).encode())
+    summary = plan.summary()
+    assert summary.pop("computed_tokens") == summary["tokens"], "rows have whole documents"
+    found.update(json.dumps([summary, plan.notes()]).encode())
     return found.hexdigest()[:16]
 
 

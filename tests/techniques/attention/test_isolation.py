@@ -61,3 +61,18 @@ def test_a_wide_model_is_tried_small():
         )
     )
     assert isolation.why_not_isolated(wide) is None
+
+
+@pytest.mark.parametrize("kind", sorted(isolation.PROVEN))
+def test_every_kind_that_is_called_proven_shares_a_prompt(kind):
+    """By the kernel's reference, so that it need not be tried before each run."""
+    assert isolation.try_small_model(decoder(kind), by_bounds=True).shared is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("bloom", False), ("opt", True), ("mamba2", False), ("qwen3_next", False)]
+)
+def test_other_kinds_are_tried(kind, shares):
+    why = isolation.why_not_shared(decoder(kind).to_dict())
+    assert (why is None) == shares
+    assert shares or why.startswith((f"in {kind} of transformers, answers that share a prompt", "whether"))

@@ -155,4 +155,6 @@ def test_torch_flash_attention_is_called_by_its_schema():
     for window in (0, 5):
         assert sdpa.attend(q, k, v, cu_seqlens, 0.3, window, 0.0).shape == (2, 80, 4, 16)
     assert sdpa.attend(q, k, v[..., :8], cu_seqlens, 0.3, 0, 0.0).shape == (2, 80, 4, 8)
+    keys = [torch.randn(1, 200, 2, 16, device="meta", dtype=torch.bfloat16) for _ in "kv"]
+    assert sdpa.attend(q, *keys, cu_seqlens, 0.3, 5, 0.0, None, cu_seqlens).shape == (2, 80, 4, 16)
     assert cudnn._rows(q, k, v, 0.3).shape == (2, 80, 4, 16)

@@ -58,6 +58,8 @@ class Backend:
     """Whether ranks may share its rows (parallel.context)."""
     deterministic: bool = True
     """Whether its backward pass can give the same bits each time."""
+    shares: bool = False
+    """Whether its core takes bounds of keys, so that documents share tokens (shared_prompts.py of data/batches)."""
     recordable: bool = False
     """Whether a CUDA graph can record it: the host never reads where documents begin."""
     fused: bool = True
@@ -94,7 +96,7 @@ class Backend:
             )
         yield from self.refused_heads(facts)
         chunk = model.get("attention_chunk_size", 0) if "chunked_attention" in (model.get("layer_types") or ()) else 0
-        if chunk and self.flag == "_supports_flash_attn" and facts.sequence_length > chunk:
+        if chunk and self.given_bounds and facts.sequence_length > chunk:
             yield (
                 f"has no chunked attention, and {kind} has chunks of {chunk} tokens",
                 "Use flex or eager, or shorten data.sequence_length",

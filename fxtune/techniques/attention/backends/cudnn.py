@@ -43,7 +43,7 @@ class _Cudnn(Backend):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, *_: Any
 ) -> Tensor:
     if one_document_a_row(len(q), cu_seqlens):
         return _rows(q, k, v, scale)

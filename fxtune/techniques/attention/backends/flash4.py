@@ -43,16 +43,18 @@ def attend(
     window: int,
     softcap: float,
     sinks: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
 ) -> Tensor:
     rows, length = q.shape[:2]
     if sinks is not None and q.dtype != torch.float32:  # the package takes sinks in bfloat16 only, also over float16
         sinks = sinks.to(torch.bfloat16)
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
-    if one_document_a_row(rows, cu_seqlens):
+    if cu_seqlens_k is None and one_document_a_row(rows, cu_seqlens):
         return flash4(q, k, v, None, length, scale, window, softcap, sinks)[0]
     # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
     flat = [x.flatten(0, 1) for x in (q, k, v)]
-    return flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks)[0].unflatten(0, (rows, length))
+    out = flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks, cu_seqlens_k)[0]
+    return out.unflatten(0, (rows, length))
 
 
 def smoke_test(device: torch.device, heads: Heads) -> str:
@@ -84,5 +86,6 @@ FLASH4 = _Flash4(
     capability=((9, 0), (13, 0)),
     softcap=True,
     sinks=True,
+    shares=True,
     recordable=True,
 )

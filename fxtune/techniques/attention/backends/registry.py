@@ -10,7 +10,7 @@ from fxtune.techniques.attention.backends.flash3 import FLASH3
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.techniques.attention.backends.hub import HUB, hub
-from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS, SDPA
+from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS, ON_CPU, SDPA
 
 BACKENDS = {
     backend.name: backend
@@ -25,8 +25,8 @@ BACKENDS = {
     )
 }
 """The fastest first."""
-ALL = (*BACKENDS.values(), BY_DOCUMENTS)
-"""With the kernel that runs in sdpa's place."""
+ALL = (*BACKENDS.values(), BY_DOCUMENTS, ON_CPU)
+"""With what runs in sdpa's place."""
 
 
 def backend_of(name: str) -> Backend | None:

@@ -1,5 +1,6 @@
 """torch's scaled_dot_product_attention. On a GPU in half precision torch's built-in FlashAttention-2 runs in its place
-and reads where documents begin; elsewhere transformers builds a mask.
+and reads where documents begin; elsewhere transformers builds a mask. On a CPU, answers that share a prompt run
+one by one, by the plain reference of kernels/flash4.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from fxtune.facts.run import Facts
 from fxtune.system.units import GIB
+from fxtune.techniques.attention.backends import flash4
 from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
 from fxtune.techniques.attention.packed import document_mask, one_document_a_row
 from fxtune.upstream.torch import attention_operator
@@ -21,14 +23,22 @@ LARGEST_MASK = GIB
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float, _: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    _: Any = None,
+    cu_seqlens_k: Optional[Tensor] = None,
 ) -> Tensor:
     rows, length = q.shape[:2]
     left, right = (window - 1, 0) if window else (-1, -1)
     width = v.shape[-1]
     padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     flat = [x.flatten(0, 1) for x in (q, k, padded)]
-    bounds = (cu_seqlens, cu_seqlens, length, length)
+    bounds = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, length, length)
     windows = {"window_size_left": left, "window_size_right": right}
     out: Tensor = attention_operator("_flash_attention_forward")(
         *flat, *bounds, 0.0, True, False, scale=scale, **windows
@@ -43,9 +53,24 @@ BY_DOCUMENTS = Backend(
     r"^aten::_flash_attention_forward$",
     core=attend,
     aten="_flash_attention_forward",
+    shares=True,
     recordable=True,
     part_of="sdpa",
 )
+ON_CPU = Backend(
+    "sdpa",
+    "fxtune_documents",
+    "attention document by document, in plain torch",
+    r"^fxtune::flash4$",
+    operators=("fxtune.flash4",),
+    core=flash4.attend,
+    gpu=False,
+    half=False,
+    head_dim=0,
+    shares=True,
+    flag="_supports_sdpa",
+)
+"""For documents that share a prompt."""
 
 
 class _Sdpa(Backend):
@@ -62,6 +87,8 @@ class _Sdpa(Backend):
             )
 
     def running(self, facts: Facts) -> Backend:
+        if facts.shares_prompts and facts.device == "cpu":
+            return ON_CPU
         return self if any(BY_DOCUMENTS.refusals(facts)) else BY_DOCUMENTS
 
     def records(self, facts: Facts) -> bool:

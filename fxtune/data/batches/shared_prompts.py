@@ -1,0 +1,72 @@
+"""Pairs of answers whose prompt lies in a row once: [prompt, chosen answer] [last token of prompt, rejected answer].
+
+Both answers begin with the same prompt, so every layer would compute the prompt twice. Here the second document has
+only what differs. Its positions go on from the prompt, and its queries attend to the keys and values of the prompt,
+which are copied in front of its own (techniques/attention/packed.py). So queries and keys have different bounds, and
+no mask is needed. The last token of the prompt is computed for both answers, because it predicts the first token of
+both: each position of a row has at most one target.
+
+The numbers are those of whole documents (arXiv 2410.20305). Tables hold whole documents, so no file depends on this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxtune.data.batches.segments import places_within
+from fxtune.data.tokenized.table import TokenTable
+
+_BLOCK = 1 << 20
+"""Tokens that are compared at a time."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys and values of a micro-batch's documents, taken from its tokens."""
+
+    cu_seqlens: np.ndarray
+    """int32 [slots + 1]: where the keys of each document begin; the rest repeats their number."""
+    index: np.ndarray
+    """int64 [capacity]: the flattened token of each key; 0 after the last document's."""
+    copies: np.ndarray
+    """int64 [2, tokens]: the key that is each token's own, and its copy for another document; -1 without one."""
+
+
+def shared_tokens(table: TokenTable) -> np.ndarray:
+    """For each document, how many of its first tokens rows take from the first document of its group, int64
+    [documents]: 0 but for the second document of a group.
+
+    It is one less than the tokens that both begin with and that neither learns.
+    """
+    offsets, groups = np.asarray(table.offsets, np.int64), np.asarray(table.groups)
+    shared, first = np.zeros(len(offsets) - 1, np.int64), groups[:-1][np.diff(groups) > 1]
+    length = np.minimum(np.diff(offsets)[first], np.diff(offsets)[first + 1])
+    ends, begin = np.cumsum(length), 0
+    while begin < len(first):
+        end = max(int(np.searchsorted(ends, ends[begin] - length[begin] + _BLOCK, side="right")), begin + 1)
+        size = length[begin:end]
+        within, of = places_within(size), np.repeat(first[begin:end], size)
+        one, other = offsets[of] + within, offsets[of + 1] + within
+        differs = (table.ids[one] != table.ids[other]) | table.supervised[one] | table.supervised[other]
+        at, start = np.flatnonzero(differs), np.cumsum(size) - size
+        until = np.append(at, len(differs))[np.searchsorted(at, start)] - start
+        shared[first[begin:end] + 1] = np.maximum(np.minimum(until, size) - 1, 0)
+        begin = end
+    return shared
+
+
+def keys_of(cu_seqlens: np.ndarray, shared: np.ndarray, capacity: int) -> Keys:
+    """The keys of the documents between `cu_seqlens`, int [slots + 1]. `shared`, int64 [slots]: how many tokens of the
+    document in the slot before are also keys of a document."""
+    start = cu_seqlens[:-1].astype(np.int64)
+    length = shared + np.diff(cu_seqlens)
+    of, within = np.repeat(np.arange(len(start)), length), places_within(length)
+    is_own = within >= shared[of]
+    index = np.where(is_own, start[of] - shared[of], start[of - 1]) + within
+    copies = np.full((2, int(cu_seqlens[-1])), -1)
+    for row, kind in enumerate((is_own, ~is_own)):
+        copies[row, index[kind]] = np.flatnonzero(kind)
+    bounds = np.concatenate([[0], np.cumsum(length)]).astype(np.int32)
+    return Keys(bounds, np.pad(index, (0, capacity - len(index))), copies)

@@ -22,7 +22,9 @@ still multiplies in bfloat16 and keeps its moments in bfloat16. In `fp8` fxtune 
 Cases that begin with `dpo` train on pairs of answers. fxtune packs them; TRL pads each answer to the longest of the
 micro-batch. All tools get the same token ids. Tokens of both documents of a pair count, the prompt in each. Cases with
 `stored` in their name have the reference's log-probabilities computed before the first step, in TRL
-`precompute_ref_log_probs`; these seconds are not measured.
+`precompute_ref_log_probs`; these seconds are not measured. fxtune computes the prompt of a pair once, in rows that
+are as much shorter (four pairs of 512 + 512 + 512 tokens fill 6,148 of 6,272, not 8,192); cases with `whole` in their
+name compute it for each answer, as TRL does. Half of all tokens are prompt, so a quarter of them is not computed again.
 
 Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
 after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
@@ -89,6 +91,7 @@ SHARDED = (*FULLY, "parallel.replicate=1")
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 DPO = ("objective=dpo", "objective.reference=start")
 DPO_STORED = ("objective=dpo", "objective.reference=stored")
+WHOLE = ("data.share_prompts=false",)
 
 MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
 """Rank 16 on gate and up together, as peers have it. By default fxtune has 16 for each of them, as peft reads the names
@@ -110,6 +113,9 @@ class Case:
     chats: bool = False
     pairs: int = 0
     """Pairs of a step; 0: no preferences."""
+    packed_length: int = 0
+    """Tokens of fxtune's rows, if a step's pairs fill fewer tokens because their prompts are computed once; 0:
+    `length`."""
     steps: int = 8
     warm_up: int = 3
     full: bool = False
@@ -150,11 +156,18 @@ CASES = {
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
     "8b_full_2x8192_fp8": Case("8b", 8192, 2, ROUNDED_FP8, peer_case="8b_full_2x8192", full=True, most_gpus=1),
     "8b_full_2x8192_8bit": Case("8b", 8192, 2, ROUNDED_8BIT, peer_case="8b_full_2x8192", full=True, most_gpus=1),
-    "dpo_8b_8x1024": Case("8b", 8192, 1, (*FAST, *DPO), pairs=4),
-    "dpo_8b_8x1024_stored": Case("8b", 8192, 1, (*FAST, *DPO_STORED), pairs=4),
-    "dpo_8b_8x1024_fp8": Case("8b", 8192, 1, (*FP8, *DPO), peer_case="dpo_8b_8x1024", pairs=4),
-    "dpo_8b_8x1024_stored_fp8": Case("8b", 8192, 1, (*FP8, *DPO_STORED), peer_case="dpo_8b_8x1024_stored", pairs=4),
+    "dpo_8b_8x1024": Case("8b", 8192, 1, (*FAST, *DPO), pairs=4, packed_length=6272),
+    "dpo_8b_8x1024_whole": Case("8b", 8192, 1, (*FAST, *DPO, *WHOLE), peer_case="dpo_8b_8x1024", pairs=4),
+    "dpo_8b_8x1024_stored": Case("8b", 8192, 1, (*FAST, *DPO_STORED), pairs=4, packed_length=6272),
+    "dpo_8b_8x1024_stored_whole": Case(
+        "8b", 8192, 1, (*FAST, *DPO_STORED, *WHOLE), peer_case="dpo_8b_8x1024_stored", pairs=4
+    ),
+    "dpo_8b_8x1024_fp8": Case("8b", 8192, 1, (*FP8, *DPO), peer_case="dpo_8b_8x1024", pairs=4, packed_length=6272),
+    "dpo_8b_8x1024_stored_fp8": Case(
+        "8b", 8192, 1, (*FP8, *DPO_STORED), peer_case="dpo_8b_8x1024_stored", pairs=4, packed_length=6272
+    ),
     "dpo_8b_chats": Case("8b", 4096, 4, (*FAST, *DPO), chats=True, pairs=16),
+    "dpo_8b_chats_whole": Case("8b", 4096, 4, (*FAST, *DPO, *WHOLE), peer_case="dpo_8b_chats", chats=True, pairs=16),
     "dpo_8b_chats_stored": Case("8b", 4096, 4, (*FAST, *DPO_STORED), chats=True, pairs=16),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
@@ -348,7 +361,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         f"model.architecture={{{architecture}}}",
         f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",
-        f"data.sequence_length={case.length}",
+        f"data.sequence_length={case.packed_length or case.length}",
         "data.packing=true",
         "data.workers=1",
         f"run.gpus={gpus}",

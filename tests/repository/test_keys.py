@@ -162,6 +162,7 @@ CASES: dict[str, Case] = {
     "data.sequence_length": Case(batches, "32", "data.packing=true"),
     "data.length_schedule": Case(batches, "[[0.0, 64], [0.5, 128]]", f"data.packing=true {TEXTS}"),
     "data.packing": Case(batches, "true"),
+    "data.share_prompts": Case(batches, "false", f"{PAIRS} data.packing=true data.on_long=drop"),
     "data.buckets": Case(batches, "[64, 128]"),
     "data.on_long": Case(batches, "drop", f"{TEXTS} data.sequence_length=16"),
     "data.mix.long_share": Case(batches, "0.5", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.2"),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.architectures import CPU, random_model
 
 from fxtune.config.root import Config
 from fxtune.data.config import AUTO, DataConfig
-from fxtune.models.load import load_config
+from fxtune.models.load import DType, load_config
+from fxtune.objectives.causal_lm import CausalLM
+from fxtune.objectives.dpo import DPO
+from fxtune.objectives.kto import KTO
+from fxtune.objectives.reward import Reward
+from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import Pipeline
@@ -43,6 +50,39 @@ def test_padded_rows_that_are_compiled_get_a_few_lengths():
     assert data.buckets == [8, 16, 32, 64]
     assert "because techniques.attention.enabled=false" in note
     assert facts.rows == (8, 16, 32, 64)
+
+
+def decided_for_pairs(objective=DPO, family: str = "llama", device: str = "cpu", **data: object):
+    """As decided(), with `share_prompts` as chosen, the notes, and what a run would be refused for."""
+    model = replace(random_model(family), dtype=DType.float32)
+    config = Config(model=model, data=DataConfig(sequence_length=64, **data), objective=objective())
+    here = CPU.facts()
+    machine = here if device == "cpu" else replace(here, device="cuda", capability=(9, 0), device_name="H200")
+    chosen, notes, facts = decide_rows(config, machine, load_config(config.model))
+    assert facts.shares_prompts is chosen.share_prompts
+    return chosen.share_prompts, notes, list(refusals(replace(config, data=chosen), facts))
+
+
+@pytest.mark.parametrize(("objective", "shares"), [(DPO, True), (Reward, True), (KTO, False), (CausalLM, False)])
+def test_pairs_share_their_prompt_and_nothing_else_does(objective, shares):
+    assert decided_for_pairs(objective)[:2] == (shares, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"packing": False}, "rows are not packed"),
+        ({"family": "gemma2"}, "eager does not take bounds of keys here"),  # its soft cap
+        ({"device": "cuda"}, "sdpa does not take bounds of keys here"),  # float32 on a GPU
+    ],
+)
+def test_a_line_says_why_prompts_are_not_shared_and_a_demand_is_refused(options, why):
+    if options.get("device") != "cuda":  # packing=auto gives up there, too
+        assert decided_for_pairs(**options)[:2] == (False, [f"share_prompts: off, because {why}"])
+    assert decided_for_pairs(**options, share_prompts=False)[1:] == ([], [])
+    _, notes, refused = decided_for_pairs(**options, share_prompts=True)
+    assert notes == []
+    assert f"data.share_prompts: true, but {why}. Set it to auto." in refused
 
 
 @pytest.mark.parametrize("asked", [True, False])

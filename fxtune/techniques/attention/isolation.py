@@ -14,11 +14,9 @@ import json
 from math import nan
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from fxtune.data.batches.shared_prompts import keys_of
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import outputs, without_dropout
@@ -88,26 +86,30 @@ def share_prompt(model: nn.Module) -> SharedPrompt:
     prompt, first, second = 9, 6, 7
     device = next(model.parameters()).device
     ids = kind_of(model.config).small_row(model, prompt + first + second)["input_ids"]
-    bounds = np.array([0, prompt + first, ids.shape[1]])
-    numbers = vars(keys_of(bounds, np.array([0, prompt]), prompt + ids.shape[1]))
-    keys = KeyBounds(**{name: torch.from_numpy(values).to(device) for name, values in numbers.items()})
-    positions = torch.tensor([[*range(prompt + first), *range(prompt, prompt + second)]], device=device)
-    starts = torch.from_numpy(bounds).int().to(device)
+    token, border = torch.arange(ids.shape[1], device=device), prompt + first
+    keys = KeyBounds(
+        torch.tensor([0, border, prompt + len(token)], dtype=torch.int32, device=device),
+        torch.cat([token[:border], token[:prompt], token[border:]]),
+        torch.stack(
+            [torch.where(token < border, token, token + prompt), torch.where(token < prompt, token + border, -1)]
+        ),
+    )
+    positions = torch.where(token < border, token, token - first)[None]
+    starts = torch.tensor([0, border, len(token)], dtype=torch.int32, device=device)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         return outputs(model, **model_inputs(model, ids, positions, starts, keys=keys))[0]
 
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    changed = ids.clone()
-    changed[:, prompt : prompt + first] = (changed[:, prompt : prompt + first] + 1) % vocabulary
+    changed = torch.where((token >= prompt) & (token < border), (ids + 1) % vocabulary, ids)
     shared = logits(ids)
     shift = (logits(changed).float() - shared.float()).abs().amax(-1)
-    alone = torch.cat([ids[:, :prompt], ids[:, prompt + first :]], 1)
+    alone = torch.cat([ids[:, :prompt], ids[:, border:]], 1)
     whole = torch.arange(prompt + second, device=device)[None]
     end = torch.tensor([0, prompt + second], dtype=torch.int32, device=device)
     expected = outputs(model, **model_inputs(model, alone, whole, end))[0][prompt:]
-    difference = relative_distance(shared[prompt + first :].float(), expected.float())
-    own, others = shift[: prompt + first], torch.cat([shift[:prompt], shift[prompt + first :]])
+    difference = relative_distance(shared[border:].float(), expected.float())
+    own, others = shift[:border], torch.cat([shift[:prompt], shift[border:]])
     return SharedPrompt(difference, SHARED.get(shared.dtype, 5e-2), own.max().item(), others.max().item())
 
 

@@ -58,7 +58,7 @@ def run(
     try:
         hf_config = load_config(config.model, config.objective.needs.head)
         # Whether rows share prompts depends on the card, but among these no card differs.
-        card = machine(gpu or next(iter(MODELS)), host_gib, config.run.memory_gib)
+        card = machine(gpu or next(iter(CARD_MODELS)), host_gib, config.run.memory_gib)
         decided, _, _ = decide_rows(config, card, hf_config)
         data = replace(config.data, share_prompts=decided.share_prompts)
         counted = (

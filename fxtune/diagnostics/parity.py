@@ -262,7 +262,7 @@ class _Comparison:
         total = torch.zeros((), device=device, dtype=torch.float64)
         change = total.clone()
         with self._built(pipeline, World(device)) as prepared:
-            plain = PlainModel(prepared, checkpointed, balanced)
+            plain = PlainModel(prepared, checkpointed, balanced, self.builder.facts.shares_prompts)
             dtypes = {name: parameter.dtype for name, parameter in plain.model.named_parameters()}
             if float32:
                 plain.to_float32()

@@ -45,10 +45,18 @@ class RouterCounts:
 
 class PlainModel(LanguageModel):
     """`prepared`: a model with the techniques that change the mathematics by design, and no others. `checkpointed`: by
-    transformers' own checkpointing. `balanced`: the objective's loss has the routers' loss."""
+    transformers' own checkpointing. `balanced`: the objective's loss has the routers' loss. `shares_prompts`: a run's
+    routers see the prompt of a pair once."""
 
-    def __init__(self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False) -> None:
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        checkpointed: bool = False,
+        balanced: bool = False,
+        shares_prompts: bool = False,
+    ) -> None:
         self.model: Any = prepared.module
+        self.shares_prompts = shares_prompts
         self.routers = prepared.routers if balanced else None
         as_peft(self.model)
         if checkpointed:
@@ -90,8 +98,8 @@ class PlainModel(LanguageModel):
 
     def scores(self, batch: Batch) -> Tensor:
         counts, found = self._counts(batch), []
-        for ids, _ in _documents(batch):
-            score, of_routers = self._pass(ids)
+        for ids, _, first in self._documents(batch):
+            score, of_routers = self._pass(ids, first)
             found.append(score.float())
             if counts is not None:
                 self._count(of_routers, counts)
@@ -116,8 +124,8 @@ class PlainModel(LanguageModel):
     def router_loss(self, batch: Batch, counts: RouterCounts) -> Tensor:
         """The part of the routers' loss that the documents of `batch` have in a micro-batch with these `counts`."""
         probability = torch.zeros_like(counts.chosen)
-        for ids, _ in _documents(batch):
-            probability = probability + sum(logits.float().softmax(-1).sum(0) for logits in self._pass(ids)[1])
+        for ids, _, first in self._documents(batch):
+            probability = probability + sum(logits.float().softmax(-1).sum(0) for logits in self._pass(ids, first)[1])
         return len(probability) * (counts.chosen * probability).sum() / counts.decisions**2
 
     def take_change(self, order: int) -> Tensor:
@@ -133,13 +141,13 @@ class PlainModel(LanguageModel):
         """As log_probs(). A pass with a gradient also counts the routers' choices."""
         counts = self._counts(batch)
         parts = [torch.zeros(0, device=batch.input_ids.device)]
-        for ids, targets in _documents(batch):
+        for ids, targets, first in self._documents(batch):
             wanted = (targets != IGNORE_INDEX).nonzero().flatten()
             # Tokens after the last target have no influence, except on the routers' loss.
             end = len(ids) if counts is not None else int(wanted[-1]) + 1 if len(wanted) else 0
             if not end:
                 continue
-            logits, of_routers = self._pass(ids[:end])
+            logits, of_routers = self._pass(ids[:end], first)
             parts.append(-F.cross_entropy(logits[wanted].float(), targets[wanted], reduction="none"))
             if counts is not None:
                 self._count(of_routers, counts)
@@ -152,18 +160,30 @@ class PlainModel(LanguageModel):
         self.counts = RouterCounts(self.routers.experts, batch.input_ids.device)
         return self.counts
 
-    def _pass(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(the logits of one document's tokens, or its score; the logits of each layer's router)."""
+    def _pass(self, ids: Tensor, first: int) -> tuple[Tensor, list[Tensor]]:
+        """(the logits of one document's tokens, or its score; the logits of each layer's router, from token `first`
+        on)."""
         found: list[Tensor] = []
         self._logits_of_routers = found
         try:
-            return self.model(input_ids=ids[None], use_cache=False).logits[0], found
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+            return logits, [of_router[first:] for of_router in found]
         finally:
             self._logits_of_routers = None  # a checkpoint runs the layers again in the backward pass
 
     def _note_router(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._logits_of_routers is not None:
             self._logits_of_routers.append(output[0])
+
+    def _documents(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """(token ids, targets, the first token that a run's routers see) of each document of a batch without padding,
+        in the order of `Batch.labels`. With `shares_prompts` the documents are a pair."""
+        ids, targets, first = batch.input_ids.flatten(), batch.targets.flatten(), None
+        for begin, end in pairwise(batch.cu_seqlens.unique().tolist()):  # unused slots repeat the end
+            document = ids[begin:end], targets[begin:end]
+            shared = _shared_tokens(first, document) if self.shares_prompts and first is not None else 0
+            first = first or document
+            yield *document, shared
 
     def _count(self, of_routers: list[Tensor], counts: RouterCounts) -> None:
         text = self.model.config.get_text_config()
@@ -174,8 +194,10 @@ class PlainModel(LanguageModel):
             counts.decisions += len(logits)
 
 
-def _documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """(token ids, targets) of each document of a batch without padding, in the order of `Batch.labels`."""
-    ids, targets = batch.input_ids.flatten(), batch.targets.flatten()
-    for begin, end in pairwise(batch.cu_seqlens.unique().tolist()):  # unused slots repeat the end
-        yield ids[begin:end], targets[begin:end]
+def _shared_tokens(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> int:
+    """One less than the tokens that two documents, (token ids, targets), begin with and that neither learns."""
+    length = min(len(one[0]), len(other[0]))
+    differs = one[0][:length] != other[0][:length]
+    for _, targets in (one, other):
+        differs[1:] |= targets[: length - 1] != IGNORE_INDEX
+    return max(int(torch.cat([differs, differs.new_ones(1)]).int().argmax()) - 1, 0)

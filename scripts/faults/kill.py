@@ -140,7 +140,9 @@ def campaign_of_ranks(
     """Kill processes of runs of `ranks` ranks until `kills` kills are done. `shard`: number of ranks over which weights
     are divided. Returns how many runs went wrong."""
     draw, bad, number = random.Random(f"{seed}/ranks"), 0, 0
-    sizes = ["train.micro_batch_size=1", f"train.global_batch_size={max(4, ranks)}"]
+    # Without packing both answers of a pair take a row of one micro-batch.
+    micro = 2 if any(word.startswith("objective=") for word in MODES[mode]) else 1
+    sizes = [f"train.micro_batch_size={micro}", f"train.global_batch_size={max(4, micro * ranks)}"]
     title = f"{mode}, {ranks} ranks" + (f", weights divided by {shard}" if shard > 1 else "")
 
     def words_in(place: Path) -> list[str]:

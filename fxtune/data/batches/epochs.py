@@ -374,7 +374,14 @@ class EpochStream(RowSequence):
             )
         lines = []
         for at in empty:
-            counts = self.counts[at]
+            counts, table = self.counts[at], self.tables[at]
+            if table.prompts is not None and not counts.documents:
+                prompts = len(np.unique(table.prompts))
+                raise DataError(
+                    f"{table.name}: data.eval_fraction={self.settings.share(at)} holds out all {counts.other_side:,} "
+                    f"{table.noun}, because all answers to a prompt are on one side, and there are {prompts} prompts. "
+                    "Name held-out data in data.eval_sources, or set data.eval_fraction=0."
+                )
             lines.append(
                 f"{self.tables[at].name}: nothing to learn from. {counts.documents:,} documents "
                 f"({counts.other_side:,} more on the other side of data.eval_fraction={self.settings.share(at)}), "

@@ -25,6 +25,8 @@ class PreferenceFormat(PairFormat):
 
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
         prompt = row.get("prompt")
+        if missing := [column for column in self.columns if row.get(column) is None]:
+            raise RowError(f"there is no {missing[0]}: a pair has a prompt, a chosen and a rejected answer")
         if all(isinstance(row.get(column), str) for column in self.columns):
             return texts(row["prompt"], row)
         chats = Conversation(), Conversation()

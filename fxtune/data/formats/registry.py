@@ -91,6 +91,8 @@ def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> 
         return None
     format = row_format(row)
     way = "rename its columns to `prompt`, `chosen` and `rejected` (the source's `columns`), and set objective=dpo"
+    if {"chosen", "rejected"} <= set(found) and row.get("prompt") is None:
+        way = "give rows with `prompt`, `chosen` and `rejected` (there is no `prompt` now), and set objective=dpo"
     if format is not None and format.answers:
         way = f"set objective={learned_by(format)}, and the source's `format: {format.name}`"
     return (

@@ -130,7 +130,10 @@ class Source:
         """The configured format, or the format of the first rows. Raises DataError if they have none."""
         unused, given = set(self.config.unused), FORMATS.get(self.config.format)
         head = [{key: value for key, value in row.items() if key not in unused} for row in self.head()]
-        for row in head:
+        formats = [row_format(row) for row in head]
+        most = given or (detect_format(head, self.name) if any(formats) else None)
+        # Among rows of preferences, a row of another kind is a bad row.
+        for row in [] if most and most.answers else head:
             own = given or row_format(row)
             if own and own.answers:
                 continue

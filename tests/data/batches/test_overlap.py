@@ -219,3 +219,11 @@ def test_a_prompt_that_other_sources_hold_out_is_an_error(prepare, tmp_path):
     two = write(tmp_path / "two.jsonl", [pair(prompt, 2) for prompt in range(10)])
     with pytest.raises(DataError, match=r"two\.jsonl.*|one\.jsonl:\d+ has the prompt of \S+two\.jsonl"):
         prepare(sources=[one, two])
+
+
+def test_rows_of_one_prompt_cannot_be_divided(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", [pair(7, answer) for answer in range(9)])
+    with pytest.raises(DataError, match=r"holds out (none of 9 documents|all 9 pairs)"):
+        prepare(sources=[one], eval_fraction=0.01)
+    with pytest.raises(DataError, match=r"holds out all 9 pairs, .* there are 1 prompts\. Name held-out data"):
+        prepare(sources=[one], eval_fraction=0.999)

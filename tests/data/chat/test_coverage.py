@@ -178,6 +178,16 @@ def test_preferences_after_the_first_rows_are_bad_rows() -> None:
     assert "a row of preferences (label)" in reason
 
 
+def test_other_rows_among_pairs_are_bad_rows_with_their_line(tmp_path: Path) -> None:
+    pair = {"prompt": "two? ", "chosen": "four", "rejected": "five"}
+    broken = [{"messages": CHOSEN}, {"chosen": "four", "rejected": "five"}, {"prompt": "two? ", "chosen": "four"}]
+    for row, missing in zip(broken, ("prompt", "prompt", "rejected"), strict=True):
+        path = write_jsonl(tmp_path / "a.jsonl", [pair, row])
+        data = DataConfig(cache_dir=str(tmp_path), workers=1)
+        with pytest.raises(DataError, match=rf"a\.jsonl:2: there is no {missing}"):
+            tokenize(SourceConfig(path=str(path)), data, families.tokenizer("chatml"), progress=False)
+
+
 def test_classes_are_no_preferences(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "two", "label": 1}])
     assert open_source(SourceConfig(path=str(path))).format() is FORMATS["text"]

@@ -26,9 +26,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The part of a model that makes hidden states of tokens, with or without adapters: all but the head."""
+    """The decoder of a model with or without adapters, which makes hidden states of tokens: no head, no tower."""
     base = _base(model)
     return kind_of(base.config).backbone(base)
+
+
+def body(model: nn.Module) -> nn.Module:
+    """All of a model but its head, with or without adapters: it makes hidden states of tokens and images."""
+    base = _base(model)
+    return kind_of(base.config).body(base)
+
+
+def towers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that make features of images, with or without adapters."""
+    base = _base(model)
+    return kind_of(base.config).towers(base)
+
+
+def projectors(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model between its towers and its decoder, with or without adapters."""
+    base = _base(model)
+    return kind_of(base.config).projectors(base)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -2,7 +2,8 @@
 
 The head is the largest matmul of a model: with a vocabulary of 128k it is 1/15 of an 8B model's work, and its logits
 take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
-gathered, and the head runs on these alone: the same numbers for less work, and no host sync.
+gathered, and the head runs on these alone: the same numbers for less work, and no host sync. A batch without images
+passes by the tower of a model that has one.
 
 Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). LOGIT_FACTORS
 may miss a family. So the constructor compares the logits of a small row with the logits of the model's own
@@ -33,7 +34,7 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import relative_distance
 from fxtune.models.reference import ReferenceModel
-from fxtune.models.structure import backbone, running_on_text, without_dropout
+from fxtune.models.structure import backbone, body, running_on_text, without_dropout
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 from fxtune.techniques.base import Evidence
@@ -153,7 +154,8 @@ class LanguageModel:
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """[supervised, d]: the last hidden states at the positions that have a target."""
-        states = backbone(self.model)(**self._inputs(batch))[0]
+        part = backbone(self.model) if batch.images is None else body(self.model)
+        states = part(**self._inputs(batch))[0]
         selected: torch.Tensor = _SelectRows.apply(states.flatten(0, 1), batch.supervised_at)
         return selected
 
@@ -201,7 +203,8 @@ class LanguageModel:
         keys = None
         if batch.cu_seqlens_k is not None and batch.key_index is not None and batch.key_copies is not None:
             keys = KeyBounds(batch.cu_seqlens_k, batch.key_index, batch.key_copies)
-        return model_inputs(self.model, *tensors, batch.pieces, self.context_group, keys)
+        images = batch.images, batch.rope_positions
+        return model_inputs(self.model, *tensors, batch.pieces, self.context_group, keys, *images)
 
     def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size

@@ -1,15 +1,15 @@
 """What the rest of fxtune asks a kind of model: how it is read, where its parts are, and what a small input of it is.
 
 A kind is what is alike in all families of one auto class of transformers: decoders of text are one kind, whether Llama
-or Qwen. Decoders that also read images would be another kind, with a processor beside the tokenizer, pixels in the
-small row, and parts outside of the text model. A head that gives a number for a document makes another kind, too
-(scorer.py): it has another auto class, and `architectures` in its config names its class.
+or Qwen. Decoders that also read images are another kind, with parts beside the decoder (image_decoder.py). A head that
+gives a number for a document makes another kind, too (scorer.py): it has another auto class, and `architectures` in
+its config names its class.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Kind(ABC):
     """Whether a plain forward pass tells padding by its token, so that the config must name it."""
     auto_class: str
     """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
+    reads_images: bool = False
+    """Whether models of this kind read images beside tokens."""
     tokenizer_class: str = "AutoTokenizer"
     """The name of the class that reads the tokenizer."""
     pipeline_tag: str
@@ -73,7 +75,11 @@ class Kind(ABC):
 
     @abstractmethod
     def backbone(self, model: Any) -> nn.Module:
-        """The part of a model without adapters that makes hidden states of its inputs: all but the head."""
+        """The part of a model without adapters that makes hidden states of tokens: its decoder, without a head."""
+
+    def body(self, model: Any) -> nn.Module:
+        """The part of a model without adapters that makes hidden states of tokens and images: all but the head."""
+        return self.backbone(model)
 
     @abstractmethod
     def layers(self, model: Any) -> list[nn.Module]:
@@ -94,6 +100,41 @@ class Kind(ABC):
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         """Those of the weights that only a base's files have that this kind leaves out."""
         return []
+
+    def towers(self, model: Any) -> list[nn.Module]:
+        """The modules of a model without adapters that make features of images."""
+        return []
+
+    def projectors(self, model: Any) -> list[nn.Module]:
+        """The modules of a model without adapters between its towers, or inside them, and its decoder."""
+        return []
+
+    def tower_configs(self, config: Any) -> list[Any]:
+        """The configs of towers() in a model's config."""
+        return []
+
+    def positions(self, config: Any, position_ids: torch.Tensor, rope_positions: torch.Tensor | None) -> torch.Tensor:
+        """What forward() takes as positions, from Batch.position_ids [rows, tokens] and Batch.rope_positions."""
+        return position_ids
+
+    def rope_positions(self, config: Any) -> Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor] | None:
+        """For families with M-RoPE: from the ids of a document, int64 [tokens], and the tensors of its images to
+        int64 [3, tokens]. Picklable."""
+        return None
+
+    def merge(self, config: Any) -> Callable[[Sequence[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+        """From the tensors of the images of each document to the tensors of a micro-batch. Picklable."""
+        raise NotImplementedError(f"{type(self).__name__} reads no images")
+
+    def image_blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
+        """int64 [rows, tokens]: a number for the tokens of each image, which see each other, and 0 for text. None:
+        attention is causal in images, too."""
+        return None
+
+    def image_row(self, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A small row with one image on the model's device: ids [1, tokens], and the tensors of the image. The tower
+        must have weights."""
+        raise NotImplementedError(f"{type(self).__name__} reads no images")
 
     @abstractmethod
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:

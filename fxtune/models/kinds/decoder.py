@@ -1,6 +1,6 @@
 """Decoders that predict the next token of a text: AutoModelForCausalLM of transformers.
 
-Some checkpoints of this auto class also hold a tower for images or sound (Gemma 3). Their text model is trained, and
+Some checkpoints of this auto class also hold a tower for images or sound (Gemma 3n). Their text model is trained, and
 the files that prepare images go into an export as they are.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fxtune.models.kinds.base import Kind
+from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES
 
 PROCESSORS = "*processor_config.json"
 """The files with which a model prepares images."""
@@ -36,7 +37,8 @@ class Decoder(Kind):
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
 
         if family in WITH_IMAGES:
-            return "which transformers trains with images only. Use a text model of its family"
+            known = ", ".join(sorted(IMAGE_FAMILIES))
+            return f"which fxtune has not compared with plain transformers. Of models with images it trains {known}"
         return "which is no causal language model"
 
     def model_class(self, config_class: type) -> Any:

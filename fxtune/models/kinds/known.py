@@ -8,10 +8,11 @@ from typing import Any
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.base import Kind
 from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.image_decoder import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
 SCORER = Scorer()
-KINDS: tuple[Kind, ...] = (SCORER, Decoder())
+KINDS: tuple[Kind, ...] = (SCORER, ImageDecoder(), Decoder())
 """The first kind that takes a config has it."""
 
 

@@ -8,9 +8,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.structure import towers
 from fxtune.techniques.attention.backends.registry import called
-from fxtune.techniques.attention.packed import no_mask
+from fxtune.techniques.attention.packed import document_mask, no_mask
 from fxtune.upstream.transformers import attention_of
+
+OF_DOCUMENTS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "key_index",
+    "key_copies",
+    "max_length_q",
+    "max_length_k",
+    "deterministic",
+    "context_group",
+    "context_ranks",
+)
+"""Arguments of model_inputs() for the attention of the decoder. Some families hand them to their tower, too."""
+
+
+def keep_from_towers(model: nn.Module) -> None:
+    """Let the towers of a model for images run without the bounds of the text's documents."""
+
+    def remove(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return positional, {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
+
+    for tower in towers(model):
+        tower.register_forward_pre_hook(remove, with_kwargs=True)
 
 
 @dataclass(frozen=True)
@@ -30,6 +56,8 @@ def model_inputs(
     pieces: int = 1,
     group: str = "",
     keys: KeyBounds | None = None,
+    images: dict[str, torch.Tensor] | None = None,
+    rope_positions: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The tensors of a Batch as keyword arguments for a forward pass in training, under transformers' names.
 
@@ -38,9 +66,37 @@ def model_inputs(
 
     `pieces`: into how many pieces each row is divided (Batch.pieces). The tensors are one piece; the other ranks
     of the process group `group` have the other pieces. `keys`: only for backends that take them (Backend.shares).
+
+    `images`, `rope_positions`: as in a Batch. With images the arguments are for the model's body() or the whole model,
+    without for its backbone(), too. Raises ConfigError for images that this attention cannot take.
     """
-    inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    backend = called(attention_of(model.config))
+    config: Any = model.config
+    kind, backend = kind_of(config), called(attention_of(config))
+    positions = kind.positions(config, position_ids, rope_positions)
+    inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
+    if images is not None:
+        if pieces > 1:
+            raise ConfigError("parallel.context: rows with images cannot be cut into pieces. Set it to 1.")
+        inputs.update(images)
+        if (blocks := kind.image_blocks(config, input_ids)) is not None:
+            if keys is not None:
+                raise ConfigError(
+                    f"data.share_prompts: the tokens of an image in {config.model_type} see each other, which needs "
+                    "the prompt of each answer in its row. Set it to false."
+                )
+            rows, length = input_ids.shape
+            window = getattr(config.get_text_config(), "sliding_window", None) or 0
+            masks = {
+                layers: backend.given_mask(document_mask(rows, length, cu_seqlens, reach, blocks))
+                for layers, reach in (("full_attention", 0), ("sliding_attention", window))
+            }
+            if any(mask is None for mask in masks.values()):
+                raise ConfigError(
+                    f"techniques.attention.backend: the tokens of an image in {config.model_type} see each other, and "
+                    f"{backend.name} takes no mask for it. Set it to sdpa or eager."
+                )
+            inputs["attention_mask"] = masks
+            return inputs
     if not (backend.given_bounds or pieces > 1):
         return inputs
     if backend.core is not None or pieces > 1:  # context.py makes the masks of whole rows

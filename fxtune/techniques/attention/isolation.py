@@ -26,7 +26,9 @@ from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
-PROVEN = frozenset(_PROVEN.split())
+_PROVEN_WITH_IMAGES = "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"
+"""They are no models with a head by themselves; tests/models/kinds/test_image_decoder.py tries each."""
+PROVEN = frozenset(f"{_PROVEN} {_PROVEN_WITH_IMAGES}".split())
 """Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
 """The most that other documents' logits may move, relative to the changed one's."""
@@ -47,6 +49,7 @@ def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, floa
     All forward passes have the same shape, so logits that depend on nothing else stay equal bit for bit.
     """
     ids, positions = inputs["input_ids"], inputs["position_ids"]
+    positions = positions[0] if positions.dim() == 3 else positions  # before the axes of M-RoPE
     document = (positions == 0).long().cumsum(-1) - 1
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     before = outputs(model, **inputs).float()

@@ -47,14 +47,18 @@ def no_mask(input_ids: Tensor) -> Tensor:
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 
-def document_mask(query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Where a token attends, bool [rows, 1, length, length]: to those before it in its document, within `window`."""
-    rows, length = len(query), query.shape[2]
+def document_mask(rows: int, length: int, cu_seqlens: Tensor, window: int, blocks: Tensor | None = None) -> Tensor:
+    """Where a token attends, bool [rows, 1, length, length]: to tokens before it in its document, within `window`.
+
+    `blocks`: int64 [rows, length], a number for tokens that see each other, also later ones; 0: only earlier ones.
+    """
     at = torch.arange(rows * length, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
     back = at[:length, None] - at[None, :length]
-    seen = (back >= 0) & (back < (window or length))
-    return ((document[:, :, None] == document[:, None, :]) & seen).unsqueeze(1)
+    seen = (back >= 0).expand(rows, -1, -1)
+    if blocks is not None:
+        seen = seen | (blocks[:, :, None] == blocks[:, None, :]) & (blocks > 0)[:, :, None]
+    return ((document[:, :, None] == document[:, None, :]) & seen & (back < (window or length))).unsqueeze(1)
 
 
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:

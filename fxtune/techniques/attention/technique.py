@@ -34,6 +34,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import Observed, observe_operators, short_name
@@ -42,6 +43,7 @@ from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER
 from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
 from fxtune.techniques.attention.backends.sdpa import SDPA
+from fxtune.techniques.attention.inputs import keep_from_towers
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import attention_of, set_attention
 
@@ -166,12 +168,16 @@ class Attention(AttentionOptions, Technique):
         backend = self._backend(hf_config)
         backend.prepare()
         set_attention(hf_config, backend.implementation)
+        # Attention in a tower is not causal, which kernels for packed documents are.
+        for tower in kind_of(hf_config).tower_configs(hf_config):
+            set_attention(tower, (EAGER if backend is EAGER else SDPA).implementation)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
             context.register(self._backend(model.module.config))
         if self._packed:
             recurrent.separate(model.module)
+        keep_from_towers(model.module)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         backend = self._backend(model.module.config)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.known import families, kind_of
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3_text", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss"])
 def test_decoder_of_text_is_found_by_its_config(family):
     kind = kind_of(CONFIG_MAPPING[family]())
     assert isinstance(kind, Decoder)
@@ -18,10 +18,18 @@ def test_decoder_of_text_is_found_by_its_config(family):
     assert family in families()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "smolvlm"])
+def test_decoder_that_reads_images_is_found_by_its_config(family):
+    kind = kind_of(CONFIG_MAPPING[family]())
+    assert kind.reads_images
+    assert kind.auto is AutoModelForImageTextToText
+    assert family in families()
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("qwen2_5_vl", "is a qwen2_5_vl model, which transformers trains with images only"),
+        ("blip-2", "is a blip-2 model, which fxtune has not compared with plain transformers.*qwen2_5_vl"),
         ("vit", "model.path is a vit model, which is no causal language model"),
     ],
 )

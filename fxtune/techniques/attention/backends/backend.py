@@ -155,6 +155,12 @@ class Backend:
         """Whether transformers passes the bounds of documents to it."""
         return self.core is not None or self.flag == "_supports_flash_attn"
 
+    def given_mask(self, seen: Tensor) -> Optional[Tensor]:
+        """The mask that transformers hands on to it, from bool [rows, 1, length, length], where a token attends.
+
+        None: it takes no mask."""
+        return seen if self.core is not None else None
+
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
         """The mask of whole rows that the backend takes beside `cu_seqlens`; None if it reads `cu_seqlens`."""
         return None
@@ -176,12 +182,14 @@ def _without_package(package: Package, facts: Facts) -> Iterator[Reason]:
 def offers(kind: str, flag: str) -> bool:
     """Whether transformers' class for this model type has the flag. Classes that come with their model have only
     sdpa's."""
-    from transformers import CONFIG_MAPPING
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in classes:
+    config: Any = CONFIG_MAPPING.get(kind)
+    # The decoder of a model that reads images may be no model with a head by itself.
+    classes = next((classes for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if config in classes), None)
+    if classes is None:
         return flag in ("", "_supports_sdpa")
-    return not flag or bool(getattr(classes[CONFIG_MAPPING[kind]], flag, False))
+    return not flag or bool(getattr(classes[config], flag, False))
 
 
 def kind_of(facts: Facts) -> str:

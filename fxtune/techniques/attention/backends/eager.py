@@ -25,9 +25,15 @@ class _Eager(Backend):
             )
 
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-        """The mask as numbers that are added to the scores."""
-        seen, lowest = document_mask(query, cu_seqlens, window), torch.finfo(query.dtype).min
-        return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, lowest)
+        return _added(document_mask(len(query), query.shape[2], cu_seqlens, window), query.dtype)
+
+    def given_mask(self, seen: Tensor) -> Tensor:
+        return _added(seen, torch.float32)
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers that are added to the scores."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 EAGER = _Eager(

@@ -94,9 +94,12 @@ class _Sdpa(Backend):
     def records(self, facts: Facts) -> bool:
         return self.running(facts).recordable
 
+    def given_mask(self, seen: Tensor) -> Tensor:
+        return seen
+
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
         plain = one_document_a_row(len(query), cu_seqlens) and not window
-        return None if plain else document_mask(query, cu_seqlens, window)
+        return None if plain else document_mask(len(query), query.shape[2], cu_seqlens, window)
 
 
 SDPA = _Sdpa(

@@ -1,0 +1,126 @@
+"""Families of decoders that read images: names of their parts, and what the tensors of their images look like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Tensors = dict[str, torch.Tensor]
+
+
+def concatenated(documents: Sequence[Tensors]) -> Tensors:
+    """The tensors of the images of all documents, one after the other along their first dimension."""
+    return {name: torch.cat([tensors[name] for tensors in documents]) for name in documents[0]}
+
+
+def padded_to_largest(documents: Sequence[Tensors]) -> Tensors:
+    """As concatenated(), for images, or sets of tiles, that are padded with zeros to one size: tensors whose other
+    dimensions differ are padded at their ends."""
+    return {name: torch.cat(_alike([tensors[name] for tensors in documents], 1)) for name in documents[0]}
+
+
+def in_one_row(documents: Sequence[Tensors]) -> Tensors:
+    """The tensors of Idefics, [1, images, ...] for each document, as of one document that has all images."""
+    return {name: torch.cat(_alike([tensors[name] for tensors in documents], 2), 1) for name in documents[0]}
+
+
+def _alike(tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
+    """`tensors` with zeros behind the dimensions from number `first` on, so that they have one size there."""
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[first:] for tensor in tensors), strict=True)]
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        missing = [size - own for size, own in zip(sizes, tensor.shape[first:], strict=True)]
+        return F.pad(tensor, [end for count in reversed(missing) for end in (0, count)]) if any(missing) else tensor
+
+    return [pad(tensor) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the parts of a family's models are, below `model.model`, and what its images look like."""
+
+    tower: str
+    projector: tuple[str, ...]
+    """Modules. They may be inside the tower."""
+    example: Callable[[Any], Tensors]
+    """From a config: arguments of forward() for one small image."""
+    merge: Callable[[Sequence[Tensors]], Tensors] = concatenated
+    m_rope: bool = False
+    two_way: Callable[[Any], bool] = lambda config: False
+    """From a config: whether the tokens of an image see each other."""
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    """Pixels after normalization that are no picture: none is 0, and no two rows of patches are alike."""
+    return torch.sin(torch.arange(math.prod(shape)) * 0.7 + 0.5).view(shape)
+
+
+def _patches(config: Any) -> Tensors:
+    vision = config.vision_config
+    rows, columns = vision.spatial_merge_size, 2 * vision.spatial_merge_size
+    width = getattr(vision, "in_channels", None) or vision.in_chans
+    pixels = _numbers(rows * columns, width * vision.temporal_patch_size * vision.patch_size**2)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+
+
+def _side(config: Any) -> int:
+    size = config.vision_config.image_size
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _square(config: Any) -> Tensors:
+    if config.vision_config.model_type == "pixtral":
+        side = 2 * config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+        return {"pixel_values": _numbers(1, 3, side, side), "image_sizes": torch.tensor([[side, side]])}
+    return {"pixel_values": _numbers(1, 3, _side(config), _side(config))}
+
+
+def _tiles(config: Any) -> Tensors:
+    side, (height, width) = _side(config), config.image_grid_pinpoints[0]
+    tiles = (height // side) * (width // side) + 1
+    sizes, one = torch.tensor([[height, width]]), torch.tensor([1])
+    return {"pixel_values": _numbers(1, tiles, 3, side, side), "image_sizes": sizes, "batch_num_images": one}
+
+
+def _in_a_row(config: Any) -> Tensors:
+    side = _side(config)
+    mask = torch.ones(1, 1, side, side, dtype=torch.bool)
+    return {"pixel_values": _numbers(1, 1, 3, side, side), "pixel_attention_mask": mask}
+
+
+def _listed_patches(config: Any) -> Tensors:
+    vision = config.vision_config
+    side = 2 * vision.pooling_kernel_size
+    at = torch.arange(side)
+    places = torch.stack([at.repeat(side), at.repeat_interleave(side)], -1)[None]
+    return {"pixel_values": _numbers(1, side * side, 3 * vision.patch_size**2), "image_position_ids": places}
+
+
+_QWEN = partial(Family, "visual", example=_patches, m_rope=True)
+_BESIDE = partial(Family, "vision_tower", ("multi_modal_projector",))
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": _QWEN(projector=("visual.merger",)),
+    "qwen2_5_vl": _QWEN(projector=("visual.merger",)),
+    "qwen3_vl": _QWEN(projector=("visual.merger", "visual.deepstack_merger_list")),
+    "qwen3_vl_moe": _QWEN(projector=("visual.merger", "visual.deepstack_merger_list")),
+    "gemma3": _BESIDE(example=_square, two_way=lambda config: True),
+    "gemma4": Family(
+        "vision_tower",
+        ("embed_vision",),
+        example=_listed_patches,
+        two_way=lambda config: config.text_config.use_bidirectional_attention == "vision",
+    ),
+    "internvl": _BESIDE(example=_square),
+    "llava": _BESIDE(example=_square, merge=padded_to_largest),
+    "llava_onevision": _BESIDE(example=_tiles, merge=padded_to_largest),
+    "mistral3": _BESIDE(example=_square, merge=padded_to_largest),
+    "smolvlm": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row),
+    "idefics3": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row),
+}
+"""By `model_type`; tests/models/kinds/test_image_decoder.py compares each with plain transformers."""

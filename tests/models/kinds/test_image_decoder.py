@@ -1,0 +1,136 @@
+"""Each family of decoders that read images, compared with plain transformers one document at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import image_models
+from support.image_models import CONFIGS
+
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.prepared import PreparedModel
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.attention.backends.flex import FLEX
+from fxtune.upstream.transformers import set_attention
+
+SHAPES = [
+    [4, (1, 2), 5],
+    [6],
+    [3, (2, 2), 3, (1, 3), 6],
+    [2, (3, 1), 7],
+    [9],
+]
+"""Documents: tokens of text, and images of several sizes."""
+
+
+def documents(family, model):
+    return [image_models.document(family, model, parts, seed) for seed, parts in enumerate(SHAPES)]
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_alike(found, expected):
+    """A key's bias adds one number to all scores of a query, so its gradient is 0 but for rounding: it is compared with
+    the gradient of the key's weight."""
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        scale = expected[name.replace("k_proj.bias", "k_proj.weight")].norm()
+        assert (gradient - expected[name]).norm() < 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_loss_and_gradients_are_those_of_plain_transformers(family, packed, backend):
+    model = image_models.model(family)
+    model.set_attn_implementation(backend)
+    shown = documents(family, model)
+    expected = image_models.plain_loss(model, shown)
+    wanted = gradients(model, expected)
+    rows = [shown[:3], shown[3:]] if packed else [[document] for document in shown]
+    loss = LanguageModel(PreparedModel(model)).summed_loss(image_models.batch(model, rows, packed))
+    assert abs(loss.item() - expected.item()) < 1e-5 * expected.item()
+    assert_alike(gradients(model, loss), wanted)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_moving_one_image_moves_the_logits_of_its_document_alone(family):
+    model = image_models.model(family)
+    shown = documents(family, model)
+    moved = documents(family, model)
+    moved[2].images["pixel_values"] = moved[2].images["pixel_values"].neg()
+    language_model = LanguageModel(PreparedModel(model))
+    with torch.no_grad():
+        before, after = (language_model.log_probs(image_models.batch(model, [rows])) for rows in (shown, moved))
+    batch = image_models.batch(model, [shown])
+    shifts = (after - before).abs()
+    document = batch.document_of_target()
+    assert shifts[document == 2].max() > 1e-3
+    assert shifts[document != 2].max() == 0
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family.startswith("qwen")])
+def test_rope_positions_are_those_of_the_family(family):
+    model = image_models.model(family)
+    rope = kind_of(model.config).rope_positions(model.config)
+    for document in documents(family, model):
+        ids = document.ids[None]
+        grid = document.images.get("image_grid_thw")
+        expected, _ = model.model.get_rope_index(
+            ids, mm_token_type_ids=(ids == image_models.IMAGE_TOKEN).int(), image_grid_thw=grid
+        )
+        assert torch.equal(rope(document.ids, document.images), expected[:, 0])
+
+
+def test_adjacent_images_have_positions_of_their_own():
+    model = image_models.model("qwen2_5_vl")
+    rope = kind_of(model.config).rope_positions(model.config)
+    found = rope(*vars(image_models.document("qwen2_5_vl", model, [1, (1, 2), (2, 1), 1], 0)).values())
+    assert found.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
+
+
+def test_positions_of_a_batch_without_images_tell_documents_apart():
+    model = image_models.model("qwen2_5_vl")
+    shown = [image_models.document("qwen2_5_vl", model, [length], seed) for seed, length in enumerate((5, 7, 6))]
+    batch = image_models.batch(model, [shown])
+    assert batch.rope_positions is None
+    loss = LanguageModel(PreparedModel(model)).summed_loss(batch)
+    assert abs(loss.item() - image_models.plain_loss(model, shown).item()) < 1e-5 * loss.item()
+    model.model.visual = None  # a batch without images passes by the tower
+    assert LanguageModel(PreparedModel(model)).summed_loss(batch).item() == loss.item()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_image_row_runs(family):
+    model = image_models.model(family)
+    ids, images = kind_of(model.config).image_row(model)
+    assert (ids == image_models.IMAGE_TOKEN).any()
+    with torch.no_grad():
+        assert model(input_ids=ids, **images, **image_models.type_ids(model, ids)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parts(family):
+    model = image_models.model(family)
+    kind = kind_of(model.config)
+    assert len(kind.layers(model)) == 2
+    of_decoder = {id(weight) for weight in kind.backbone(model).parameters()}
+    beside = {id(weight) for part in (*kind.towers(model), *kind.projectors(model)) for weight in part.parameters()}
+    named = dict(model.model.named_parameters())
+    assert not of_decoder & beside
+    assert {name for name, weight in named.items() if id(weight) not in of_decoder | beside} <= {"image_newline"}
+    assert not any(name.startswith("model.") for name in named)
+
+
+def test_an_attention_without_masks_refuses_images_that_see_each_other():
+    model = image_models.model("gemma3")
+    batch = image_models.batch(model, [documents("gemma3", model)])
+    language_model = LanguageModel(PreparedModel(model))
+    set_attention(model.config, FLEX.implementation)
+    with pytest.raises(ConfigError, match=r"gemma3 see each other.*flex takes no mask"):
+        language_model.summed_loss(batch)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from fxtune.techniques.attention.backends.registry import ALL
 from fxtune.techniques.attention.inputs import model_inputs
@@ -15,7 +16,7 @@ OURS = [backend.implementation for backend in ALL if backend.core is not None]
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn", *OURS])
 def test_each_backend_gets_documents_in_its_own_form(backend):
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=backend))
+    model = SimpleNamespace(config=LlamaConfig(attn_implementation=backend))
     ids, bounds = torch.arange(6)[None], torch.tensor([0, 4, 6], dtype=torch.int32)
     given = model_inputs(model, ids, torch.tensor([[0, 1, 2, 3, 0, 1]]), bounds)
     assert given["use_cache"] is False

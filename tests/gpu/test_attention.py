@@ -82,6 +82,30 @@ def test_windows_soft_caps_and_float16(window, softcap, dtype):
     within(errors(*qkv([sum(lengths)], 8, 2, 128, dtype), bounds(lengths), window, softcap))
 
 
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 64)])
+@pytest.mark.parametrize("backend", [pytest.param(FLASH4, marks=HOPPER), BY_DOCUMENTS], ids=["flash4", "sdpa"])
+def test_a_document_with_more_keys_attends_from_its_end(backend, heads, window):
+    """As the second answer to a prompt, up to a prompt that its window does not reach. Keys after all documents have
+    no influence, and no gradient that is read."""
+    own, before, spare = (700, 1, 7, 127, 129, 1200, 0, 0), (0, 500, 128, 1000, 64, 3000, 0, 0), 300
+    q, k, v = qkv([sum(own)], *heads)
+    keys = [x[0] for x in qkv([1, sum(own) + sum(before) + spare], *heads, seed=1)[1:]]
+    k, v = (x.detach().requires_grad_() for x in keys)
+    ends = bounds([one + other for one, other in zip(own, before, strict=True)])
+    scale = q.shape[-1] ** -0.5
+    out = backend.core(q[None], k[None], v[None], bounds(own), scale, window, 0.0, None, ends)[0]
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    wide = [x.detach().float() for x in (q, k, v)]
+    options = (bounds(own), len(q), scale, window, 0.0)
+    expected, sums = reference(*wide, *options, None, ends)
+    wanted = reference_backward(dout.float(), *wide, expected, sums, *options, ends)
+    used = int(ends[-1])
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *gradients), (expected, *wanted), strict=True)
+    within({name: relative(mine[:used], other[:used]) for name, mine, other in pairs})
+
+
 @HOPPER
 @pytest.mark.parametrize("window", [0, 300])
 def test_rows_of_one_document_each(window):

@@ -80,6 +80,8 @@ FLOAT32 = ("model.dtype=float32", "techniques.precision.autocast=none", "techniq
         pytest.param(FLOAT32, id="float32"),
         pytest.param(("data.packing=false", "objective.reference=stored"), id="padded stored"),
         pytest.param(("techniques=[fast]", "objective=ipo", "objective.reference=stored"), id="full"),
+        pytest.param(("data.share_prompts=true",), id="shared prompts"),
+        pytest.param(("data.share_prompts=true", "techniques.attention.backend=sdpa"), id="shared prompts, sdpa"),
         pytest.param(("techniques.quantize.enabled=true",), id="nf4"),
         pytest.param(("techniques.quantize.enabled=true", "techniques.quantize.type=fp8"), id="fp8"),
         pytest.param(

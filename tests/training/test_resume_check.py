@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from support.mixtures import mixture
-from support.runs import train_once
+from support.rows import write_pairs
+from support.runs import history, train_once
 
+from fxtune.cli.main import main
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import Policy
+from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
 from fxtune.training.resume_check import ResumeCheck
+
+NARROW = "{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}"
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +204,33 @@ def test_recorded_rate_that_is_none_is_refused(tmp_path, rate):
     check = ResumeCheck(tmp_path, True, False, print)
     with pytest.raises(StorageError, match="no learning rate"):
         check.earlier_rate(Config().optimizer)
+
+
+def losses_of_pairs(run: str, *words: str) -> list[float]:
+    """Of a run on pairs.jsonl, from its first step to its last, also if it was resumed."""
+    options = [
+        "objective=dpo",
+        "data.sources=[{path: pairs.jsonl}]",
+        "data.sequence_length=64",
+        "data.cache_dir=cache",
+    ]
+    options += [f"model.architecture={NARROW}", "model.init=random", "techniques.lora.enabled=true", "run.device=cpu"]
+    options += ["train.micro_batch_size=2", "train.global_batch_size=4", "train.max_steps=4", "run.report=false"]
+    assert main([*options, f"run.dir={run}", "optimizer.lr=1e-2", "tracking.display=plain", *words]) == 0
+    return [line["train/loss"] for line in history(Path(run)) if "train/loss" in line]
+
+
+def test_a_run_on_pairs_keeps_the_layout_of_its_rows(cwd, monkeypatch):
+    """Prompts computed once; and whole documents if the run was started where prompts could not be shared, or by a
+    version that could not."""
+    write_pairs()
+    once, whole = losses_of_pairs("once"), losses_of_pairs("whole", "data.share_prompts=false")
+    assert len(once) == len(whole) == 4
+    assert once[1:] != whole[1:], "a step has more pairs if their prompts are computed once"
+    losses_of_pairs("paused", "train.pause_after=2")
+    assert losses_of_pairs("paused") == once
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "why_not_shared", lambda *_: "of a test")
+        losses_of_pairs("earlier", "train.pause_after=2")
+    assert "share_prompts" not in json.loads(Path("earlier/setting.json").read_text())["rows"]
+    assert losses_of_pairs("earlier") == whole

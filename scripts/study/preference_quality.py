@@ -46,7 +46,7 @@ ON_PAIRS = ["data.eval_fraction=0", "data.eval_sources=[{path: builtin:preferenc
 LEARNING_RATE, WARMUP = 4e-4, 2
 STEPS, PAIRS_A_STEP = 52, 19
 KTO_STEPS, ANSWERS_A_STEP = 102, 20
-"""As the recipe has them: four packed rows hold about 19 pairs, or 20 answers of KTO with their mismatched answers."""
+"""Four packed rows hold about 19 pairs, or 20 answers of KTO with their mismatched answers."""
 FORM = re.compile(r"Dear \w+, .+ will leave for \w+ today\.")
 
 Figures = dict[str, Any]
@@ -60,6 +60,7 @@ def run_fxtune(words: list[str], seed: int, smoke: bool) -> Figures:
             rows = Path(folder, "answers.jsonl")
             write_rows(rows, judged_alone(pairs("train")))
             data = [f"data.sources=[{{path: {rows}}}]", "data.eval_fraction=0", f"data.questions.path={DATA['test']}"]
+            data.append("data.sequence_length=512")  # an answer and its mismatched one do not share their prompt
         command = [sys.executable, "-m", "fxtune", f"+recipe={RECIPE}", *words, *data, "data.questions.limit=120"]
         command += [f"run.seed={seed}", f"run.dir={run}", "run.report=false", "tracking.display=none"]
         command += ["train.max_steps=2", "data.questions.limit=4"] * smoke

@@ -52,7 +52,8 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
     case = bench_peers.CASES[name]
     config = load(fxtune_words(name, "--gpus", str(gpus), *(["--smoke"] if case_is_small(name) else [])))
-    assert (config.data.sequence_length, config.train.micro_batch_size) == (case.length, case.rows)
+    length = case.packed_length or case.length
+    assert (config.data.sequence_length, config.train.micro_batch_size) == (length, case.rows)
     assert config.train.global_batch_size == gpus * config.train.micro_batch_size, "one micro-batch a card and step"
     assert config.run.gpus == str(gpus)
     lora = config.techniques.lora
@@ -91,6 +92,19 @@ def test_random_documents_fill_their_rows_and_supervise_every_token(fxtune_words
     assert plan.lengths(0).tolist() == [256, 256]
     assert summary["supervised_tokens"] == summary["segments"] * 255, "the first token of a document is no target"
     assert summary["rows"] == 8, "enough for two warm-up steps and two measured steps"
+
+
+@pytest.mark.parametrize("name", [name for name, case in bench_peers.CASES.items() if case.packed_length])
+def test_rows_with_prompts_once_hold_the_pairs_of_a_step_and_no_more(name):
+    case = bench_peers.CASES[name]
+    sizes = []
+    for row in bench_peers.pairs(case, 1):
+        chosen, rejected = row["documents"]
+        prompt = chosen["labels"].count(-100)
+        assert chosen["input_ids"][:prompt] == rejected["input_ids"][:prompt]
+        sizes.append(len(chosen["input_ids"]) + len(rejected["input_ids"]) - (prompt - 1))
+    assert len(sizes) == case.pairs
+    assert sum(sizes) <= case.packed_length < sum(sizes) + sizes[0]
 
 
 def test_chats_have_the_requested_lengths_and_the_template_markup():

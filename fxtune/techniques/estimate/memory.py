@@ -221,6 +221,8 @@ class LayerBytes:
         backend = backend_of(attention.backend) if attention.enabled else None
         self.grouped = facts.device == "cuda" and (backend is None or backend.fused)
         """Whether attention takes keys and values without repeating them for each query head."""
+        self.keys = self.shape.k * (1 + facts.shares_prompts)
+        """Width of a token's keys: a shared prompt has a copy of them (attention/packed.py), at most one a token."""
         self.normalizes = normalizes_queries(facts.model)
         float8 = facts.techniques.float8
         self.float8 = float8.enabled and float8.weight_gradient == "float8" and self.shape.expert_count == 1
@@ -230,7 +232,7 @@ class LayerBytes:
         """Bytes that a layer keeps, on the device or the host."""
         s, number = self.shape, self.number
         everything, h, lse = self._everything(), number * s.hidden, 4 * s.heads
-        narrow = number * (2 * s.hidden + 2 * s.q + 2 * s.k) + lse + self._adapters("qkv", "o")
+        narrow = number * (2 * s.hidden + 2 * s.q + 2 * self.keys) + lse + self._adapters("qkv", "o")
         narrow += 0 if self.compiled else h
         narrow += self._routing() + self.normalizes * number * (s.q + s.k)
         mlp_adapters = self._adapters("gate_up", "down")
@@ -252,7 +254,7 @@ class LayerBytes:
 
     def working(self, level: str) -> float:
         """Bytes that a layer holds in its backward pass beyond what it kept."""
-        h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.shape.k, self.shape.inner, self.plan.tiles
+        h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.keys, self.shape.inner, self.plan.tiles
         kept_before = self._everything() if level != "everything" else 0
         # Ranks that share rows hold queries, keys and values as sent and as received.
         exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
@@ -279,7 +281,7 @@ class LayerBytes:
     def _everything(self) -> float:
         """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""
         h, q, i = self.shape.hidden, self.shape.q, self.shape.inner if self.plan.tiles == 1 else 0
-        k = self.shape.k if self.grouped else q
+        k = self.keys if self.grouped else q
         small = 4 * self.shape.heads + self._adapters(*GROUPS) + self._routing()
         if self.normalizes:  # queries and keys before their norms and after
             small += self.number * (q + self.shape.k)

@@ -134,6 +134,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "step_seconds": forecast.step_seconds,
         "tokens_per_second": forecast.step_tokens / forecast.step_seconds,
         "reference_seconds": forecast.reference_seconds,
+        "reference_gib": forecast.reference_bytes / GIB,
         "steps": forecast.steps,
         "tokens": forecast.tokens,
         "seconds": seconds,
@@ -164,13 +165,21 @@ def _bar(forecast: RunForecast) -> Text:
     return Text.assemble(bar, "\n", legend)
 
 
+def _reference(forecast: RunForecast) -> str:
+    """What a stored reference takes; empty for a reference that each step computes, which `a step` counts."""
+    if not forecast.reference_bytes:
+        return ""
+    seconds, size = format_seconds(forecast.reference_seconds), format_bytes(forecast.reference_bytes)
+    return f"{seconds} before the first step; {size} beside the cached tokens"
+
+
 def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: float | None) -> Any:
     facts, steps, seconds = forecast.facts, forecast.steps, forecast.seconds
     cards = f"{gpus} x {facts.device_name}" if gpus > 1 else facts.device_name
     rows = [
         ("ranks", f"{gpus} ({facts.degrees})" if gpus > 1 else ""),
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
-        ("reference", format_seconds(forecast.reference_seconds) if forecast.reference_seconds else ""),
+        ("reference", _reference(forecast)),
         ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
         (
             "evaluations",

@@ -6,6 +6,7 @@ matter. They come from the cache of tokens or from the rows themselves; of large
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +100,8 @@ class RunForecast:
     export_bytes: int
     reference_seconds: float = 0.0
     """Seconds before the first step in which the log-probabilities of a stored reference are computed."""
+    reference_bytes: int = 0
+    """The files of a stored reference, beside the cached tokens: a float32 for each token."""
     few_steps: list[str] = field(default_factory=list)
     """A line if the steps are too few to learn from."""
 
@@ -145,14 +148,18 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
         epochs = train.epochs or (None if train.max_steps else 1.0)
         by_epochs = max(1, round(epochs * lengths.padded / row_tokens)) if epochs else None
         steps = min(limit for limit in (train.max_steps, by_epochs) if limit)
-    epochs = steps * row_tokens / lengths.padded if lengths and steps else train.epochs or 1.0
-    objective = _compared(config, epochs)
+    # Not from the steps where the epochs limit them: the last step's room would make one epoch more than one.
+    passes = train.epochs or 1.0
+    if lengths and steps and steps == train.max_steps:
+        passes = min(steps * row_tokens / lengths.padded, train.epochs or math.inf)
+    objective = _compared(config, passes)
     micro = micro_batch_seconds(facts, plan, supervised, attended, objective.forward_passes)
     compute = own * micro + update_seconds(facts)
     step = compute + _exchange_seconds(facts, own, compute)
-    stored = 0.0
+    stored, stored_bytes = 0.0, 0
     if lengths and isinstance(objective, WithReference) and objective.reference is Reference.stored:
         batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
+        stored_bytes = int(4 * lengths.whole * (lengths.epoch + lengths.held_out))
         stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
@@ -177,6 +184,7 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
         config.checkpoint.keep + (config.checkpoint.keep_best and held_out > 0) + 1,
         trained * size,
         stored,
+        stored_bytes,
         list(few_steps(train, steps, lengths.padded / facts.row_length)) if lengths else [],
     )
 

@@ -2,15 +2,20 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
+from support.rows import write_pairs
 
+from fxtune import api
 from fxtune.config import compose
 from fxtune.data.batches.build import prepare_data
+from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
-from fxtune.models.load import load_tokenizer
+from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.machines import machine
+from fxtune.tracking.throughput import training_cost
 from fxtune.training import run_forecast
 from fxtune.training.run_forecast import START_SECONDS, Lengths, changes_to_fit, count_tokens, forecast_run
 
@@ -76,10 +81,41 @@ def test_a_reference_is_a_forward_pass_in_each_step_or_one_before_the_first():
     assert stored.step_seconds == pytest.approx(plain.step_seconds)
     assert stored.reference_seconds == pytest.approx(stored.steps * forward, rel=0.01)
     assert stored.seconds == pytest.approx(plain.seconds + stored.reference_seconds)
+    assert (dpo.reference_bytes, stored.reference_bytes) == (0, 4 * LENGTHS.epoch)
     # More than one epoch: stored, as training decides.
     twice = forecast(*words, "train.epochs=2")
     assert twice.reference_seconds == pytest.approx(stored.reference_seconds)
     assert twice.step_seconds == pytest.approx(plain.step_seconds)
+
+
+def test_steps_of_dpo_have_the_tokens_and_the_work_that_a_run_counts(rows):
+    """A run takes as many tokens a step, and what MFU counts for a reference is what the forecast adds."""
+    write_pairs()
+    words = (
+        "data.sources=[{path: pairs.jsonl}]",
+        "data.eval_fraction=0",
+        "data.packing=true",
+        "data.share_prompts=true",
+        "objective=dpo",
+        "techniques=lora",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=4",
+        "train.epochs=1",
+    )
+    config = rows(1, *words, "run.dir=run", "tracking.display=plain")
+    here = World.create(Device.cpu).facts()
+    lengths = count_tokens(config)
+    assert isinstance(lengths, Lengths)
+    run = forecast_run(config, here, 1, lengths)
+    stored = forecast_run(rows(1, *words, "objective.reference=stored"), here, 1, lengths)
+    api.train(config)
+    result = json.loads(Path("run/result.json").read_text())
+    assert run.steps == result["train/step"]
+    assert run.tokens == pytest.approx(result["train/tokens"], rel=0.1)
+    model = build(ModelConfig(), load_config(ModelConfig()), World.create(Device.cpu), 0).module.requires_grad_(False)
+    with_reference, without = training_cost(model, forward_passes=1), training_cost(model)
+    counted = with_reference.per_token / without.per_token
+    assert run.step_seconds / stored.step_seconds == pytest.approx(counted, rel=0.1)
 
 
 def test_max_steps_end_the_run_and_without_lengths_only_they_are_known():

@@ -186,9 +186,9 @@ class _Refresh:
         if config.objective.needs.reads_groups:
             raise ConfigError(
                 f"{parent} learns from groups of documents (objective={config.objective.name}), and a refresh "
-                "compares models by the loss of single documents. The loss of a group compares a model with its own start, or "
-                "has no scale that two models share. Train a new run on old and new rows, with model.adapter or "
-                "model.path as its start."
+                "compares models by the loss of single documents. The loss of a group compares a model with its own "
+                "start, or has no scale that two models share. Train a new run on old and new rows, with "
+                "model.adapter or model.path as its start."
             )
         if config.data.mix.long_share is not None:
             raise ConfigError(

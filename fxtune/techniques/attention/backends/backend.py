@@ -184,7 +184,9 @@ def offers(kind: str, flag: str) -> bool:
     sdpa's."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    config: Any = CONFIG_MAPPING.get(kind)
+    if kind not in CONFIG_MAPPING:
+        return flag in ("", "_supports_sdpa")
+    config: Any = CONFIG_MAPPING[kind]
     # The decoder of a model that reads images may be no model with a head by itself.
     classes = next((classes for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if config in classes), None)
     if classes is None:

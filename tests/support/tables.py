@@ -36,6 +36,7 @@ class Table:
     """Documents of each group."""
     labels: np.ndarray | None = None
     prompts: np.ndarray | None = None
+    images: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

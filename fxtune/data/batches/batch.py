@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from fxtune.data.batches.batch_images import BatchImages
 from fxtune.data.batches.shared_prompts import keys_of
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
@@ -203,6 +204,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     is_first = np.zeros((rows, spec.width), bool)
     first_token = np.zeros(len(spec.start), np.int64)
     shared = np.zeros(len(spec.start), np.int64) if spec.shared is None else spec.shared
+    images, moved = BatchImages(tables, spec.pieces), list[tuple[int, int, np.ndarray]]()
     for row in range(rows):
         at = 0
         for document in range(spec.offsets[row], spec.offsets[row + 1]):
@@ -213,6 +215,9 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             if table.reference is not None and is_stored:
                 reference[row, at : at + length] = table.reference[start : start + length]
             begins[row, at], is_first[row, at] = at - shared[document], True
+            images.add(table, start, length)
+            if (own := images.rope_positions(table, start, length, shared[document])) is not None:
+                moved.append((row, at, own))
             at += length
         filled[row] = at
         if spec.packed and at < spec.width:
@@ -220,6 +225,11 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     targets = np.full_like(ids, IGNORE_INDEX)
     targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORE_INDEX)
     positions = np.arange(spec.width) - np.maximum.accumulate(begins, axis=1)
+    rope_positions = None
+    if images.processor is not None and images.processor.rope_positions is not None:
+        rope_positions = np.stack([positions] * 3)
+        for row, at, own in moved:
+            rope_positions[:, row, at : at + own.shape[1]] = own
     starts = np.flatnonzero(is_first)
     cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
@@ -258,4 +268,6 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         cu_seqlens_k=None if keys is None else torch.from_numpy(keys.cu_seqlens),
         key_index=None if keys is None else torch.from_numpy(keys.index),
         key_copies=None if keys is None else torch.from_numpy(keys.copies),
+        images=images.tensors(),
+        rope_positions=None if rope_positions is None else torch.from_numpy(rope_positions),
     )

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, DataError
 from fxtune.system.host import cores
 from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.signals import leave_signals_to_main_process
@@ -88,8 +88,8 @@ class Loader:
         self.device = device
         self._specs = _SpecSampler(plan)
         self._deaths = 0
-        self._loader: Optional[DataLoader[Batch]] = self._make_loader(self.config.num_workers or 0)
-        self._pass: Optional[Iterator[Batch]] = None
+        self._loader: Optional[DataLoader[Batch | DataError]] = self._make_loader(self.config.num_workers or 0)
+        self._pass: Optional[Iterator[Batch | DataError]] = None
 
     def steps(self, start_step: int = 0) -> Iterator[StepBatches]:
         """From `start_step` to the end of the plan."""
@@ -123,7 +123,7 @@ class Loader:
         if thread.is_alive():
             _kill(workers(batches))  # they hold nothing that would be lost
 
-    def _begin_pass(self) -> Iterator[Batch]:
+    def _begin_pass(self) -> Iterator[Batch | DataError]:
         assert self._loader is not None
         before = multiprocessing.active_children()
         try:
@@ -132,7 +132,7 @@ class Loader:
             _kill(set(multiprocessing.active_children()).difference(before))
             raise
 
-    def _make_loader(self, workers: int) -> DataLoader[Batch]:
+    def _make_loader(self, workers: int) -> DataLoader[Batch | DataError]:
         parallel: dict[str, Any] = dict(
             num_workers=workers,
             multiprocessing_context=_safe_context(),
@@ -168,6 +168,8 @@ class Loader:
             try:
                 self._pass = batches = self._begin_pass()
                 for batch in batches:
+                    if isinstance(batch, DataError):
+                        raise batch
                     micro += 1
                     if micro == self.plan.micro_batches(step):
                         step, micro = step + 1, 0
@@ -244,14 +246,18 @@ class _SpecSampler:
             first = 0
 
 
-class _BatchDataset(Dataset[Batch]):
+class _BatchDataset(Dataset[Batch | DataError]):
     """The dataset of a worker: a BatchSpec as key gives a Batch. The tables pickle as paths."""
 
     def __init__(self, tables: Sequence[TokenTable], round_targets: bool) -> None:
         self.tables, self.round_targets = tables, round_targets
 
-    def __getitem__(self, spec: BatchSpec) -> Batch:
-        batch = build_batch(self.tables, spec)
+    def __getitem__(self, spec: BatchSpec) -> Batch | DataError:
+        """An error is returned: torch would raise it with the worker's traceback in its message."""
+        try:
+            batch = build_batch(self.tables, spec)
+        except DataError as error:
+            return error
         return batch.with_rounded_targets() if self.round_targets else batch
 
 

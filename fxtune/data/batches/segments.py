@@ -148,6 +148,7 @@ def make_segments(
         targets, is_kept = _group_targets(table, group)
     else:
         size = np.minimum(size, sequence_length)
+        size = before_images(table, start + size) - start
         targets = _count_targets(table.supervised, start, size)
         is_kept = targets > 0
     kept = np.flatnonzero(is_kept)
@@ -254,7 +255,8 @@ def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, n
     """`segments` of a table, which are longer than `length`, as pieces of at most `length` tokens.
 
     A piece begins with the last token of the one before it, so that no target is lost. Pieces without a target are
-    left out. Returns the pieces, and how many each segment has: int64 [segments].
+    left out, and pieces that would have a part of an image. Returns the pieces, and how many each segment has: int64
+    [segments].
     """
     pieces = -(-(segments.length - 1) // (length - 1))
     of = np.repeat(np.arange(len(segments)), pieces)
@@ -262,9 +264,21 @@ def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, n
     start = segments.start[of] + nth * (length - 1)
     size = np.minimum(segments.start[of] + segments.length[of] - start, length)
     targets = _count_targets(table.supervised, start, size)
-    kept = np.flatnonzero(targets)
+    ends = start + size
+    is_whole = (before_images(table, start) == start) & (before_images(table, ends) == ends)
+    kept = np.flatnonzero((targets > 0) & is_whole)
     found = Segments(segments.group[of[kept]], start[kept], size[kept], targets[kept])
     return found, np.bincount(of[kept], minlength=len(segments))
+
+
+def before_images(table: TokenTable, positions: np.ndarray) -> np.ndarray:
+    """`positions` in the table's `ids`, int64, with the start of an image in place of each position inside it."""
+    if table.images is None:
+        return positions
+    starts = np.asarray(table.images["start"])
+    nearest = np.maximum(np.searchsorted(starts, positions) - 1, 0)
+    is_inside = (starts[nearest] < positions) & (positions < starts[nearest] + table.images["tokens"][nearest])
+    return np.where(is_inside, starts[nearest], positions)
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
@@ -325,5 +339,5 @@ def _count_targets(supervised: np.ndarray, start: np.ndarray, length: np.ndarray
         bounds = np.stack([start[begin:end] + 1, ends[begin:end]], axis=1).ravel() - base
         counts[begin:end] = np.add.reduceat(tokens, bounds, dtype=np.int64)[::2]
         begin = end
-    counts[length == 1] = 0  # for an empty range reduceat returns the next element
+    counts[length <= 1] = 0  # for an empty range reduceat returns the next element
     return counts

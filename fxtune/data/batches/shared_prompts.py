@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxtune.data.batches.segments import places_within
+from fxtune.data.batches.segments import before_images, places_within
 from fxtune.data.tokenized.table import TokenTable
 
 _BLOCK = 1 << 20
@@ -38,7 +38,8 @@ def shared_tokens(table: TokenTable) -> np.ndarray:
     """For each document, how many of its first tokens rows take from the first document of its group, int64
     [documents]: 0 but for the second document of a group.
 
-    It is one less than the tokens that both begin with and that neither learns.
+    It is one less than the tokens that both begin with and that neither learns; fewer, if the rest would begin inside
+    an image.
     """
     offsets, groups = np.asarray(table.offsets, np.int64), np.asarray(table.groups)
     shared, first = np.zeros(len(offsets) - 1, np.int64), groups[:-1][np.diff(groups) > 1]
@@ -50,11 +51,20 @@ def shared_tokens(table: TokenTable) -> np.ndarray:
         within, of = places_within(size), np.repeat(first[begin:end], size)
         one, other = offsets[of] + within, offsets[of + 1] + within
         differs = (table.ids[one] != table.ids[other]) | table.supervised[one] | table.supervised[other]
+        if table.images is not None:  # images of one size have the same ids
+            differs |= _image_digests(table, one) != _image_digests(table, other)
         at, start = np.flatnonzero(differs), np.cumsum(size) - size
         until = np.append(at, len(differs))[np.searchsorted(at, start)] - start
         shared[first[begin:end] + 1] = np.maximum(np.minimum(until, size) - 1, 0)
         begin = end
-    return shared
+    return before_images(table, offsets[:-1] + shared) - offsets[:-1]
+
+
+def _image_digests(table: TokenTable, positions: np.ndarray) -> np.ndarray:
+    """uint64: for each position in the table's `ids` the hash of the image whose first token is there; 0 without."""
+    assert table.images is not None
+    at = np.minimum(np.searchsorted(table.images["start"], positions), len(table.images) - 1)
+    return np.where(table.images["start"][at] == positions, table.images["digest"][at], np.uint64(0))
 
 
 def keys_of(cu_seqlens: np.ndarray, shared: np.ndarray, capacity: int) -> Keys:

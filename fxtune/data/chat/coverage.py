@@ -17,6 +17,7 @@ from typing import Any
 
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES
+from fxtune.data.formats.image_parts import IMAGE
 from fxtune.data.formats.registry import preference_columns
 from fxtune.data.formats.row_format import Conversation, RowFormat
 from fxtune.data.formats.values import RowError
@@ -130,10 +131,11 @@ class Coverage:
         for index, message in enumerate(messages):
             where = f"messages[{index}]"
             reasoning, content = _parts(message)
-            if content and "content" not in self.unused:
-                at = text.find(content, position)
-                position = at + len(content) if at >= 0 else position
-                if (index, "content") in lost or (at < 0 and _is_lost(content, text)):
+            for part in content.split(IMAGE) if "content" not in self.unused else ():
+                part = part.strip()
+                at = text.find(part, position)
+                position = at + len(part) if at >= 0 else position
+                if part and ((index, "content") in lost or (at < 0 and _is_lost(part, text))):
                     if message.get("tool_calls"):
                         yield CONTENT_REMARK
                     elif message["role"] not in SYSTEM_ROLES or "system" not in self.unused:
@@ -205,7 +207,7 @@ def _render_sentinels(messages: Messages, tools: Tools, template: ChatTemplate) 
         marked = dict(message)
         reasoning, content = _parts(message)
         if content:
-            marked["content"] = sentinel(index, "content")
+            marked["content"] = sentinel(index, "content") + IMAGE * content.count(IMAGE)
         if "reasoning_content" in message:
             marked["reasoning_content"] = marked["thinking"] = sentinel(index, "reasoning") if reasoning else ""
         elif reasoning:

@@ -8,6 +8,9 @@ Chat rows are rendered by the chat template and tokenized as one text, and the s
 No special tokens are added to rendered text, because the template has written them. Plain text gets the
 tokenizer's beginning-of-text and end-of-text tokens, unless the text has them.
 
+The chat template writes a placeholder for each image of a message, and the tokens of the image take its place. They
+are never supervised.
+
 For a row that cannot be used, the result is the reason, a string. A fault that makes every row unusable (no chat
 template, one that does not compile, a slow tokenizer) raises DataError at once.
 """
@@ -16,11 +19,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 from fxtune.data.chat.border import BorderFinder
@@ -38,6 +44,7 @@ from fxtune.data.chat.template_source import (
 )
 from fxtune.data.config import OnRewritten, template_time_now
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
+from fxtune.data.formats.image_parts import images_of
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import (
     Content,
@@ -50,6 +57,9 @@ from fxtune.data.formats.row_format import (
     TokenIds,
 )
 from fxtune.data.formats.values import SURROGATE, RowError, short, type_name
+from fxtune.data.images.placed import PlacedImage
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.images.reference import ImageReference, find_image
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
@@ -93,6 +103,8 @@ class Document:
     """What the chat template leaves out by design."""
     is_rewritten: bool = False
     """Whether a turn that is learned is not written as in sampling, because another one follows."""
+    images: tuple[PlacedImage, ...] = ()
+    """In the order of their tokens. No token of an image is supervised."""
 
 
 @dataclass
@@ -113,6 +125,8 @@ class _Text:
     is_plain: bool
     remarks: tuple[str, ...] = ()
     is_rewritten: bool = False
+    images: tuple[tuple[ImageReference, list[int]], ...] = ()
+    """Each image with its ids, in the order of the placeholders."""
 
 
 @dataclass
@@ -136,6 +150,7 @@ class Encoder:
         variables: variables of the chat template.
         on_rewritten: what to do with turns that the template writes otherwise once another turn follows.
         template_time: the date and time that templates write, in ISO 8601; None: the present, for all rows.
+        images: the processor of a model that reads images; None: rows with images are bad rows.
 
     Raises:
         DataError: the tokenizer is slow, has no chat template although the format needs
@@ -153,6 +168,7 @@ class Encoder:
         variables: Mapping[str, Any] | None = None,
         on_rewritten: OnRewritten = OnRewritten.split,
         template_time: str | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -169,6 +185,11 @@ class Encoder:
         self.system = system
         self.variables = dict(variables or {})
         self.on_rewritten = on_rewritten
+        self.images = images
+        self.folders: dict[str, Path] = {}
+        """The folder of each data file, by its name, where the images of its rows are."""
+        self._placeholders = images.placeholders if images is not None else {}
+        self._placeholder_ids = frozenset(self._placeholders.values())
         self._time = datetime.fromisoformat(template_time or template_time_now())
         self.longest: int | None = None
         """Chats with more tokens are split into pieces, and longer rows of preferences lose the beginning of their
@@ -193,16 +214,19 @@ class Encoder:
     def _vocabulary(self) -> int:
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | EncodedGroup | str]:
-        """Return for each row, in order, its document or group of documents, or the reason why it cannot be used."""
+    def encode(
+        self, rows: Sequence[Mapping[str, Any]], folders: Sequence[Path | None] = ()
+    ) -> list[Document | EncodedGroup | str]:
+        """Return for each row, in order, its document or group of documents, or the reason why it cannot be used.
+        `folders`: for each row the folder with the files of its images; none: its images are bytes."""
         results: list[_Text | Document | _GroupTexts | str] = []
         try:
             with limit_resources():  # one limit for all rows; render() sets its own for other callers
-                for row in rows:
+                for row, folder in zip_longest(rows, folders):
                     try:
                         if not isinstance(row, Mapping):
                             raise RowError(f"the row is {type_name(row)}, not an object")
-                        results.append(self._read(row))
+                        results.append(self._read(row, folder))
                     except RowError as reason:
                         results.append(str(reason))
         except LimitExceeded as limit:
@@ -234,43 +258,47 @@ class Encoder:
                 samples.append(result if isinstance(result, str) else document(result))
         return samples
 
-    def _read(self, row: Mapping[str, Any]) -> _Text | Document | _GroupTexts:
+    def _read(self, row: Mapping[str, Any], folder: Path | None) -> _Text | Document | _GroupTexts:
         content = self.format.read(row, self.learn, self.unused)
         documents = []
         if isinstance(content, Preference):
             names = list(self.format.answers)
             for name, own_row, answer in zip(names, content.rows, content.answers, strict=True):
                 try:
-                    documents.append(_undivided(self._document(own_row, answer, self.format), self.on_rewritten))
+                    document = self._document(own_row, answer, self.format, folder)
+                    documents.append(_undivided(document, self.on_rewritten))
                 except RowError as reason:
                     raise RowError(f"{name}: {reason}") from None
             return _GroupTexts(documents, names, content.labels)
         if not isinstance(content, RowGroup):
-            return self._document(row, content, self.format)
+            return self._document(row, content, self.format, folder)
         self._coverage[self.format.name].check_columns(row, "")
         names = [f"documents[{index}]" for index in range(len(content.rows))]
         for name, part in zip(names, content.rows, strict=True):
             try:
-                documents.append(self._group_document(part))
+                documents.append(self._group_document(part, folder))
             except RowError as reason:
                 raise RowError(f"{name}{reason}") from None
         return _GroupTexts(documents, names, content.labels)
 
-    def _group_document(self, row: Mapping[str, Any]) -> _Text | Document:
+    def _group_document(self, row: Mapping[str, Any], folder: Path | None) -> _Text | Document:
         """One document of a group. Raises RowError, worded to follow the document's place."""
         row = with_format_names(dict(row))
         format = row_format(row)
         if format is None or format.is_group:
             raise RowError(f" has no format that fxtune knows; its columns: {', '.join(map(short, row))}")
         try:
-            document = self._document(row, format.read(row, self.learn, self.unused), format)
+            document = self._document(row, format.read(row, self.learn, self.unused), format, folder)
             return _undivided(document, self.on_rewritten)
         except RowError as reason:
             raise RowError(f": {reason}") from None
 
-    def _document(self, row: Mapping[str, Any], content: Content, format: RowFormat) -> _Text | Document:
+    def _document(
+        self, row: Mapping[str, Any], content: Content, format: RowFormat, folder: Path | None
+    ) -> _Text | Document:
         """The document of a row of `format` with this content, which is no group."""
         if isinstance(content, Conversation):
+            self._find_images(content, folder)
             return self._rendered(self._with_system(content), self._coverage[format.name])
         if isinstance(content, PlainText):
             self._coverage[format.name].check_columns(row, content.text)
@@ -282,9 +310,36 @@ class Encoder:
                     f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
                 )
         self._coverage[format.name].check_columns(row, "")
+        self._require_no_placeholder(content.ids)
         return Document(content.ids, content.supervised)
 
-    def split(self, row: Mapping[str, Any], whole: Document) -> SplitChat:
+    def _find_images(self, chat: Conversation, folder: Path | None) -> None:
+        """Replace what names the images of a chat by where they are."""
+        if self.images is None and (found := next(images_of(chat), None)):
+            raise RowError(
+                f"{found[0]} has an image, and this model reads text only. Choose a model that reads images, or "
+                "remove such rows"
+            )
+        for message in chat.messages:
+            if "images" in message:
+                message["images"] = [self._found(place, value, folder) for place, value in message["images"]]
+
+    @staticmethod
+    def _found(place: str, value: Any, folder: Path | None) -> ImageReference:
+        try:
+            return find_image(value, folder)
+        except RowError as reason:
+            raise RowError(f"{place}: {reason}") from None
+
+    def _require_no_placeholder(self, ids: Sequence[int]) -> None:
+        """Raise RowError if a document without images has the token of one."""
+        if self._placeholder_ids and not self._placeholder_ids.isdisjoint(ids):
+            raise RowError(
+                f"the text holds {' or '.join(self._placeholders)}, which stands for an image, and the row has no "
+                "image there"
+            )
+
+    def split(self, row: Mapping[str, Any], whole: Document, folder: Path | None = None) -> SplitChat:
         """The documents of a chat: one for each question (`self.by_question`), divided into pieces where it has more
         than `self.longest` tokens. `whole`: the tokens of the chat."""
         content = self.format.read(row, self.learn, self.unused)
@@ -300,6 +355,7 @@ class Encoder:
             document = self._tokenize([rendered])[0] if isinstance(rendered, _Text) else rendered
             return document if isinstance(document, Document) else None
 
+        self._find_images(content, folder)
         chat = self._with_system(content)
         if not (self.by_question and whole.is_rewritten):
             assert self.longest is not None
@@ -395,6 +451,7 @@ class Encoder:
         aliased = None
         if escaper.is_quoted(messages, chat.tools):
             aliased = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
+        images = list(chain.from_iterable(message.get("images", ()) for message in messages))
         remarks: tuple[str, ...] = ()
         if coverage is not None:
             found = coverage.check_conversation(chat.row, chat, messages, text, template)
@@ -411,14 +468,66 @@ class Encoder:
                 found.append(PROMPT_REMARK)
             remarks = tuple(found)
         if aliased is None:
-            return _Text(text, spans, False, remarks, bool(rewritten))
-        ids, offsets = escaper.encode(aliased)
+            text, spans, placed = self._with_letters(text, spans, images, str)
+            return _Text(text, spans, False, remarks, bool(rewritten), placed)
+        spans = [(aliased.position(start), aliased.position(end)) for start, end in spans]
+        text, spans, placed = self._with_letters(aliased.text, spans, images, escaper.alias_of)
+        ids, offsets = escaper.encode(text)
         if not ids:
             raise RowError(NO_TOKEN)
         finder = BorderFinder(escaper.encode_part, escaper.decode, self._tokenizer.added_tokens_decoder)
-        spans = [(aliased.position(start), aliased.position(end)) for start, end in spans]
-        document = _document(_Text(aliased.text, spans, False, remarks, bool(rewritten)), ids, offsets, finder)
-        return replace(document, escaped=True)
+        document = _document(_Text(text, spans, False, remarks, bool(rewritten)), ids, offsets, finder)
+        return replace(self._with_images(document, placed), escaped=True)
+
+    def _with_letters(
+        self, text: str, spans: list[Span], images: Sequence[ImageReference], written: Callable[[str], str]
+    ) -> tuple[str, list[Span], tuple[tuple[ImageReference, list[int]], ...]]:
+        """A rendered text and its spans with the letters that the processor writes around each image, and the images
+        with their ids. `written`: how the text has a placeholder."""
+        if self.images is None:
+            return text, spans, ()
+        tokens = {written(name): name for name in self._placeholders}
+        found = list(re.finditer("|".join(map(re.escape, tokens)), text))
+        if len(found) != len(images):
+            raise RowError(
+                f"the chat template writes {len(found)} placeholders ({' or '.join(self._placeholders)}) for "
+                f"{len(images)} images"
+            )
+        placed, parts, at, moves = [], [], 0, []
+        for match, image in zip(found, images, strict=True):
+            try:
+                letters = self.images.text(*image.size, tokens[match.group()])
+            except RowError as reason:
+                raise RowError(f"{image.name}: {reason}") from None
+            placed.append((image, letters.ids))
+            parts += [text[at : match.start()], letters.before, match.group(), letters.after]
+            moves.append((match.start(), len(letters.before) + len(letters.after)))
+            at = match.end()
+
+        def moved(position: int) -> int:
+            return position + sum(length for start, length in moves if start < position)
+
+        text = "".join([*parts, text[at:]])
+        return text, [(moved(start), moved(end)) for start, end in spans], tuple(placed)
+
+    def _with_images(self, document: Document, images: Sequence[tuple[ImageReference, list[int]]]) -> Document:
+        """A document with the tokens of its images in the place of their placeholders. Raises RowError."""
+        if not images:
+            self._require_no_placeholder(document.ids)
+            return document
+        at = [index for index, token in enumerate(document.ids) if token in self._placeholder_ids]
+        if len(at) != len(images):
+            raise RowError(f"the tokenizer makes {len(at)} placeholders of the {len(images)} that stand for images")
+        ids, supervised, placed, end = list[int](), list[bool](), list[PlacedImage](), 0
+        for index, (image, own) in zip(at, images, strict=True):
+            ids += document.ids[end:index]
+            supervised += document.supervised[end:index]
+            placed.append(PlacedImage(len(ids), len(own), image))
+            ids += own
+            supervised += [False] * len(own)
+            end = index + 1
+        ids, supervised = ids + document.ids[end:], supervised + document.supervised[end:]
+        return replace(document, ids=ids, supervised=supervised, images=tuple(placed))
 
     def _rewritten_turns(self, chat: Conversation) -> list[int]:
         """The turns that are learned and not written as in sampling, in ascending order."""
@@ -450,7 +559,10 @@ class Encoder:
                 if self._eos is not None and ids[-1] != self._eos:
                     ids, supervised = [*ids, self._eos], [*supervised, True]
                 document = replace(document, ids=ids, supervised=supervised)
-            documents.append(document)
+            try:
+                documents.append(self._with_images(document, text.images))
+            except RowError as reason:
+                documents.append(str(reason))
         return documents
 
 

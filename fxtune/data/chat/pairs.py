@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fxtune.data.images.placed import cut_behind, without
+
 
 def prompt_tokens(document: Any) -> int:
     """How many tokens precede the answer of a document (`ids` and `supervised`): all if nothing of it is learned."""
@@ -33,6 +35,11 @@ def faults(documents: Sequence[Any], names: Sequence[str]) -> list[str]:
             f"the prompt has other tokens before chosen ({before:,}) than before rejected ({other:,}): the chat "
             "template writes it otherwise before one answer, or a token lies across its end"
         ]
+    pictures = [
+        [image.image.digest for image in document.images if image.start < before] for document in (chosen, rejected)
+    ]
+    if pictures[0] != pictures[1]:
+        return ["the prompt has other images before chosen than before rejected"]
     return []
 
 
@@ -51,9 +58,16 @@ def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: 
     # A token of the prompt stays, because a document's first token is never a target.
     if over > prompt_tokens(first) - max(kept, 1):
         return None
-    cut = slice(kept, kept + max(over, 0))
+    cut = slice(kept, cut_behind(first.images, kept + max(over, 0)))
+    if cut.stop > prompt_tokens(first) - (not kept):  # it ends with an image
+        return None
     return [
-        replace(document, **{name: _without(getattr(document, name), cut) for name in ("ids", "supervised")})
+        replace(
+            document,
+            ids=_without(document.ids, cut),
+            supervised=_without(document.supervised, cut),
+            images=without(document.images, cut.start, cut.stop),
+        )
         for document in documents
     ]
 

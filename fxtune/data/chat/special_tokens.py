@@ -85,7 +85,7 @@ class SpecialTokenEscaper:
         Raises RowError if a special token appears only where two strings are joined: what the template
         writes between them is not known.
         """
-        parts = [value for message in messages for key, value in message.items() if key != "role"]
+        parts = [value for message in messages for key, value in message.items() if key not in ("role", "images")]
         strings = list(_strings([*parts, tools]))
         if self._any_special.search("".join(strings)) is None:
             return False
@@ -120,15 +120,19 @@ class SpecialTokenEscaper:
             at = match.end()
         return AliasedText("".join([*parts, marked[at:]]), ends, shifts)
 
-    def encode(self, aliased: AliasedText) -> tuple[list[int], list[Span]]:
-        """Token ids and their spans in `aliased.text`. Raises RowError if this tokenizer cannot write a special token
-        as text."""
+    def alias_of(self, content: str) -> str:
+        """What stands for a special token in an aliased text."""
+        return self._alias.get(content, content)
+
+    def encode(self, text: str) -> tuple[list[int], list[Span]]:
+        """Token ids of an aliased text, and their spans. Raises RowError if this tokenizer cannot write a special
+        token as text."""
         if self._copy is None:
             self._copy = self._tokenizer_with_aliases()
             self._inseparable = {content for content in self._special if not self._is_separable(content)}
-        if inseparable := self._inseparable.intersection(self._any_special.findall(aliased.text)):
+        if inseparable := self._inseparable.intersection(self._any_special.findall(text)):
             raise RowError(f"{min(inseparable)} in a message: this tokenizer can write it only as the special token")
-        return self.encode_part(aliased.text)
+        return self.encode_part(text)
 
     def encode_part(self, text: str) -> tuple[list[int], list[Span]]:
         """Token ids of a part of an aliased text, and their spans. Call encode() first."""

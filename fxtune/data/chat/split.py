@@ -19,6 +19,7 @@ from typing import Any
 
 from fxtune.data.formats.chat_format import SYSTEM_ROLES
 from fxtune.data.formats.row_format import Conversation
+from fxtune.data.images.placed import cut_before, without
 
 Encode = Callable[[Conversation], Any]
 """Returns the tokens of a conversation (a dataclass with `ids` and `supervised`), or None if the template refuses the
@@ -98,12 +99,14 @@ def truncate_chat(whole: Any, longest: int) -> SplitChat:
     found = SplitChat()
     if not _teaches(whole):
         return found
-    kept = longest if any(whole.supervised[1:longest]) else 0
+    kept = cut_before(whole.images, longest)
+    kept = kept if any(whole.supervised[1:kept]) else 0
     found.counts.truncated = 1
     found.counts.lost_tokens = len(whole.ids) - kept
     found.counts.lost_supervised = sum(whole.supervised[kept:])
     if kept:
-        found.pieces.append(replace(whole, ids=whole.ids[:kept], supervised=whole.supervised[:kept]))
+        images = without(whole.images, kept, len(whole.ids))
+        found.pieces.append(replace(whole, ids=whole.ids[:kept], supervised=whole.supervised[:kept], images=images))
     found.counts.pieces = len(found.pieces)
     return found
 

@@ -42,6 +42,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from fxtune.data.formats.chat_format import SYSTEM_ROLES
+from fxtune.data.formats.image_parts import IMAGE
 from fxtune.data.formats.values import RowError
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
@@ -107,6 +108,8 @@ class ChatTemplate:
         self._rewritten: dict[tuple[Any, ...], bool] = {}
         self._asking: dict[tuple[Any, ...], bool] = {}
         self._ending = re.compile(rf"\s*(?:{alternatives or '(?!)'})")
+        self._takes_parts_only = False
+        self._takes_parts_only = self._writes_parts_only()
         self.has_marks = bool(_MARK.search(source))
         frame = self._measure_frame()
         if frame is not None and frame.overrun is None:
@@ -136,7 +139,7 @@ class ChatTemplate:
         try:
             with limit_resources():
                 rendered: Any = render_jinja_template(
-                    conversations=[list(messages)],
+                    conversations=[[_with_parts(message, self._takes_parts_only) for message in messages]],
                     tools=list(tools) if tools is not None else None,
                     chat_template=self.source,
                     add_generation_prompt=prompt,
@@ -160,6 +163,19 @@ class ChatTemplate:
             raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
+
+    def _writes_parts_only(self) -> bool:
+        """Whether the template writes contents that are lists of parts, and drops texts (SmolVLM's does)."""
+        words = ["".join(unused_characters(self.source)) + role for role in ("user", "assistant")]
+        chat = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), words, strict=True)]
+        for self._takes_parts_only in (False, True):
+            try:
+                text, _ = self.render(chat)
+            except RowError:
+                continue
+            if all(word in text for word in words):
+                return self._takes_parts_only
+        return False
 
     def adapted(self, messages: Messages) -> Messages:
         """The messages with the roles that this template knows, and with their calls in the form that it takes. Raises
@@ -681,6 +697,17 @@ def _plain(message: dict[str, Any], number: int) -> dict[str, Any]:
             for arguments in (call["function"].get("arguments") for call in message["tool_calls"])
         ]
     return plain
+
+
+def _with_parts(message: dict[str, Any], always: bool) -> dict[str, Any]:
+    """A message as templates take it: its content is a list of parts if it has images, or `always`."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (always or IMAGE in content):
+        return message
+    parts: list[dict[str, str]] = []
+    for text in re.split(f"({IMAGE})", content):
+        parts += [{"type": "image"}] if text == IMAGE else [{"type": "text", "text": text}] if text else []
+    return {key: value for key, value in message.items() if key != "images"} | {"content": parts}
 
 
 def _calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxtune.data.formats.chat_format import VARIABLES, ChatFormat
+from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, require_text
 
@@ -13,7 +14,7 @@ from fxtune.data.formats.values import RowError, require_text
 class AlpacaFormat(ChatFormat):
     name = "alpaca"
     columns = ("instruction", "output")
-    known_columns = frozenset(("instruction", "input", "output", "history", "tools", VARIABLES, "text"))
+    known_columns = frozenset(("instruction", "input", "output", "history", "tools", *COLUMNS, VARIABLES, "text"))
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:

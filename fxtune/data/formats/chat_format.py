@@ -1,8 +1,9 @@
 """Chats of each format as the list of messages that chat templates expect.
 
 messages, ShareGPT, Alpaca and prompt/completion differ in names only, so all become one list of messages with the keys
-that templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name. A row that
-cannot be read is a `RowError` whose message names the wrong key, because users' data must never end in a traceback.
+that templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name; and `images`,
+which image_parts.py describes. A row that cannot be read is a `RowError` whose message names the wrong key, because
+users' data must never end in a traceback.
 
 This file also decides what the model learns (`Conversation.supervised`): the turns that `data.learn` names, by default
 all assistant turns with their tool calls, except turns that the row switches off (`weight: 0` or `train: false`) and
@@ -17,6 +18,8 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+from fxtune.data.formats import image_parts
+from fxtune.data.formats.image_parts import place_images, read_content
 from fxtune.data.formats.row_format import ChatRole, Content, Conversation, LearnConfig, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name, without_nulls
 
@@ -47,7 +50,9 @@ LIST_KEYS = ("messages", "conversations", "conversation")
 VARIABLES = "chat_template_kwargs"
 """The column with variables of the chat template, as the key of `data` with variables for all rows."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-CHAT_COLUMNS = frozenset((*LIST_KEYS, "tools", "functions", "parallel_tool_calls", VARIABLES, "prompt", "text"))
+CHAT_COLUMNS = frozenset(
+    (*LIST_KEYS, *image_parts.COLUMNS, "tools", "functions", "parallel_tool_calls", VARIABLES, "prompt", "text")
+)
 """Columns of chats: OpenAI's (`parallel_tool_calls` tells the service what to allow), and columns that repeat the
 first question or the rendered text."""
 
@@ -73,7 +78,9 @@ class ChatFormat(RowFormat):
 
 
 def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
-    """Give a chat the tools and the variables of its row, and decide which turns are learned. Raises RowError."""
+    """Give a chat the images, the tools and the variables of its row, and decide which turns are learned. Raises
+    RowError."""
+    place_images(chat, row)
     chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
@@ -144,7 +151,9 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
         # ShareGPT writes calls as the text of an answer: an object or a list of them.
         calls, content = _calls_in_text(content, f"{where}.{content_key}"), None
     if content is not None or not calls:
-        message["content"] = _content(content, f"{where}.{content_key}")
+        message["content"], images = read_content(content, f"{where}.{content_key}")
+        if images:
+            message["images"] = images
     if calls:
         message["tool_calls"] = calls
     for name in ("tool_call_id", "name"):
@@ -196,22 +205,6 @@ def _train_flag(turn: Mapping[str, Any], where: str) -> bool | None:
     if weight is None and train is None:
         return None
     return weight != 0 and train is not False
-
-
-def _content(content: Any, where: str) -> str:
-    """A string, or the concatenation of a list of text parts."""
-    if not isinstance(content, (list, tuple)):
-        return require_text(content, where)
-    texts = []
-    for index, part in enumerate(content):
-        if isinstance(part, str):
-            texts.append(require_text(part, f"{where}[{index}]"))
-        elif isinstance(part, Mapping) and part.get("type") == "text":
-            texts.append(require_text(part.get("text"), f"{where}[{index}].text"))
-        else:
-            named = f"of type {short(part.get('type'))}" if isinstance(part, Mapping) else type_name(part)
-            raise RowError(f"{where}[{index}] is {named}; only text parts can be used")
-    return "".join(texts)
 
 
 def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:

@@ -26,6 +26,7 @@ from fxtune.data.formats.chat_format import (
     require_answer,
     with_parsed_lists,
 )
+from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, Preference, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
 
@@ -38,7 +39,7 @@ KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
     *(name for pair in SCORES for name in pair),
 }
 """Columns that each of these formats reads, or that repeat others."""
-FOR_CHATS = ("tools", "functions", VARIABLES)
+FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
 """Columns that a text without a chat template cannot have."""
 IDENTICAL = "chosen and rejected are identical, so there is nothing to prefer"
 

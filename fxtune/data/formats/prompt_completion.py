@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_turns, is_chat, require_answer
+from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText
 from fxtune.data.formats.values import RowError, require_text
 
@@ -16,7 +17,7 @@ class PromptCompletionFormat(ChatFormat):
     name = "prompt_completion"
     columns = ("prompt", "completion")
     aliases = (("question", "answer"), ("prompt", "response"))
-    known_columns = frozenset(("prompt", "completion", VARIABLES, "text"))
+    known_columns = frozenset(("prompt", "completion", *COLUMNS, VARIABLES, "text"))
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         values = [row.get(column) for column in self.columns]
@@ -26,8 +27,8 @@ class PromptCompletionFormat(ChatFormat):
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
             return super().read(row, learn, unused)
-        if row.get(VARIABLES):
-            raise RowError(f"{VARIABLES} is for chats, and this prompt is a text")
+        if wrong := next((name for name in (VARIABLES, *COLUMNS) if row.get(name) and name not in unused), None):
+            raise RowError(f"{wrong} is for chats, and this prompt is a text")
         prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
         require_answer(completion, "completion")
         return PlainText(prompt + completion, len(prompt))

@@ -64,8 +64,8 @@ class ImageProcessor:
         self.processor, self.merge, self.rope_positions = processor, merge, rope_positions
         tokenizer = processor.tokenizer
         self._added = tokenizer.added_tokens_decoder
-        names = [getattr(processor, name, None) for name in ("image_token", "boi_token")]
-        vocabulary = tokenizer.get_vocab()
+        names = [str(getattr(processor, name, "")) for name in ("image_token", "boi_token")]
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.placeholders = {name: vocabulary[name] for name in dict.fromkeys(names) if name in vocabulary}
         """The tokens that chat templates write for an image, and their ids."""
         self._texts: dict[tuple[str, int, int], ImageText] = {}

@@ -15,8 +15,9 @@ Decoder = Callable[[Any], Iterable[dict[str, Any]]]
 """Makes rows of an Arrow table."""
 
 
-def parquet_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a Parquet file, 256 at a time. Columns that `datasets` wrote in its own encodings are decoded."""
+def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
+    """Rows of a Parquet file, 256 at a time. Columns that `datasets` wrote in its own encodings are decoded. Columns
+    of its images are left out, unless `keeps_images`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -24,7 +25,7 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
     try:
         # No memory map: if the file shrinks while it is read, a map ends the process (SIGBUS) and raises no error.
         with pq.ParquetFile(path, buffer_size=1 << 20) as file:
-            decode, columns = _decoder(file.schema_arrow)
+            decode, columns = _decoder(file.schema_arrow, keeps_images)
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for row in arrow_rows(batch, name, number, decode):
                     number += 1
@@ -36,15 +37,16 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
         ) from problem
 
 
-def _decoder(schema: Any) -> tuple[Decoder, list[str] | None]:
-    """A decoder for batches of a schema, and the columns without images and audio (None: all)."""
+def _decoder(schema: Any, keeps_images: bool) -> tuple[Decoder, list[str] | None]:
+    """A decoder for batches of a schema, and the columns to read (None: all): none with audio, and none with images
+    unless `keeps_images`."""
     if b"huggingface" not in (schema.metadata or {}):
         return (lambda batch: batch.to_pylist()), None
     import pyarrow as pa
     from datasets import Dataset, DatasetInfo, Features
 
     features = Features(without_decoding(Features.from_arrow_schema(schema)))
-    left_out = media_columns(features)
+    left_out = media_columns(features, keeps_images)
     kept = Features({name: feature for name, feature in features.items() if name not in left_out})
 
     def decode(batch: Any) -> Iterator[dict[str, Any]]:
@@ -54,9 +56,15 @@ def _decoder(schema: Any) -> tuple[Decoder, list[str] | None]:
     return decode, list(kept) if left_out else None
 
 
-def media_columns(features: Any) -> list[str]:
-    """The columns that hold images, audio and the like."""
-    return [name for name, feature in features.items() if hasattr(feature, "decode")]
+def media_columns(features: Any, keeps_images: bool) -> list[str]:
+    """The columns that hold images, audio and the like; with `keeps_images` all but images."""
+    from datasets import Image
+
+    return [
+        name
+        for name, feature in features.items()
+        if hasattr(feature, "decode") and not (keeps_images and isinstance(feature, Image))
+    ]
 
 
 def without_decoding(feature: Any) -> Any:

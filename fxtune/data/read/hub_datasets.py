@@ -89,11 +89,12 @@ def concatenate(parts: list[Any]) -> Any:
     return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
 
 
-def dataset_rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
-    """Rows in order, read from the memory map 256 at a time. Images and audio are left out, not decoded."""
+def dataset_rows(dataset: Any, name: str, limit: int | None, keeps_images: bool = False) -> Iterator[Row]:
+    """Rows in order, read from the memory map 256 at a time. Columns of images and audio are left out, or with
+    `keeps_images` only the latter. An image is not decoded: it is an object of `bytes` and `path`."""
     from datasets import Dataset, DatasetInfo, Features
 
-    dataset = dataset.remove_columns(media_columns(dataset.features)).with_format("arrow")
+    dataset = dataset.remove_columns(media_columns(dataset.features, keeps_images)).with_format("arrow")
     info = DatasetInfo(features=Features(without_decoding(dataset.features)))
     count = len(dataset) if limit is None else min(limit, len(dataset))
 

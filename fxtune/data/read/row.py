@@ -8,6 +8,7 @@ written to the quarantine file. A longer row is skipped as it is read; it is nev
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ MAX_ROW_BYTES = 16 << 20
 """A longer row is a bad row."""
 
 
+_PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a source. Exactly one of `value` and `error` is set."""
@@ -38,6 +42,12 @@ class Row:
     """What could be read of a bad row."""
     size: int = 0
     """Approximate bytes of the row in its file."""
+
+
+def file_and_place(where: str) -> tuple[str, str]:
+    """The two parts of Row.where; ("", where) if it names no place in a file."""
+    found = _PLACE.fullmatch(where)
+    return (found[1], found[2]) if found else ("", where)
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def checked_row(where: str, value: Any, size: int, suspicious: bool) -> Row:
         return bad_row(where, f"the row is {type_name(value)}, not an object with named columns", value)
     if suspicious:
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False, default=type_name).encode()  # an image is bytes
         except UnicodeEncodeError:
             return bad_row(where, "holds half a surrogate pair (a broken emoji, or bytes that are not UTF-8)", value)
     return Row(where, value, size=size)

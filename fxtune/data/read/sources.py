@@ -58,6 +58,8 @@ class Source:
     """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
     remark: str = ""
     """Which files of a folder are read and which are left out; empty if all are read."""
+    keeps_images: bool = False
+    """Columns of images that `datasets` wrote are read; without it they are left out."""
     as_they_are: bool = False
     """Rows keep the names that their columns have in the data, and no plugin converts them."""
 
@@ -75,6 +77,11 @@ class Source:
     def file_names(self) -> list[str]:
         """The file names with which `Row.where` begins."""
         return [self.name] if self.kind == "hub" else [file.name for file in self.files]
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folder of each file of `file_names`; empty for kind hub."""
+        return {} if self.kind == "hub" else {file.name: file.path.parent for file in self.files}
 
     @property
     def _converter(self) -> str | None:
@@ -177,13 +184,13 @@ class Source:
 
     def _read(self, data_files: Iterable[DataFile]) -> Iterator[Row]:
         if self.kind == "hub":
-            rows = hub_datasets.dataset_rows(self.dataset, self.name, self.config.limit)
+            rows = hub_datasets.dataset_rows(self.dataset, self.name, self.config.limit, self.keeps_images)
         else:
             readers: dict[str, Callable[[Path, str], Iterator[Row]]] = {
                 "jsonl": jsonl_rows,
                 "json": json_rows,
                 "csv": csv_rows,
-                "parquet": parquet_rows,
+                "parquet": partial(parquet_rows, keeps_images=self.keeps_images),
                 "text": partial(text_rows, unit=TextUnit(self.config.text_unit).value),
             }
             rows = (row for file in data_files for row in readers[self.kind](file.path, file.name))

@@ -20,6 +20,7 @@ import numpy as np
 from fxtune.data.chat.encode import Document
 from fxtune.data.chat.pairs import shortened
 from fxtune.data.chat.split import SplitCounts
+from fxtune.data.images.placed import PlacedImage
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, not_written
@@ -52,7 +53,7 @@ def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool
     except OSError as problem:
         place = "or set data.cache_dir to a folder that can be written"
         raise not_written(f"Tokens of {table.name} cannot be stored in {folder}", problem, place) from problem
-    found = TokenTable(folder, table.name)
+    found = TokenTable(folder, table.name, image_processor=table.image_processor)
     found.whole, found.bad_rows = table.by_row, table.bad_rows
     return found
 
@@ -90,6 +91,7 @@ def _shard(
 ) -> EncodedShard:
     """The groups of `rows`. `twins`: for each, the row of its mismatched answer; `prompts`: as _prompt_lengths()."""
     ids, supervised, kept, split = list[np.ndarray](), list[np.ndarray](), list[int](), SplitCounts()
+    images, count = list[PlacedImage](), 0
     for row, twin in zip(rows.tolist(), twins.tolist(), strict=True):
         begin, end = int(table.offsets[row]), int(table.offsets[row + 1])
         border = begin + int(prompts[row])
@@ -98,9 +100,17 @@ def _shard(
             [array[begin:end], np.concatenate([array[begin:border], array[other]])]
             for array in (table.ids, table.supervised)
         )
+        own_images = table.placed_images(begin, end - begin)
+        of_prompt = [image for image in own_images if image.end <= border - begin]
+        of_other = table.placed_images(other.start, other.stop - other.start)
+        of_other = [image._replace(start=image.start + border - begin) for image in of_other]
+        placed = [tuple(own_images), (*of_prompt, *of_other)]
         lengths = [len(document) for document in tokens]
         if longest is not None and (sum if packing else max)(lengths) > longest:
-            documents = [Document(own.tolist(), learned.tolist()) for own, learned in zip(tokens, marks, strict=True)]
+            documents = [
+                Document(own.tolist(), learned.tolist(), images=pictures)
+                for own, learned, pictures in zip(tokens, marks, placed, strict=True)
+            ]
             shorter = shortened(documents, longest, packing, table.beginning)
             if shorter is None:
                 split += SplitCounts(chats=1, dropped=1)
@@ -109,6 +119,10 @@ def _shard(
             split += SplitCounts(chats=1, pieces=1, truncated=1, lost_tokens=lost)
             tokens = [np.asarray(document.ids) for document in shorter]
             marks = [np.asarray(document.supervised) for document in shorter]
+            placed = [document.images for document in shorter]
+        for document, pictures in zip(tokens, placed, strict=True):
+            images += [image._replace(start=count + image.start) for image in pictures]
+            count += len(document)
         ids += tokens
         supervised += marks
         kept.append(row)
@@ -125,6 +139,7 @@ def _shard(
         group_sizes=np.full(len(kept), 2, np.int64),
         labels=labels,
         prompts=np.repeat(table.prompts[kept], 2),
+        images=images,
     )
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -24,7 +23,10 @@ from numpy.lib import format as npy
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.formats.row_format import RowFormat
-from fxtune.data.read.row import Row
+from fxtune.data.images.placed import PlacedImage
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.images.reference import EMBEDDED, ImageReference
+from fxtune.data.read.row import Row, file_and_place
 from fxtune.data.tokenized.cache import META, keep_from_removal
 
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
@@ -32,10 +34,19 @@ GROUP_ARRAYS = {"groups": np.int64, "labels": np.float32}
 """Stored only where a group has several documents or a document has a label."""
 PROMPTS = "prompts"
 """Stored only for rows of preferences."""
+IMAGES, BLOB = "images", "images.bin"
+"""Stored only where a document has an image. The blob holds the path or the bytes of each image."""
+IMAGE = np.dtype(
+    {
+        "names": ["start", "tokens", "digest", "height", "width", "at", "bytes", "file_size", "modified", "is_file"],
+        "formats": ["<i8", "<i8", "<u8", "<i4", "<i4", "<i8", "<i8", "<i8", "<i8", "?"],
+    }
+)
+"""An image: its first token in `ids`, its number of tokens, the hash of its file, its size in pixels, the place of its
+path or its bytes in the blob; and the size of a file in bytes, and its modification time in nanoseconds."""
 BAD_ROWS = "bad_rows.jsonl"
-_KINDS: dict[str, type] = ARRAYS | GROUP_ARRAYS | {PROMPTS: np.uint64}
-DATA_FILES = [BAD_ROWS, *(f"{key}.npy" for key in _KINDS)]
-_PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
+_KINDS: dict[str, Any] = ARRAYS | GROUP_ARRAYS | {PROMPTS: np.uint64, IMAGES: IMAGE}
+DATA_FILES = [BAD_ROWS, BLOB, *(f"{key}.npy" for key in _KINDS)]
 
 
 class TokenTable:
@@ -48,14 +59,17 @@ class TokenTable:
         ids: int32 [tokens].
         supervised: bool [tokens], whether the token is a target.
         offsets: int64 [documents + 1]; document i is ids[offsets[i]:offsets[i + 1]].
-        digests: uint64 [documents], a hash of the ids of a document's group, the same on every machine.
+        digests: uint64 [documents], a hash of the ids and the images of a document's group, the same on every machine.
         labels: float32 [documents], NaN for a document without a label; None if no document has one, and each is a
             group by itself.
         prompts: uint64 [documents], a hash of the ids of the prompt that the documents of a group share; None unless
             the rows are preferences.
+        images: structured array [images] of IMAGE, in the order of their tokens; None if no document has one.
+        image_processor: makes tensors of the images; None if there are no images.
         reference: float32 [tokens], the log-probability of each supervised token under the reference model of a
             run; None unless read_reference() was called.
-        fingerprint: hash of the tokens: ids, which of them are supervised, where documents and groups end, and labels.
+        fingerprint: hash of the tokens: ids, which of them are supervised, where documents and groups end, labels, and
+            images.
         name: the source, as the user wrote it.
         format: the rows' format.
         bad_rows: how many rows could not be used.
@@ -75,9 +89,12 @@ class TokenTable:
     digests: np.ndarray
     labels: np.ndarray | None = None
     prompts: np.ndarray | None = None
+    images: np.ndarray | None = None
     reference: np.ndarray | None = None
 
-    def __init__(self, folder: Path, name: str, reference: str = "") -> None:
+    def __init__(
+        self, folder: Path, name: str, reference: str = "", image_processor: ImageProcessor | None = None
+    ) -> None:
         """`reference`: the file in `folder` that read_reference() reads; empty: none."""
         self.folder, self.name, self.reference_file = folder, name, ""
         self._open_file = keep_from_removal(folder)
@@ -95,7 +112,9 @@ class TokenTable:
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
         self.is_grouped = "groups.npy" in meta["sizes"]
-        for key in [*ARRAYS, *["labels"] * self.is_grouped, *[PROMPTS] * (f"{PROMPTS}.npy" in meta["sizes"])]:
+        stored = [key for key in (PROMPTS, IMAGES) if f"{key}.npy" in meta["sizes"]]
+        self.image_processor = image_processor if IMAGES in stored else None
+        for key in [*ARRAYS, *["labels"] * self.is_grouped, *stored]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
         if reference:
             self.read_reference(reference)
@@ -114,7 +133,57 @@ class TokenTable:
         return len(self.digests)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenTable, (self.folder, self.name, self.reference_file)
+        return TokenTable, (self.folder, self.name, self.reference_file, self.image_processor)
+
+    def images_in(self, start: int, length: int) -> range:
+        """The images whose tokens are among ids[start:start + length], as indices of `images`."""
+        if self.images is None:
+            return range(0)
+        first, end = np.searchsorted(self.images["start"], [start, start + length])
+        return range(int(first), int(end))
+
+    def image(self, index: int) -> ImageReference:
+        """Where image number `index` of `images` is."""
+        assert self.images is not None
+        found = self.images[index]
+        stored = self._blob[int(found["at"]) : int(found["at"] + found["bytes"])].tobytes()
+        path = os.fsdecode(stored) if found["is_file"] else ""
+        return ImageReference(
+            path or EMBEDDED,
+            int(found["height"]),
+            int(found["width"]),
+            int(found["digest"]),
+            path,
+            (int(found["file_size"]), int(found["modified"])),
+            b"" if path else stored,
+        )
+
+    def placed_images(self, start: int, length: int) -> list[PlacedImage]:
+        """The images among ids[start:start + length], with their places there."""
+        assert self.images is not None or not self.images_in(start, length)
+        return [
+            PlacedImage(int(self.images["start"][index]) - start, int(self.images["tokens"][index]), self.image(index))
+            for index in self.images_in(start, length)
+            if self.images is not None
+        ]
+
+    @cached_property
+    def _blob(self) -> np.ndarray:
+        return np.memmap(self.folder / BLOB, np.uint8, "r")
+
+    def has_changed_images(self) -> bool:
+        """Whether the file of an image is not the file that was tokenized."""
+        if self.images is None:
+            return False
+        for index in np.flatnonzero(self.images["is_file"]).tolist():
+            image = self.image(index)
+            try:
+                found = os.stat(image.path)
+            except OSError:
+                return True
+            if (found.st_size, found.st_mtime_ns) != image.stamp:
+                return True
+        return False
 
     @cached_property
     def groups(self) -> np.ndarray:
@@ -196,6 +265,13 @@ class EncodedShard:
     """float32 [documents]; None: no labels."""
     prompts: np.ndarray | None = None
     """uint64 [documents]; None: no preferences."""
+    images: list[PlacedImage] = field(default_factory=list)
+    """Ascending; their `start` is an index of `ids`."""
+
+    def image_hashes(self, tokens: int) -> np.ndarray:
+        """uint64 [images, 3]: position of the first token behind `tokens` others, number of tokens and content."""
+        rows = [(tokens + image.start, image.tokens, image.image.digest) for image in self.images]
+        return np.array(rows, np.uint64)
 
 
 class TableWriter:
@@ -209,10 +285,13 @@ class TableWriter:
         self.first_bad: Row | None = None
         self.remarks: Counter[str] = Counter()
         self._is_grouped = self._has_prompts = False
-        self._hashes = {key: blake2b(digest_size=16) for key in ("ids", "supervised", "offsets", *GROUP_ARRAYS)}
+        self._blob_bytes = 0
+        hashed = ("ids", "supervised", "offsets", *GROUP_ARRAYS, IMAGES)
+        self._hashes = {key: blake2b(digest_size=16) for key in hashed}
         self.split = SplitCounts()
         folder.mkdir(parents=True)
         self._bad = open(folder / BAD_ROWS, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self._blob = open(folder / BLOB, "wb")  # noqa: SIM115 - closed by __exit__
         self._arrays = {key: _NpyFile(folder / f"{key}.npy", np.dtype(kind)) for key, kind in _KINDS.items()}
         for key in ("offsets", "groups"):
             self._arrays[key].append(np.zeros(1))
@@ -229,12 +308,16 @@ class TableWriter:
             groups=self.documents + np.cumsum(sizes, dtype=np.int64),
             labels=labels,
             prompts=np.zeros(0) if part.prompts is None else part.prompts,
+            images=self._stored(part.images),
         )
         for key, values in arrays.items():
             self._arrays[key].append(values)
             if key in self._hashes:
                 # In the byte order of the files, so that the fingerprint is the same on every machine.
-                self._hashes[key].update(np.ascontiguousarray(values, np.dtype(_KINDS[key]).newbyteorder("<")).data)
+                # A path is not hashed: images may move.
+                hashed = part.image_hashes(self.tokens) if key == IMAGES else values
+                kind = np.dtype(np.uint64 if key == IMAGES else _KINDS[key])
+                self._hashes[key].update(np.ascontiguousarray(hashed, kind.newbyteorder("<")).data)
         self.labelled += count - int(np.isnan(labels).sum())
         self._is_grouped |= len(sizes) < count or self.labelled > 0
         self._has_prompts |= part.prompts is not None
@@ -249,19 +332,38 @@ class TableWriter:
         self.first_bad = self.first_bad or next(iter(part.bad), None)
         for bad in part.bad:
             # File and place are stored separately, because a copy of the file has another name.
-            found = _PLACE.fullmatch(bad.where)
-            file, place = (found[1], found[2]) if found and found[1] in self.files else (bad.where, "")
+            file, place = file_and_place(bad.where)
+            file, place = (file, place) if file in self.files else (bad.where, "")
             entry = {"file": file, "place": place, "error": bad.error, "row": bad.raw}
-            self._bad.write(json.dumps(entry, default=str) + "\n")
+            self._bad.write(json.dumps(entry, default=_as_text) + "\n")
+
+    def _stored(self, images: Sequence[PlacedImage]) -> np.ndarray:
+        """Write paths and bytes of images into the blob, each once; and the array of `images`."""
+        places: dict[bytes, int] = {}
+        rows = []
+        for start, tokens, image in images:
+            content = os.fsencode(image.path) or image.data
+            if content not in places:
+                places[content] = self._blob_bytes
+                self._blob_bytes += self._blob.write(content)
+            size = image.digest, image.height, image.width
+            place = places[content], len(content), *image.stamp, bool(image.path)
+            rows.append((self.tokens + start, tokens, *size, *place))
+        return np.array(rows, IMAGE)
 
     def finish(self, **meta: Any) -> None:
         """Write the headers and the JSON file, and flush everything to the disk."""
         for array in self._arrays.values():
             array.finish()
         _sync(self._bad)
+        _sync(self._blob)
         files = list(DATA_FILES)
         # Without groups the arrays would say that each document is a group.
         absent = [*(() if self._is_grouped else GROUP_ARRAYS), *[PROMPTS] * (not self._has_prompts)]
+        if not self._blob_bytes:
+            absent.append(IMAGES)
+            files.remove(BLOB)
+            (self.folder / BLOB).unlink()
         for key in absent:
             files.remove(f"{key}.npy")
             (self.folder / f"{key}.npy").unlink()
@@ -291,6 +393,7 @@ class TableWriter:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bad.close()
+        self._blob.close()
         for array in self._arrays.values():
             array.file.close()
 
@@ -315,6 +418,11 @@ class _NpyFile:
     def _write_header(self) -> None:
         header = {"descr": npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
         npy.write_array_header_1_0(self.file, header)
+
+
+def _as_text(value: Any) -> str:
+    """A value of a bad row that JSON does not have."""
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _sync(file: IO[Any]) -> None:

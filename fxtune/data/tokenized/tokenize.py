@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +28,9 @@ from fxtune.data.chat.pairs import prompt_tokens
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.formats.row_format import LearnConfig
-from fxtune.data.read.row import Row, row_shards
+from fxtune.data.images.placed import PlacedImage
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.read.row import Row, file_and_place, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
@@ -46,6 +48,8 @@ SPLIT_VERSION = 1
 """Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
 SHORTEN_VERSION = 1
 """Part of the cache's key of a table with shorter prompts. Raise it when the code shortens them otherwise."""
+IMAGES_VERSION = 1
+"""Part of the cache's key of a table for a model that reads images, as ENCODING_VERSION."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256
@@ -53,9 +57,14 @@ BATCH_BYTES = 512 << 10
 
 
 def tokenize(
-    source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine: Path | None = None, progress: bool = True
+    source: SourceConfig,
+    data: DataConfig,
+    tokenizer: Any,
+    quarantine: Path | None = None,
+    progress: bool = True,
+    images: ImageProcessor | None = None,
 ) -> TokenTable:
-    """Tokenize a source, or take it from the cache.
+    """Tokenize a source, or take it from the cache. `images`: the processor of a model that reads images.
 
     `quarantine`: with data.on_bad_row=quarantine, the file to which bad rows are added, each as {where, error, row}.
     `progress`: print a line about the result.
@@ -78,7 +87,9 @@ def tokenize(
         data.chat_template_kwargs,
         data.on_rewritten,
         data.template_time,
+        images,
     )
+    opened.keeps_images, encoder.folders = images is not None, opened.folders
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
         table, cached = _open_or_build(folder, settings, opened, encoder, data)
@@ -127,7 +138,11 @@ def _open_or_build(
     with cache.locked(folder, source.name):
         if not (cached := read_meta(folder) is not None):
             _build(folder, settings, source, encoder, data)
-        return TokenTable(folder, source.name), cached
+        table = TokenTable(folder, source.name, image_processor=encoder.images)
+        if table.has_changed_images():
+            _build(folder, settings, source, encoder, data)
+            table, cached = TokenTable(folder, source.name, image_processor=encoder.images), False
+        return table, cached
 
 
 def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
@@ -160,6 +175,9 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         settings.append({"chat template kwargs": encoder.variables})
     if encoder.format.answers:
         settings.append("digests of prompts")
+    if encoder.images is not None:
+        folders = sorted({os.path.realpath(folder) for folder in encoder.folders.values()})
+        settings.append({"images": [IMAGES_VERSION, encoder.images.identity, folders]})
     if encoder.on_rewritten is not OnRewritten.split:
         settings.append({"on rewritten": encoder.on_rewritten.value})
     return settings
@@ -270,11 +288,14 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     bad: list[Row] = []
     group_sizes: list[int] = []
     labels: list[float] = []
-    escaped, rewritten, split = 0, 0, SplitCounts()
+    images: list[PlacedImage] = []
+    tokens, escaped, rewritten, split = 0, 0, 0, SplitCounts()
     remarks: Counter[str] = Counter()
     # In batches, so that their Python lists of ids need little memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
-        samples = iter(encoder.encode([row.value for row in batch if row.value is not None]))
+        usable = [row for row in batch if row.value is not None]
+        folders = [encoder.folders.get(file_and_place(row.where)[0]) for row in usable]
+        samples = iter(encoder.encode([row.value for row in usable if row.value is not None], folders))
         for row in batch:
             if row.value is None:
                 bad.append(row)
@@ -289,7 +310,8 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
             remarks.update(list(dict.fromkeys(remark for document in documents for remark in document.remarks)))
             if isinstance(sample, EncodedGroup):
                 digest, first = _group_digest(documents), documents[0]
-                prompt = _digest(np.asarray(first.ids[: prompt_tokens(first)], np.int32))
+                end = prompt_tokens(first)
+                prompt = _digest(first.ids[:end], [image for image in first.images if image.start < end])
                 if encoder.is_long(documents):
                     found = encoder.shorten(documents)
                     documents, split = found.pieces, split + found.counts
@@ -298,12 +320,15 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
                     labels += sample.labels
                     prompts += [prompt] * len(documents)
             else:
-                digest = _digest(np.asarray(sample.ids, np.int32))
+                digest = _digest(sample.ids, sample.images)
                 is_long = encoder.longest is not None and len(sample.ids) > encoder.longest
                 if is_long or (encoder.by_question and sample.is_rewritten):
-                    found = encoder.split(row.value, sample)
+                    found = encoder.split(row.value, sample, encoder.folders.get(file_and_place(row.where)[0]))
                     documents, split = found.pieces, split + found.counts
             assert all(len(document.ids) == len(document.supervised) > 0 for document in documents)
+            for document in documents:
+                images += [image._replace(start=tokens + image.start) for image in document.images]
+                tokens += len(document.ids)
             ids += [np.asarray(document.ids, np.int32) for document in documents]
             supervised += [np.asarray(document.supervised, np.bool_) for document in documents]
             # The documents of a group, and the pieces of a chat, are on the same side of a hold-out.
@@ -311,7 +336,7 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     return EncodedShard(
         ids=np.concatenate([np.zeros(0, np.int32), *ids]),
         supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
-        lengths=np.array([len(tokens) for tokens in ids], np.int64),
+        lengths=np.array([len(document) for document in ids], np.int64),
         digests=np.array(digests, np.uint64),
         bad=bad,
         escaped=escaped,
@@ -321,18 +346,22 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
         group_sizes=np.array(group_sizes, np.int64) if group_sizes else None,
         labels=np.array(labels, np.float32) if group_sizes else None,
         prompts=np.array(prompts, np.uint64) if encoder.format.answers else None,
+        images=images,
     )
 
 
 def _group_digest(documents: list[Document]) -> int:
+    images = [image for document in documents for image in document.images]
     if len(documents) == 1:
-        return _digest(np.asarray(documents[0].ids, np.int32))
-    parts = [part for document in documents for part in ([len(document.ids)], document.ids)]
-    return _digest(np.concatenate([np.asarray(part, np.int32) for part in parts]))
+        return _digest(documents[0].ids, images)
+    return _digest([part for document in documents for part in (len(document.ids), *document.ids)], images)
 
 
-def _digest(ids: np.ndarray) -> int:
-    return int.from_bytes(blake2b(ids.astype("<i4", copy=False).tobytes(), digest_size=8).digest(), "little")
+def _digest(ids: Sequence[int], images: Sequence[PlacedImage]) -> int:
+    """A hash of tokens and of what the images among them show."""
+    digest = blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=8)
+    digest.update(np.array([image.image.digest for image in images], "<u8").tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quarantine: Path | None) -> None:

@@ -19,7 +19,10 @@ from fxtune.data.batches.batch import IGNORE_INDEX, MIN_TARGETS, TARGET_COUNTS, 
 def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share):
     draw = np.random.default_rng(rows * 1000 + length)
     table = SimpleNamespace(
-        ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share, reference=None
+        ids=draw.integers(1, 99, rows * length),
+        supervised=draw.random(rows * length) < share,
+        reference=None,
+        images=None,
     )
     pieces = BatchSpec(
         np.zeros(rows, np.int64),

@@ -228,8 +228,8 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
         ("messages", messages({**ANSWER, "tool_calls": "{"}), "messages[1].tool_calls is not valid JSON"),
         (
             "messages",
-            messages({**ANSWER, "content": [{"type": "image"}]}),
-            "messages[1].content[0] is of type 'image'; only text parts can be used",
+            messages({**ANSWER, "content": [{"type": "video"}]}),
+            "messages[1].content[0] is of type 'video'; only parts with text or an image can be used",
         ),
         ("messages", messages({**ANSWER, "content": [{"type": "text"}]}), "messages[1].content[0].text is null"),
         (

@@ -1,0 +1,70 @@
+"""The images of a micro-batch, decoded and resized where the batch is built: in the loader's workers.
+
+Files are read again for each use: the tensors of an image are many times as large as its file, so none is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fxtune.data.formats.values import RowError
+from fxtune.data.images.decode import decode
+from fxtune.data.images.processor import ImageProcessor, Tensors
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import ConfigError, DataError
+
+
+class BatchImages:
+    """Makes the tensors of the images of documents. `tables`: of the run; `pieces`: of each row (BatchSpec)."""
+
+    def __init__(self, tables: Sequence[TokenTable], pieces: int) -> None:
+        processors = [table.image_processor for table in tables if table.images is not None]
+        self.processor: ImageProcessor | None = processors[0] if processors else None
+        if self.processor is not None and pieces > 1:
+            raise ConfigError("parallel.context: rows with images cannot be divided. Set it to 1.")
+        self._of_documents: list[Tensors] = []
+        self._last: Tensors | None = None
+
+    def add(self, table: TokenTable, start: int, length: int) -> None:
+        """Read the images among the tokens `start` to `start + length` of a table. Raises DataError."""
+        self._last = self._read(table, table.images_in(start, length)) if self.processor is not None else None
+        if self._last is not None:
+            self._of_documents.append(self._last)
+
+    def rope_positions(self, table: TokenTable, start: int, length: int, shared: int) -> np.ndarray | None:
+        """int64 [3, length]: the positions of the document that was added last; None if they are its token positions.
+        `shared`: how many tokens before `start` the document has, too, as the document before it."""
+        if self.processor is None or self.processor.rope_positions is None:
+            return None
+        images = self._last
+        if shared:
+            images = self._read(table, table.images_in(start - shared, length + shared))
+        if images is None:
+            return None
+        ids = torch.from_numpy(np.asarray(table.ids[start - shared : start + length], np.int64))
+        return self.processor.rope_positions(ids, images)[:, shared:].numpy()
+
+    def tensors(self) -> Tensors | None:
+        """Arguments of the model's forward; None if no document has an image."""
+        if self.processor is None or not self._of_documents:
+            return None
+        return self.processor.merge(self._of_documents)
+
+    def _read(self, table: TokenTable, indices: range) -> Tensors | None:
+        if not indices:
+            return None
+        assert self.processor is not None
+        images, image = [], None
+        try:
+            for index in indices:
+                image = table.image(index)
+                images.append(decode(image.read()))
+            return self.processor.tensors(images)
+        except RowError as reason:
+            raise DataError(
+                f"{table.name}: {image.name if image else ''}: {reason}. It was read when the data was tokenized. "
+                "Restore the file and start the run again, which resumes it."
+            ) from None

@@ -1,0 +1,126 @@
+"""Images in the messages of a chat: parts of a content, or marks in its text beside a column of images.
+
+OpenAI, Qwen and TRL write a content as a list of parts, `{type: text}`, `{type: image}` or `{type: image_url}`. LLaVA,
+ShareGPT, LLaMA-Factory and ms-swift write `<image>` into the text and list the images in a column. Parts without an
+image take theirs from the column, too. A content stays one text here, in which IMAGE stands for an image, and the
+message has its images as `images`, in order.
+
+Only questions, system prompts and results of tools have images, as models write none. So `<image>` in an answer is
+text, and so is `<image>` in rows without images.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fxtune.data.formats.row_format import Conversation
+from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
+
+IMAGE = "\U0010fad3"
+"""A private-use character in place of an image."""
+MARK = "<image>"
+COLUMNS = ("images", "image")
+_PAYLOADS = ("image", "path", "url", "bytes", "image_url")
+_KNOWN = frozenset((*_PAYLOADS, "type", "detail"))
+_PLACES = re.compile(f"({IMAGE}|{re.escape(MARK)})")
+
+
+def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The text of a content, and for each IMAGE in it its place in the row and what names the image, None if only the
+    row's column does. Raises RowError."""
+    if not isinstance(content, (list, tuple)):
+        return _text(content, where), []
+    texts, images = [], []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        if isinstance(part, str):
+            texts.append(_text(part, place))
+        elif isinstance(part, Mapping) and part.get("type") == "text":
+            texts.append(_text(part.get("text"), f"{place}.text"))
+        elif isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+            texts.append(IMAGE)
+            images.append((place, _payload(part, place)))
+        else:
+            named = f"of type {short(part.get('type'))}" if isinstance(part, Mapping) else type_name(part)
+            raise RowError(f"{place} is {named}; only parts with text or an image can be used")
+    return "".join(texts), images
+
+
+def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
+    """Give each message the images of the row's column that its marks, and its parts without an image, stand for.
+    Raises RowError if there are more or fewer."""
+    column, listed = _column(row)
+    rest, places = iter(listed), 0
+    for message, where in zip(chat.messages, chat.places, strict=True):
+        own = iter(message.pop("images", ()))
+        content = message.get("content") or ""
+        if message["role"] == "assistant":
+            if IMAGE in content:
+                raise RowError(f"{where} is an answer with an image, which no model learns to write")
+            continue
+        images, texts = [], []
+        for text in _PLACES.split(content):
+            place, value = where, None
+            if text == IMAGE:
+                place, value = next(own, (where, None))
+            elif text != MARK or not column:
+                texts.append(text)
+                continue
+            if value is None:
+                places += 1
+                if not column:
+                    raise RowError(f"{place} names no image, and the row has no column `images`")
+                value = next(rest, None)
+            texts.append(IMAGE)
+            images.append((place, value))
+        if images:
+            message.update(content="".join(texts), images=images)
+    if places != len(listed):
+        raise RowError(
+            f"{column} has {_count(len(listed), 'image')}, and the messages have {_count(places, 'place')} for them: "
+            f"{MARK} in a text that is no answer, or a part of type image. If {column} is not needed, set the "
+            f"source's `unused: [{column}]`"
+        )
+
+
+def images_of(chat: Conversation) -> Iterator[tuple[str, Any]]:
+    """(place in the row, what names the image) of each image of a chat, in order."""
+    for message in chat.messages:
+        yield from message.get("images", ())
+
+
+def _text(text: Any, where: str) -> str:
+    if IMAGE in require_text(text, where):
+        raise RowError(f"{where} holds a private-use character (U+10FAD3) that fxtune uses for images; remove it")
+    return str(text)
+
+
+def _payload(part: Mapping[str, Any], where: str) -> Any:
+    if unknown := [key for key in part if key not in _KNOWN and part[key] is not None]:
+        raise RowError(f"{where}.{short(unknown[0])} is not read; data.image_tokens bounds the size of images")
+    given = [(key, part[key]) for key in _PAYLOADS if part.get(key) is not None]
+    if len(given) > 1:
+        raise RowError(f"{where} names its image twice ({given[0][0]}, {given[1][0]}); keep one")
+    if not given:
+        return None
+    ((key, value),) = given
+    return value.get("url") if key == "image_url" and isinstance(value, Mapping) else value
+
+
+def _column(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """(the column with images, its images); ("", []) if there is none."""
+    given = [name for name in COLUMNS if row.get(name) not in (None, "", [], (), {})]
+    if len(given) > 1:
+        raise RowError("images and image are two columns of images; keep one")
+    if not given:
+        return "", []
+    value = row[given[0]]
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a list in a cell of a CSV file
+        value = parse_json(value, given[0])
+    return given[0], list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,38 @@
+"""Images among the tokens of a document, and cuts of documents that leave each image whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fxtune.data.images.reference import ImageReference
+
+
+class PlacedImage(NamedTuple):
+    start: int
+    """Index of its first token."""
+    tokens: int
+    image: ImageReference
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+
+def cut_before(images: Sequence[PlacedImage], at: int) -> int:
+    """The last place up to `at` where a document can be cut: `at`, or the start of the image that is there."""
+    return next((image.start for image in images if image.start < at < image.end), at)
+
+
+def cut_behind(images: Sequence[PlacedImage], at: int) -> int:
+    """The first place from `at` on where a document can be cut."""
+    return next((image.end for image in images if image.start < at < image.end), at)
+
+
+def without(images: Sequence[PlacedImage], start: int, stop: int) -> tuple[PlacedImage, ...]:
+    """The images of a document that loses the tokens from `start` to `stop`."""
+    return tuple(
+        image._replace(start=image.start - (stop - start) * (image.start >= stop))
+        for image in images
+        if image.end <= start or image.start >= stop
+    )

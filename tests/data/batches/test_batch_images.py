@@ -1,0 +1,304 @@
+"""From files with rows to micro-batches with the tensors of their images."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.processors import FAMILIES, processor
+
+from fxtune.data.batches.build import plan_training
+from fxtune.data.batches.loader import Loader, LoaderConfig
+from fxtune.data.batches.shared_prompts import shared_tokens
+from fxtune.data.config import DataConfig, OnBadRow, OnLong, SourceConfig
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.errors import DataError
+
+COLORS = ("red", "lime", "blue", "white")
+CPU = torch.device("cpu")
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, color in enumerate(COLORS):
+        Image.new("RGB", (56 + 28 * number, 56), color).save(folder / f"{color}.png")
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(*colors: str, answer: str = "yes") -> dict[str, Any]:
+    marks = "<image>" * len(colors)
+    turns = [{"role": "user", "content": f"{marks}What?"}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **({"images": [f"{color}.png" for color in colors]} if colors else {})}
+
+
+ROWS = [row("red"), row(answer="none"), row("lime", "blue"), row("white"), row(answer="no image"), row("blue")]
+
+
+@pytest.fixture(params=[family for family in FAMILIES if family != "idefics3"])  # the kind of model merges its tensors
+def images(request, tmp_path) -> ImageProcessor:
+    return ImageProcessor(processor(request.param, tmp_path / "model"))
+
+
+@pytest.fixture
+def qwen(tmp_path) -> ImageProcessor:
+    return ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+
+
+def data_config(path: Path, **options: Any) -> DataConfig:
+    options = {"sequence_length": 200, **options}
+    return DataConfig([SourceConfig(str(path))], cache_dir=str(path.parent / "cache"), workers=1, **options)
+
+
+def table_of(images: ImageProcessor, path: Path, **options: Any) -> TokenTable:
+    data = data_config(path, **options)
+    return tokenize(data.sources[0], data, images.processor.tokenizer, progress=False, images=images)
+
+
+def plan_of(images: ImageProcessor, path: Path, micro_batch_size: int = 2, **options: Any) -> Any:
+    data = data_config(path, **options)
+    tables = [tokenize(data.sources[0], data, images.processor.tokenizer, progress=False, images=images)]
+    return plan_training(tables, data, micro_batch_size=micro_batch_size, global_batch_size=2, epochs=2.0)
+
+
+def colors_of(table: TokenTable, start: int, length: int) -> list[str]:
+    return [Path(image.image.path).stem for image in table.placed_images(start, length)]
+
+
+def by_hand(images: ImageProcessor, folder: Path, documents: list[list[str]]) -> dict[str, torch.Tensor]:
+    """The tensors of documents with images of these colours, by transformers' processor."""
+    return images.merge(
+        [
+            images.tensors([Image.open(folder / f"{color}.png").convert("RGB") for color in colors])
+            for colors in documents
+            if colors
+        ]
+    )
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_batch_has_the_images_of_its_documents_in_order(tmp_path, images, packing):
+    path = write_rows(tmp_path / "data", ROWS)
+    plan = plan_of(images, path, packing=packing)
+    seen = 0
+    for step in range(plan.steps):
+        for micro in range(plan.micro_batches(step)):
+            batch, rows = plan.batch(step, micro), plan.contents(step, micro)
+            table = plan.tables[0]
+            documents = [
+                colors_of(table, int(table.offsets[piece.document]) + piece.first, piece.length)
+                for contents in rows
+                for piece in contents
+            ]
+            if not any(documents):
+                assert batch.images is None
+                continue
+            expected = by_hand(images, path.parent, documents)
+            assert batch.images.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(batch.images[name], tensor)
+            own = {token for color in COLORS for token in images.image_ids(56, 56 + 28 * COLORS.index(color))}
+            assert not set(batch.labels.tolist()) & own
+            seen += len([colors for colors in documents if colors])
+    assert seen >= 8
+
+
+def test_workers_deliver_the_same_batches(tmp_path, qwen):
+    plan = plan_of(qwen, write_rows(tmp_path / "data", ROWS))
+    for workers in (0, 2):
+        loader = Loader(plan, LoaderConfig(num_workers=workers), CPU)
+        try:
+            for step in loader.steps(start_step=1):
+                for micro, batch in enumerate(step.micro_batches):
+                    own = plan.batch(step.index, micro)
+                    assert torch.equal(batch.input_ids, own.input_ids)
+                    assert (batch.images is None) == (own.images is None)
+                    for name, tensor in (own.images or {}).items():
+                        assert torch.equal(batch.images[name], tensor)
+        finally:
+            loader.close()
+
+
+def test_an_image_that_changes_later_ends_the_run_with_its_name(tmp_path, qwen):
+    path = write_rows(tmp_path / "data", ROWS)
+    plan = plan_of(qwen, path)
+    (path.parent / "blue.png").unlink()
+    for workers in (0, 2):
+        loader = Loader(plan, LoaderConfig(num_workers=workers), CPU)
+        try:
+            with pytest.raises(DataError) as raised:
+                [list(step.micro_batches) for step in loader.steps()]
+        finally:
+            loader.close()
+        assert "blue.png: there is no such file" in str(raised.value)
+        assert "Traceback" not in str(raised.value)
+
+
+def test_the_table_is_cached_until_an_image_changes(tmp_path, qwen, capsys):
+    path = write_rows(tmp_path / "data", ROWS)
+    first = table_of(qwen, path)
+    built = (first.folder / "table.json").stat().st_ino
+    assert (table_of(qwen, path).folder / "table.json").stat().st_ino == built
+    Image.new("RGB", (56, 112), "red").save(path.parent / "red.png")
+    second = table_of(qwen, path)
+    assert second.folder == first.folder
+    assert second.fingerprint != first.fingerprint
+    assert (second.folder / "table.json").stat().st_ino != built
+    assert second.placed_images(0, 200)[0].image.size == (112, 56)
+
+
+def test_the_table_depends_on_the_processor_and_the_folder(tmp_path, qwen):
+    path = write_rows(tmp_path / "data", ROWS)
+    first = table_of(qwen, path)
+    (tmp_path / "copy").mkdir()
+    copy = write_rows(tmp_path / "copy", ROWS)
+    other = tokenize(SourceConfig(str(copy)), data_config(path), qwen.processor.tokenizer, progress=False, images=qwen)
+    assert other.folder != first.folder
+    assert other.fingerprint == first.fingerprint
+    qwen.processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 4 * 784}
+    assert table_of(ImageProcessor(qwen.processor), path).folder != first.folder
+
+
+def test_documents_with_other_images_are_no_copies(tmp_path, qwen):
+    for color in COLORS:
+        Image.new("RGB", (56, 56), color).save(tmp_path / f"{color}.png")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row(color)) + "\n" for color in ("red", "blue", "red")))
+    table = table_of(qwen, path)
+    assert (
+        table.ids[table.offsets[0] : table.offsets[1]].tolist()
+        == table.ids[table.offsets[1] : table.offsets[2]].tolist()
+    )
+    assert table.digests[0] == table.digests[2] != table.digests[1]
+
+
+def test_bytes_lie_beside_the_table(tmp_path, qwen):
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as Feature
+
+    path = write_rows(tmp_path / "data", ROWS)
+    pictures = [[f"{color}.png" for color in colors] for colors in (["red"], [], ["lime", "blue"])]
+    content = [[{"bytes": (path.parent / name).read_bytes(), "path": None} for name in names] for names in pictures]
+    chats = [
+        [{"role": turn["role"], "content": turn["content"]} for turn in ROWS[index]["messages"]] for index in range(3)
+    ]
+    turn = {"role": Value("string"), "content": Value("string")}
+    features = Features({"messages": List(turn), "images": List(Feature(decode=False))})
+    made = Dataset.from_dict({"messages": chats, "images": content}, features)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    expected = table_of(qwen, path)
+    for source in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        table = pickle.loads(pickle.dumps(table_of(qwen, source)))
+        assert table.ids.tolist() == expected.ids[: len(table.ids)].tolist()
+        assert [image.image.read() for image in table.placed_images(0, len(table.ids))] == [
+            item["bytes"] for items in content for item in items
+        ]
+        assert table.image_processor is not None
+
+
+def test_one_image_a_row_in_a_column_of_datasets(tmp_path, qwen):
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as Feature
+
+    path = write_rows(tmp_path / "data", ROWS)
+    turn = {"role": Value("string"), "content": Value("string")}
+    features = Features({"messages": List(turn), "image": Feature(decode=False)})
+    content = [{"bytes": (path.parent / "red.png").read_bytes(), "path": "red.png"}, None]
+    chats = [
+        [{"role": turn["role"], "content": turn["content"]} for turn in ROWS[index]["messages"]] for index in range(2)
+    ]
+    made = Dataset.from_dict({"messages": chats, "image": content}, features)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    expected = table_of(qwen, path)
+    for source in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        table = table_of(qwen, source)
+        assert table.ids.tolist() == expected.ids[: len(table.ids)].tolist()
+
+
+def test_rows_with_bad_images_are_quarantined_with_file_and_line(tmp_path, qwen):
+    rows = [row("red"), row("missing"), row("red", "blue")]
+    rows[2]["images"].pop()
+    path = write_rows(tmp_path / "data", rows)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: .*missing\.png: there is no such file.*on_bad_row"):
+        table_of(qwen, path)
+    table = table_of(qwen, path, on_bad_row=OnBadRow.quarantine)
+    assert len(table) == 1
+    entries = list(table.read_bad_rows())
+    assert [entry["where"].rpartition(":")[2] for entry in entries] == ["2", "3"]
+    assert "1 image, and the messages have 2 places" in entries[1]["error"]
+
+
+def test_a_row_never_begins_or_ends_inside_an_image(tmp_path, qwen):
+    # An answer before the image, so that a cut document still teaches something.
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}, *row("white")["messages"]]
+    path = write_rows(tmp_path / "data", [{"messages": turns, "images": ["white.png"]}, row("red")])
+    (placed, *_) = table_of(qwen, path).placed_images(0, 200)
+    for length in range(placed.start - 1, placed.start + placed.tokens + 2):
+        plan = plan_of(qwen, path, sequence_length=length, on_long=OnLong.truncate, micro_batch_size=1)
+        table = plan.tables[0]
+        for step in range(plan.steps):
+            spec = plan.batch_spec(step, 0)
+            ids = plan.batch(step, 0).input_ids
+            whole = sum(placed.tokens for at, size in zip(spec.start, spec.length, strict=True)
+                        for placed in table.placed_images(int(at), int(size)))  # fmt: skip
+            assert int((ids == qwen.placeholders["<|image_pad|>"]).sum()) == whole
+
+
+def test_positions_of_several_axes(tmp_path):
+    """Each document has its own, and a batch of text has the positions of its tokens on all axes."""
+
+    def positions(ids: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([torch.arange(len(ids)) * (axis + 2) + len(tensors["image_grid_thw"]) for axis in range(3)])
+
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), rope_positions=positions)
+    plan = plan_of(images, write_rows(tmp_path / "data", ROWS))
+    for step in range(plan.steps):
+        batch, spec = plan.batch(step, 0), plan.batch_spec(step, 0)
+        assert batch.rope_positions.shape == (3, *batch.input_ids.shape)
+        for at in range(len(spec.offsets) - 1):
+            column = 0
+            for document in range(spec.offsets[at], spec.offsets[at + 1]):
+                start, length = int(spec.start[document]), int(spec.length[document])
+                count = len(plan.tables[0].images_in(start, length))
+                for axis in range(3):
+                    own = batch.rope_positions[axis, at, column : column + length]
+                    expected = np.arange(length) * (axis + 2) + count if count else np.arange(length)
+                    assert own.tolist() == expected.tolist()
+                column += length
+
+
+def test_pairs_share_their_prompt_with_its_images(tmp_path, qwen):
+    pairs = [
+        {"prompt": [{"role": "user", "content": "<image>What?"}], "chosen": [{"role": "assistant", "content": word}],
+         "rejected": [{"role": "assistant", "content": "other"}], "images": [f"{color}.png"]}
+        for color, word in (("red", "one"), ("white", "two"))
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "data", pairs)
+    plan = plan_of(qwen, path)
+    assert plan.tables[0].images is not None
+    assert (shared_tokens(plan.tables[0])[1::2] > 0).all()
+    batch = plan.batch(0, 0)
+    grids = batch.images["image_grid_thw"].prod(1).tolist()
+    count = int((batch.input_ids == qwen.placeholders["<|image_pad|>"]).sum())
+    assert count == sum(grids) // 4
+
+
+def test_documents_of_a_group_with_other_images_share_nothing_of_them(tmp_path, qwen):
+    for color in COLORS:
+        Image.new("RGB", (56, 56), color).save(tmp_path / f"{color}.png")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"documents": [row("red", "blue"), row("red", "lime")], "labels": [1, 0]}) + "\n")
+    table = table_of(qwen, path)
+    second = table.placed_images(int(table.offsets[1]), int(table.offsets[2] - table.offsets[1]))[1]
+    assert 0 < shared_tokens(table)[1] <= second.start

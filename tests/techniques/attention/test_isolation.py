@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from support import image_models
 from support.architectures import ARCHITECTURES, FAMILIES, architecture
 
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.attention import isolation
+from fxtune.techniques.attention.backends.registry import FLASH4
 
 KNOWN = {kind: architecture(kind) for kind in ARCHITECTURES} | {kind: FAMILIES[kind] for kind in ("gemma", "phi")}
 
@@ -63,7 +66,7 @@ def test_a_wide_model_is_tried_small():
     assert isolation.why_not_isolated(wide) is None
 
 
-@pytest.mark.parametrize("kind", sorted(isolation.PROVEN))
+@pytest.mark.parametrize("kind", sorted(isolation.PROVEN & KNOWN.keys()))
 def test_every_kind_that_is_called_proven_shares_a_prompt(kind):
     """By the kernel's reference, so that it need not be tried before each run."""
     assert isolation.try_small_model(decoder(kind), by_bounds=True).shared is None
@@ -76,3 +79,12 @@ def test_other_kinds_are_tried(kind, shares):
     why = isolation.why_not_shared(decoder(kind).to_dict())
     assert (why is None) == shares
     assert shares or why.startswith((f"in {kind} of transformers, answers that share a prompt", "whether"))
+
+
+@pytest.mark.parametrize("family", image_models.CONFIGS)
+def test_decoders_that_read_images_share_a_prompt_of_text(family):
+    model = image_models.model(family)
+    FLASH4.prepare()
+    model.set_attn_implementation(FLASH4.implementation)
+    with torch.no_grad():
+        assert isolation.share_prompt(model).is_exact

@@ -38,7 +38,10 @@ def attend(
     width = v.shape[-1]
     padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     flat = [x.flatten(0, 1) for x in (q, k, padded)]
-    bounds = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, length, length)
+    if cu_seqlens_k is None:
+        bounds = (cu_seqlens, cu_seqlens, length, length)
+    else:  # no document has more keys than k; the backward pass leaves out keys beyond this bound
+        bounds = (cu_seqlens, cu_seqlens_k, length, len(flat[1]))
     windows = {"window_size_left": left, "window_size_right": right}
     out: Tensor = attention_operator("_flash_attention_forward")(
         *flat, *bounds, 0.0, True, False, scale=scale, **windows

@@ -56,7 +56,7 @@ class Measured:
     """The share by which its passes take longer than the median of the other ranks."""
     supervised_tokens_per_second: float
     shared_per_second: float
-    """Those of `tokens_per_second` that were computed with another document of the row (data.share_prompts)."""
+    """Tokens of prompts that were computed for another answer (data.share_prompts); a part of `tokens_per_second`."""
     padding_per_second: float
     step_seconds: float
     """Median."""

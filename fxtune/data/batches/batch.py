@@ -70,7 +70,7 @@ class Batch:
     key_index: torch.Tensor | None = None
     """int64 [keys]: the flattened token of each key. Keys beyond those of `cu_seqlens_k` belong to no document."""
     key_copies: torch.Tensor | None = None
-    """int64 [2, rows x length]: the key that is each token's own, and its copy for another document; -1: none."""
+    """int64 [2, rows x length]: the key of each token in its own document, and in another one; -1 without another."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""

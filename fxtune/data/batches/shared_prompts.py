@@ -31,7 +31,7 @@ class Keys:
     index: np.ndarray
     """int64 [capacity]: the flattened token of each key; 0 after the last document's."""
     copies: np.ndarray
-    """int64 [2, tokens]: the key that is each token's own, and its copy for another document; -1 without one."""
+    """int64 [2, tokens]: the key of each token in its own document, and in another one; -1 without another one."""
 
 
 def shared_tokens(table: TokenTable) -> np.ndarray:
@@ -49,13 +49,14 @@ def shared_tokens(table: TokenTable) -> np.ndarray:
         end = max(int(np.searchsorted(ends, ends[begin] - length[begin] + _BLOCK, side="right")), begin + 1)
         size = length[begin:end]
         within, of = places_within(size), np.repeat(first[begin:end], size)
-        one, other = offsets[of] + within, offsets[of + 1] + within
-        differs = (table.ids[one] != table.ids[other]) | table.supervised[one] | table.supervised[other]
+        in_first, in_second = offsets[of] + within, offsets[of + 1] + within
+        differs = table.ids[in_first] != table.ids[in_second]
+        differs |= table.supervised[in_first] | table.supervised[in_second]
         if table.images is not None:  # images of one size have the same ids
-            differs |= _image_digests(table, one) != _image_digests(table, other)
-        at, start = np.flatnonzero(differs), np.cumsum(size) - size
-        until = np.append(at, len(differs))[np.searchsorted(at, start)] - start
-        shared[first[begin:end] + 1] = np.maximum(np.minimum(until, size) - 1, 0)
+            differs |= _image_digests(table, in_first) != _image_digests(table, in_second)
+        borders, start = np.flatnonzero(differs), np.cumsum(size) - size
+        prompt = np.append(borders, len(differs))[np.searchsorted(borders, start)] - start
+        shared[first[begin:end] + 1] = np.maximum(np.minimum(prompt, size) - 1, 0)
         begin = end
     return before_images(table, offsets[:-1] + shared) - offsets[:-1]
 
@@ -76,7 +77,7 @@ def keys_of(cu_seqlens: np.ndarray, shared: np.ndarray, capacity: int) -> Keys:
     is_own = within >= shared[of]
     index = np.where(is_own, start[of] - shared[of], start[of - 1]) + within
     copies = np.full((2, int(cu_seqlens[-1])), -1)
-    for row, kind in enumerate((is_own, ~is_own)):
-        copies[row, index[kind]] = np.flatnonzero(kind)
+    copies[0, index[is_own]] = np.flatnonzero(is_own)
+    copies[1, index[~is_own]] = np.flatnonzero(~is_own)
     bounds = np.concatenate([[0], np.cumsum(length)]).astype(np.int32)
     return Keys(bounds, np.pad(index, (0, capacity - len(index))), copies)

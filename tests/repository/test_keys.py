@@ -85,6 +85,7 @@ class Case:
 
 INT8 = "techniques.quantize.library=torchao techniques.quantize.type=int8"
 NF4 = "techniques.quantize.library=bitsandbytes techniques.quantize.type=nf4"
+READS_IMAGES = "model.architecture={model_type: qwen2_5_vl, text_config: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 8, vocab_size: 4096, rope_parameters: {rope_type: default, rope_theta: 1e4, mrope_section: [1, 1, 2]}}, vision_config: {depth: 1, hidden_size: 16, intermediate_size: 24, num_heads: 2, patch_size: 4, out_hidden_size: 16, fullatt_block_indexes: [0]}, image_token_id: 4090, video_token_id: 4091}"
 MIXTURE = "model.architecture={model_type: mixtral, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 8, num_local_experts: 4, vocab_size: 4096}"
 MIX = "techniques.checkpointing.policy=mix techniques.checkpointing.mix={input: 2}"
 COMPILED = "data.packing=true"
@@ -290,6 +291,8 @@ CASES: dict[str, Case] = {
     "techniques.lora.dropout": Case(step, "0.5"),
     "techniques.lora.target_modules": Case(built, "[q_proj]"),
     "techniques.lora.exclude_modules": Case(built, "[q_proj]"),
+    "techniques.lora.vision": Case(built, "true", READS_IMAGES),
+    "techniques.lora.projector": Case(built, "true", READS_IMAGES),
     "techniques.lora.layers_to_transform": Case(built, "[0]"),
     "techniques.lora.rank_pattern": Case(built, "{q_proj: 4}"),
     "techniques.lora.alpha_pattern": Case(step, "{q_proj: 4}"),

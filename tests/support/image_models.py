@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.load import DType, Init, ModelConfig
 
 IMAGE_TOKEN = 90
 VOCABULARY = 96
@@ -211,20 +212,34 @@ FREE_SIZES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "pixtral", "
 """Whose images have sizes of their own."""
 
 
-def config(family: str):
+def config(family: str, vocabulary: int = VOCABULARY):
     model_type, values = CONFIGS[family]
-    return CONFIG_MAPPING[model_type](**copy.deepcopy(values))
+    values = copy.deepcopy(values)
+    values["text_config"]["vocab_size"] = vocabulary
+    return CONFIG_MAPPING[model_type](**values)
 
 
-def model(family: str, seed: int = 0):
-    """A float32 model whose weights are large enough for its attention to be far from uniform."""
-    torch.manual_seed(seed)
-    built = AutoModelForImageTextToText.from_config(config(family), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in built.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.6 * weight[0].numel() ** -0.5 if "embed" not in name else 0.5)
+@torch.no_grad()
+def draw(built, seed: int = 0) -> None:
+    """Draw weights that are large enough for attention to be far from uniform. New weights of some families are 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in built.named_parameters():
+        if weight.dim() > 1 and "lora_" not in name:
+            spread = 0.5 if "embed" in name else 0.6 * weight[0].numel() ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
+
+
+def model(family: str, vocabulary: int = VOCABULARY):
+    """A float32 model."""
+    torch.manual_seed(0)
+    built = AutoModelForImageTextToText.from_config(config(family, vocabulary), dtype=torch.float32).eval()
+    draw(built)
     return built
+
+
+def recipe(family: str) -> ModelConfig:
+    """The `model` of a recipe that draws this family's model."""
+    return ModelConfig(path=None, init=Init.random, architecture=config(family).to_dict(), dtype=DType.float32)
 
 
 @dataclass

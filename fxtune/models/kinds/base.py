@@ -131,6 +131,11 @@ class Kind(ABC):
         attention is causal in images, too."""
         return None
 
+    def image_features(self, model: Any) -> list[torch.Tensor]:
+        """What the towers and projectors make of a small image: the tensors that the decoder gets. The model, without
+        adapters or with adapters, must have weights."""
+        return []
+
     def image_row(self, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A small row with one image on the model's device: ids [1, tokens], and the tensors of the image. The tower
         must have weights."""

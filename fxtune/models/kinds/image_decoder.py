@@ -17,7 +17,7 @@ What the families differ in, beside the names of the parts:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,20 +119,40 @@ class ImageDecoder(Decoder):
         begins = inside & ~F.pad(inside, (1, -1))
         return torch.where(inside, begins.cumsum(-1), 0)
 
+    def image_features(self, model: Any) -> list[torch.Tensor]:
+        base = _base(model)
+        found = base.model.get_image_features(**_example(base), return_dict=True)
+        return [*_tensors([found.pooler_output, getattr(found, "deepstack_features", None) or ()])]
+
     def image_row(self, model: Any) -> tuple[torch.Tensor, Tensors]:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config, weight = base.config, next(base.parameters())
-        images = {
-            name: tensor.to(weight.device) for name, tensor in FAMILIES[config.model_type].example(config).items()
-        }
+        base = _base(model)
+        images, text = _example(base), base.config.get_text_config()
         with torch.no_grad():
             found = base.model.get_image_features(**images, return_dict=True).pooler_output
-        numbers = found.numel() if isinstance(found, torch.Tensor) else sum(part.numel() for part in found)
-        text = config.get_text_config()
-        replaced = {getattr(config, name, None) for name in OTHER_TOKENS}
+        numbers = sum(features.numel() for features in _tensors([found]))
+        replaced = {getattr(base.config, name, None) for name in OTHER_TOKENS}
         words = [token for token in range(text.vocab_size) if token not in replaced][2:10]
-        ids = [*words[:3], *[config.image_token_id] * (numbers // text.hidden_size), *words[3:]]
-        return torch.tensor([ids], device=weight.device), images
+        ids = [*words[:3], *[base.config.image_token_id] * (numbers // text.hidden_size), *words[3:]]
+        return torch.tensor([ids], device=base.device), images
 
     def untrained_parts(self, config: Any) -> str:
         return "its language model and head are trained; its vision tower and projector stay as they are"
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists."""
+    for part in found:
+        if isinstance(part, torch.Tensor):
+            yield part
+        else:
+            yield from _tensors(part)
+
+
+def _example(base: Any) -> Tensors:
+    """The tensors of a small image on the model's device."""
+    family = FAMILIES[base.config.model_type]
+    return {name: tensor.to(base.device) for name, tensor in family.example(base.config).items()}

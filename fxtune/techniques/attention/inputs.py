@@ -10,7 +10,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import towers
+from fxtune.models.structure import base_dtype, towers
 from fxtune.techniques.attention.backends.registry import called
 from fxtune.techniques.attention.packed import document_mask, no_mask
 from fxtune.upstream.transformers import attention_of
@@ -77,7 +77,10 @@ def model_inputs(
     if images is not None:
         if pieces > 1:
             raise ConfigError("parallel.context: rows with images cannot be cut into pieces. Set it to 1.")
-        inputs.update(images)
+        dtype = base_dtype(model)
+        inputs.update(
+            {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in images.items()}
+        )
         if (blocks := kind.image_blocks(config, input_ids)) is not None:
             if keys is not None:
                 raise ConfigError(

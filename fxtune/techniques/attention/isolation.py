@@ -64,6 +64,27 @@ def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, floa
     return count, moved, leaked
 
 
+def image_movement(model: nn.Module) -> tuple[float, float]:
+    """Change the pixels of an image in the second of three documents in one row. Returns by how much the logits behind
+    the image moved in its document, and the most by which the logits of the others did."""
+    config: Any = model.config
+    kind = kind_of(config)
+    ids, images = kind.image_row(model)
+    documents = [(ids[:, :3], {}), (ids, images), (ids[:, -3:], {})]
+    lengths = torch.tensor([document.shape[1] for document, _ in documents])
+    positions = torch.cat([torch.arange(int(length), device=ids.device) for length in lengths])[None]
+    starts = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32, device=ids.device)
+    rope = kind.rope_positions(config)
+    on_axes = torch.cat([rope(row[0], given) for row, given in documents], -1)[:, None] if rope else None
+    row = torch.cat([document for document, _ in documents], 1)
+    inputs = model_inputs(model, row, positions, starts, images=images, rope_positions=on_axes)
+    before = outputs(model, **inputs).float()
+    after = outputs(model, **{**inputs, "pixel_values": inputs["pixel_values"].neg()}).float()
+    shift = (after - before).abs().amax(-1)[0]
+    first, second, third = shift.split(lengths.tolist())
+    return second[-1].item(), max(first.max().item(), third.max().item())
+
+
 def is_isolated(moved: float, leaked: float) -> bool:
     return moved > 0 and leaked <= LEAK * moved
 

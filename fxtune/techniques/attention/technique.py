@@ -195,6 +195,8 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
             if (probe["position_ids"] == 0).sum() > 1:
                 evidence.append(self._isolation(model.module, probe))
+                if kind_of(model.module.config).reads_images:
+                    evidence.append(self._isolation_of_images(model.module))
             if self._shares:
                 evidence.append(self._shared(model.module))
         yield from evidence
@@ -220,6 +222,15 @@ class Attention(AttentionOptions, Technique):
             f"answer moved its own logits by {seen.moved:.2g}, all others by at most {seen.leaked:.2g}",
             seen.is_exact,
         )
+
+    @staticmethod
+    def _isolation_of_images(model: Any) -> Evidence:
+        if not any(feature.any() for feature in kind_of(model.config).image_features(model)):
+            seen = "all features of an image are 0, as a new projector of Gemma 3 makes them"
+            return Evidence("attention", ISOLATED, seen, True)
+        moved, leaked = isolation.image_movement(model)
+        seen = f"changing a document's image moved its own logits by {moved:.2g}, the others' by at most {leaked:.2g}"
+        return Evidence("attention", ISOLATED, seen, isolation.is_isolated(moved, leaked))
 
     def _backend(self, hf_config: Any) -> Backend:
         """The backend that runs. An unresolved `auto` takes transformers' default."""

@@ -21,7 +21,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.rotary import apply_rotary
 from fxtune.models.prepared import Fusion
 from fxtune.models.replacement import places, put
-from fxtune.models.structure import skeleton
+from fxtune.models.structure import projectors, skeleton, towers
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.lora.experts import grouped, wrappers
 from fxtune.techniques.lora.families import (
@@ -90,7 +90,8 @@ def fuse(model: Any) -> Fusion:
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     fusion, where = Fusion(experts=experts), places(model)
     in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
-    for module in list(model.modules()):
+    beside = {part for tower in (*towers(model), *projectors(model)) for part in tower.modules()}
+    for module in (module for module in list(model.modules()) if module not in beside):
         mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
         biased = any(linear.get_base_layer().bias is not None for linear in mlp)
         if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and not biased:
@@ -118,7 +119,9 @@ def fuse(model: Any) -> Fusion:
             fusion.note(f"{title} does more with {', '.join(alone)} than project its own input")
     for module in list(model.modules()):
         if isinstance(module, LoraLayer) and module not in in_group:
-            if why := refusal_of_module(module):
+            if module in beside:
+                fusion.left["the part for images"] += 1
+            elif why := refusal_of_module(module):
                 fusion.left[why] += 1
             else:
                 fusion.operators["linear"] += 1

@@ -1,7 +1,7 @@
 """Which modules of a model get adapters, which do not, and why.
 
 `all-linear` means every linear of the decoder. Routers are left out by name, because an adapter would change which
-experts a token gets; so are the head, and modules that text does not reach (a vision tower).
+experts a token gets; so is the head. A tower for images and its projector get adapters where an option says so.
 
 transformers keeps the experts of a layer as one tensor. For the families that peft knows, peft reads `gate_proj`,
 `up_proj` and `down_proj` as names of these tensors, and the dense linears of the same names would get no adapter. So
@@ -27,7 +27,15 @@ from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.peft_adapter import lost_on_loading
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.structure import backbone, decoder_layers, is_named, output_head
+from fxtune.models.structure import (
+    backbone,
+    decoder_layers,
+    is_named,
+    output_head,
+    projectors,
+    towers,
+    without_dropout,
+)
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
@@ -64,7 +72,7 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
             path for path in weights if all_linear or any(matches(path, entry) for entry in lora.target_modules)
         ]
         adaptable += [path for path in selected if path not in adaptable and is_described(named, path)]
-    decoder, head = _path(model, backbone(model)), output_head(model)
+    head, places = output_head(model), _Places(model)
     layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
 
     def reason(path: str) -> str:
@@ -79,11 +87,15 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
     def untargeted(path: str) -> str:
         if _inside(path, lora.modules_to_save):
             return "trained in full"
+        if not all_linear and not any(matches(path, entry) for entry in lora.target_modules):
+            return "target_modules"
+        if why := places.why_left(path, lora):
+            return why
         if not all_linear:
-            return "" if any(matches(path, entry) for entry in lora.target_modules) else "target_modules"
+            return ""
         if named[path] is head:
             return "trained in full" if kind_of(model.config).trains_head else "the head"
-        if not path.startswith(f"{decoder}."):
+        if not places.is_known(path):
             return "not in the decoder"
         if path.endswith(".out_proj") and model.config.model_type in MAMBA:
             return "peft adapts no out_proj of Mamba"
@@ -155,14 +167,16 @@ def _mismatches(model: Any, lora: LoraOptions, trains_rows: bool) -> Iterator[st
                 f"{option}: {value}, which peft does not offer for experts in one tensor. Leave it out, or set "
                 "techniques.lora.exclude_modules=[experts]."
             )
-    decoder, ends = _path(model, backbone(model)), (output_head(model), model.get_input_embeddings())
+    places, ends = _Places(model), (output_head(model), model.get_input_embeddings())
     saved = [path for path in named if any(matches(path, entry) for entry in lora.modules_to_save)]
     for option, paths in (("target_modules", chosen.modules), ("modules_to_save", saved)):
         lost = [
-            path for path in paths if not path.startswith(f"{decoder}.") and not any(named[path] is e for e in ends)
+            path
+            for path in paths
+            if (places.why_left(path, lora) or not places.is_known(path)) and not any(named[path] is e for e in ends)
         ]
         if lost:
-            beside = _beside(lost[0], decoder)
+            beside = _beside(lost[0], places.decoder)
             change = f"Set techniques.lora.exclude_modules=[{beside}]" if option == "target_modules" else "Take it out"
             yield (
                 f"{option}: {len(lost)} modules in {beside}, such as {lost[0]}, would get no gradient, because text "
@@ -320,9 +334,11 @@ def gate_up_parts(model_type: str) -> int:
 def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
     """Move modules of `chosen` that are not called in this context to `chosen.left`: their adapters would do nothing.
 
-    Modules of experts stay, because it may be that no token was routed to them.
+    Modules of experts stay, because it may be that no token was routed to them. leave_unused() tries modules for
+    images.
     """
-    called = {path for path in chosen.modules if ".experts." in path}
+    places = _Places(model)
+    called = {path for path in chosen.modules if ".experts." in path or places.is_beside(path)}
     hooks = [
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
         for path in chosen.modules
@@ -335,6 +351,38 @@ def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
     for path in [path for path in chosen.modules if path not in called]:
         chosen.modules.remove(path)
         chosen.left["their module is never called"].append(path)
+
+
+def leave_unused(model: Any, chosen: AdapterTargets) -> None:
+    """Move modules of `chosen` that do not change the features of an image to `chosen.left`: a last layer that the
+    projector does not read, the head of a tower that was made to classify."""
+    places = _Places(model)
+    beside = [path for path in chosen.modules if places.is_beside(path)]
+    if not beside or next(model.parameters()).is_meta:
+        return
+    outputs: dict[str, torch.Tensor] = {}
+
+    def note(path: str, output: torch.Tensor) -> torch.Tensor:
+        outputs[path] = output.requires_grad_() if output.is_leaf else output
+        return output
+
+    hooks = [
+        model.get_submodule(path).register_forward_hook(lambda *given, path=path: note(path, given[-1]))
+        for path in beside
+    ]
+    try:
+        with without_dropout(model), torch.enable_grad():
+            features = kind_of(model.config).image_features(model)
+            total = torch.stack([feature.float().sum() for feature in features]).sum()
+            gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    reached = {path for path, gradient in zip(outputs, gradients, strict=True) if gradient is not None}
+    for path in beside:
+        if path not in reached:
+            chosen.modules.remove(path)
+            chosen.left["no feature of an image depends on them"].append(path)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -375,6 +423,36 @@ def _inside(path: str, entries: Iterable[str]) -> bool:
 
 def _path(model: nn.Module, part: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is part)
+
+
+class _Places:
+    """Which part of a model has a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decoder = _path(model, backbone(model))
+        self._projectors = [_path(model, part) for part in projectors(model)]
+        self._towers = [_path(model, part) for part in towers(model)]
+
+    def is_known(self, path: str) -> bool:
+        """Whether tokens or images reach the module."""
+        return any(_is_below(path, part) for part in (self.decoder, *self._projectors, *self._towers))
+
+    def is_beside(self, path: str) -> bool:
+        """Whether images alone reach the module."""
+        return any(_is_below(path, part) for part in (*self._projectors, *self._towers))
+
+    def why_left(self, path: str, lora: LoraOptions) -> str:
+        """The option that leaves a module for images without an adapter; empty: none does. A projector may be part of
+        a tower."""
+        if any(_is_below(path, part) for part in self._projectors):
+            return "" if lora.projector else "techniques.lora.projector=off"
+        if any(_is_below(path, part) for part in self._towers):
+            return "" if lora.vision else "techniques.lora.vision=off"
+        return ""
+
+
+def _is_below(path: str, parent: str) -> bool:
+    return f"{path}.".startswith(f"{parent}.")
 
 
 def _beside(path: str, decoder: str) -> str:

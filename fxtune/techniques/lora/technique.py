@@ -36,6 +36,7 @@ from fxtune.models.structure import (
     parameter_counts,
     running_on_text,
     skeleton,
+    towers,
     without_dropout,
 )
 from fxtune.models.untrained_tokens import untrained_rows
@@ -87,6 +88,10 @@ class Lora(LoraOptions, Technique):
         entries = (self.modules_to_save, self.exclude_modules, self.layers_to_transform)
         patterns = (self.rank_pattern, self.alpha_pattern)
         kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
+        shape = skeleton(facts.model) if self.vision or self.projector else None
+        if (self.vision or self.projector) and (shape is None or not towers(shape)):
+            names = " and ".join(name for name in ("vision", "projector") if getattr(self, name))
+            yield f"{names}: on, and {facts.text.get('model_type')} reads no images. Set it to off."
         if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):
             model = skeleton(facts.model)
             yield from targets.refusals(model, self, self.token_ids) if model is not None else ()
@@ -150,6 +155,7 @@ class Lora(LoraOptions, Technique):
             trained_tokens.start_zero_rows(base, self.token_ids)
         with targets.calls_observed(base, chosen), running_on_text(base):
             before = probe_logits(base)
+        targets.leave_unused(base, chosen)
         model.targets = chosen
         model.base_answer = None if before.is_meta else BaseAnswer.of(base, before)
         try:

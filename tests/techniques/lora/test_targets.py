@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import image_models
 from support.architectures import (
     CPU,
     SIZES,
@@ -28,8 +29,10 @@ from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Switch
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
-from fxtune.models.structure import backbone, skeleton
+from fxtune.models.structure import backbone, projectors, skeleton, towers
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.lora import targets
 from fxtune.techniques.pipeline import make_probe
 
@@ -83,7 +86,7 @@ def test_all_linear_means_every_linear_of_the_decoder_but_routers(kind):
     [
         ("deepseek_v3", ["2 gate_proj, 2 up_proj, 3 down_proj, 1 gate_up_proj", "(routers): 1 gate", "(the head): 1 lm_head"]),
         ("llama4_text", ["(routers): 1 router", "(experts in a tensor that peft does not know): 1 gate_up_proj, 1 down_proj"]),
-        ("gemma3", ["(not in the decoder): 2 k_proj, 2 v_proj, 2 q_proj, 3 out_proj, 3 fc1, 3 fc2"]),
+        ("gemma3", ["(techniques.lora.vision=off): 2 k_proj, 2 v_proj, 2 q_proj, 3 out_proj, 3 fc1, 3 fc2"]),
         ("mamba", ["2 in_proj, 2 x_proj;", "(peft adapts no out_proj of Mamba): 2", "(their module is never called): 2 dt_proj"]),
     ],
 )  # fmt: skip
@@ -215,19 +218,18 @@ def test_what_matches_no_module_is_refused_before_weights_load(options, reason):
     assert reason in refused(**options)
 
 
-def test_adapters_in_a_vision_tower_are_refused_with_the_key_to_set():
+def test_named_modules_of_the_parts_for_images_are_left_out_unless_an_option_adapts_them():
     names = {"target_modules": ["q_proj", "v_proj"]}
-    message = refused("gemma3", **names)
-    assert "4 modules in vision_tower, such as model.vision_tower.encoder.layers.0.self_attn.v_proj" in message
-    assert "Set techniques.lora.exclude_modules=[vision_tower]." in message
-    assert refused("gemma3", **names, exclude_modules=["vision_tower"]) == ""
-    assert refused("gemma3") == ""
+    assert refused("gemma3", **names) == ""
+    nothing = refused("gemma3", target_modules=[".*vision_tower.*q_proj"])
+    assert "target_modules: nothing is adapted" in nothing
+    assert "left out (techniques.lora.vision=off): 2 q_proj" in nothing
     assert "modules_to_save: 1 modules in multi_modal_projector" in refused(
         "gemma3", modules_to_save=["multi_modal_projector"]
     )
-    pipeline = lora(**names)
-    with pytest.raises(ConfigError, match=r"exclude_modules=\[vision_tower\]"):
-        pipeline.build(tiny_model("gemma3"), load_config(tiny_model("gemma3")), CPU, 0)
+    assert "vision: on, and llama reads no images. Set it to off." in refused("llama", vision=True)
+    found = adapted(built(lora(**names), tiny_model("gemma3"), packing=False))
+    assert not [name for name in found if "vision_tower" in name]
 
 
 def test_names_of_experts_adapt_their_tensors():
@@ -271,3 +273,64 @@ def test_adapters_that_peft_loses_on_loading_are_refused_and_the_advised_key_tra
     folder = save_model(prepared, load_tokenizer(config), tmp_path / "adapter")
     theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
     torch.testing.assert_close(theirs, expected, atol=2e-4, rtol=1e-4)
+
+
+SHOWN = [[4, (1, 2), 5], [6], [3, (2, 2), 3, (1, 3), 6]]
+
+
+@pytest.mark.parametrize("family", slow_but(image_models.CONFIGS, "qwen2_5_vl", "gemma3", "llava", "idefics3"))
+def test_adapters_of_the_parts_for_images_learn(family):
+    pipeline = lora(vision=True, projector=True)
+    config = load_config(image_models.recipe(family))
+    prepared = pipeline.build(image_models.recipe(family), config, CPU, 0)
+    model, base = prepared.module, prepared.module.get_base_model()
+    beside = {part for place in (*towers(model), *projectors(model)) for part in place.modules()}
+    of_images = [name for name in adapted(model) if base.get_submodule(name) in beside]
+    assert of_images
+    pipeline.prove(prepared, make_probe(model))
+    image_models.draw(model)
+    batch = image_models.batch(
+        base, [[image_models.document(family, base, parts, seed) for seed, parts in enumerate(SHOWN)]]
+    )
+    LanguageModel(prepared).summed_loss(batch).backward()
+    learning = {name: weight.grad for name, weight in model.named_parameters() if "lora_B" in name}
+    idle = [name for name, gradient in learning.items() if gradient is None or not gradient.any()]
+    assert [name for name in idle if ".experts." not in name] == []
+
+
+def test_without_the_options_the_parts_for_images_run_without_gradient():
+    pipeline = lora()
+    prepared = prepared_model(pipeline, image_models.recipe("qwen2_5_vl"), packing=True)
+    model = prepared.module
+    assert all(name.startswith("model.language_model.") for name in adapted(model))
+    assert not any(feature.requires_grad for feature in kind_of(model.config).image_features(model))
+    assert prepared.targets.left["techniques.lora.projector=off"] == [
+        "model.visual.merger.mlp.0",
+        "model.visual.merger.mlp.2",
+    ]
+    assert len(prepared.targets.left["techniques.lora.vision=off"]) == 10
+
+
+@pytest.mark.parametrize("fused", ["on", "off"])
+def test_an_adapter_with_parts_for_images_loads_in_plain_peft(fused, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    made = image_models.model("qwen2_5_vl", vocabulary=1024)
+    made.save_pretrained(tmp_path / "base")
+    load_tokenizer(ModelConfig()).save_pretrained(tmp_path / "base")
+    config = ModelConfig(path=str(tmp_path / "base"))
+    pipeline = lora(vision=True, projector=True, fused=Switch(fused))
+    prepared = pipeline.build(config, load_config(config), CPU, 0)
+    mine = trained(prepared.module)
+    row, images = kind_of(mine.config).image_row(mine)
+    types = image_models.type_ids(mine, row)
+    before, expected = (model(input_ids=row, **images, **types).logits for model in (made, mine))
+    assert (expected - before).abs().max() > 0.01
+    folder = save_model(prepared, load_tokenizer(config), tmp_path / "adapter")
+    names = set(load_file(folder / "adapter_model.safetensors"))
+    assert any(name.startswith("base_model.model.model.language_model.layers.0.") for name in names)
+    assert any(name.startswith("base_model.model.model.visual.blocks.0.") for name in names)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    theirs = PeftModel.from_pretrained(base, folder)(input_ids=row, **images, **types).logits
+    torch.testing.assert_close(theirs, expected, atol=1e-5, rtol=1e-4)

@@ -50,7 +50,9 @@ def test_a_plain_call_with_packed_positions_isolates_documents(family):
 def test_which_backends_receive_cu_seqlens(implementation, given):
     """transformers would find the documents of one row, but not of two."""
     model = torch.nn.Identity()
-    model.config = type("Config", (), {"_attn_implementation": implementation, "model_type": "llama"})
+    model.config = type(
+        "Config", (), {"_attn_implementation": implementation, "model_type": "llama", "architectures": []}
+    )
     rows, bounds = torch.zeros(2, 5, dtype=torch.long), torch.tensor([0, 5, 10], dtype=torch.int32)
     inputs = model_inputs(model, rows, rows, bounds)
     assert ("cu_seq_lens_q" in inputs) == given

@@ -21,7 +21,9 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.models.dims import EXPERTS_USED
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import base_dtype
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.upstream.torch import remove_forward_hooks
@@ -98,8 +100,8 @@ class PlainModel(LanguageModel):
 
     def scores(self, batch: Batch) -> Tensor:
         counts, found = self._counts(batch), []
-        for ids, _, first in self._documents(batch):
-            score, of_routers = self._pass(ids, first)
+        for ids, _, first, images in self._documents(batch):
+            score, of_routers = self._pass(ids, first, images)
             found.append(score.float())
             if counts is not None:
                 self._count(of_routers, counts)
@@ -124,8 +126,9 @@ class PlainModel(LanguageModel):
     def router_loss(self, batch: Batch, counts: RouterCounts) -> Tensor:
         """The part of the routers' loss that the documents of `batch` have in a micro-batch with these `counts`."""
         probability = torch.zeros_like(counts.chosen)
-        for ids, _, first in self._documents(batch):
-            probability = probability + sum(logits.float().softmax(-1).sum(0) for logits in self._pass(ids, first)[1])
+        for ids, _, first, images in self._documents(batch):
+            of_routers = self._pass(ids, first, images)[1]
+            probability = probability + sum(logits.float().softmax(-1).sum(0) for logits in of_routers)
         return len(probability) * (counts.chosen * probability).sum() / counts.decisions**2
 
     def take_change(self, order: int) -> Tensor:
@@ -141,13 +144,14 @@ class PlainModel(LanguageModel):
         """As log_probs(). A pass with a gradient also counts the routers' choices."""
         counts = self._counts(batch)
         parts = [torch.zeros(0, device=batch.input_ids.device)]
-        for ids, targets, first in self._documents(batch):
+        for ids, targets, first, images in self._documents(batch):
             wanted = (targets != IGNORE_INDEX).nonzero().flatten()
-            # Tokens after the last target have no influence, except on the routers' loss.
-            end = len(ids) if counts is not None else int(wanted[-1]) + 1 if len(wanted) else 0
+            # Tokens after the last target have no influence, except on the routers' loss. An image is never cut.
+            end = int(wanted[-1]) + 1 if len(wanted) else 0
+            end = len(ids) if counts is not None or (images and end) else end
             if not end:
                 continue
-            logits, of_routers = self._pass(ids[:end], first)
+            logits, of_routers = self._pass(ids[:end], first, images)
             parts.append(-F.cross_entropy(logits[wanted].float(), targets[wanted], reduction="none"))
             if counts is not None:
                 self._count(of_routers, counts)
@@ -160,13 +164,15 @@ class PlainModel(LanguageModel):
         self.counts = RouterCounts(self.routers.experts, batch.input_ids.device)
         return self.counts
 
-    def _pass(self, ids: Tensor, first: int) -> tuple[Tensor, list[Tensor]]:
+    def _pass(self, ids: Tensor, first: int, images: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(the logits of one document's tokens, or its score; the logits of each layer's router, from token `first`
         on)."""
         found: list[Tensor] = []
         self._logits_of_routers = found
         try:
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+            if images:
+                images = images | kind_of(self.model.config).token_types(self.model.config, ids[None])
+            logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0]
             return logits, [of_router[first:] for of_router in found]
         finally:
             self._logits_of_routers = None  # a checkpoint runs the layers again in the backward pass
@@ -175,15 +181,21 @@ class PlainModel(LanguageModel):
         if self._logits_of_routers is not None:
             self._logits_of_routers.append(output[0])
 
-    def _documents(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """(token ids, targets, the first token that a run's routers see) of each document of a batch without padding,
-        in the order of `Batch.labels`. With `shares_prompts` the documents are a pair."""
+    def _documents(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, int, dict[str, Tensor]]]:
+        """(token ids, targets, the first token that a run's routers see, tensors of images) of each document of a batch
+        without padding, in the order of `Batch.labels`. With `shares_prompts` the documents are a pair."""
         ids, targets, first = batch.input_ids.flatten(), batch.targets.flatten(), None
-        for begin, end in pairwise(batch.cu_seqlens.unique().tolist()):  # unused slots repeat the end
+        bounds = [*pairwise(batch.cu_seqlens.unique().tolist())]  # unused slots repeat the end
+        images: list[dict[str, Tensor]] = [{} for _ in bounds]
+        if batch.images is not None:
+            kind, dtype = kind_of(self.model.config), base_dtype(self.model)
+            given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
+            images = kind.divided_images(self.model, given, [ids[begin:end] for begin, end in bounds])
+        for (begin, end), own in zip(bounds, images, strict=True):
             document = ids[begin:end], targets[begin:end]
             shared = _shared_tokens(first, document) if self.shares_prompts and first is not None else 0
             first = first or document
-            yield *document, shared
+            yield *document, shared, own
 
     def _count(self, of_routers: list[Tensor], counts: RouterCounts) -> None:
         text = self.model.config.get_text_config()

@@ -126,6 +126,17 @@ class Kind(ABC):
         """From the tensors of the images of each document to the tensors of a micro-batch. Picklable."""
         raise NotImplementedError(f"{type(self).__name__} reads no images")
 
+    def divided_images(
+        self, model: Any, images: dict[str, torch.Tensor], documents: Sequence[torch.Tensor]
+    ) -> list[dict[str, torch.Tensor]]:
+        """The tensors of each document's images, from merge() of them all: {} for a document without images.
+        `documents`: the ids of each. The model runs its tower to count the features of the images."""
+        return [{} for _ in documents]
+
+    def token_types(self, config: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a plain forward pass of this family must be told about `ids` with images, as its processor would."""
+        return {}
+
     def image_blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
         """int64 [rows, tokens]: a number for the tokens of each image, which see each other, and 0 for text. None:
         attention is causal in images, too."""

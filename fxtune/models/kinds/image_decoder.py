@@ -17,6 +17,7 @@ What the families differ in, beside the names of the parts:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.models.kinds.decoder import Decoder
-from fxtune.models.kinds.image_families import FAMILIES, Tensors
+from fxtune.models.kinds.image_families import FAMILIES, Tensors, in_one_row
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
 """Options of configs: tokens whose embeddings are replaced."""
@@ -111,6 +112,22 @@ class ImageDecoder(Decoder):
 
     def merge(self, config: Any) -> Callable[[Sequence[Tensors]], Tensors]:
         return FAMILIES[config.model_type].merge
+
+    def divided_images(self, model: Any, images: Tensors, documents: Sequence[torch.Tensor]) -> list[Tensors]:
+        base, family = _base(model), FAMILIES[model.config.model_type]
+        with torch.no_grad():
+            features = base.model.get_image_features(**images, return_dict=True).pooler_output
+        wanted = [int((ids == base.config.image_token_id).sum()) for ids in documents]
+        units = images["pixel_values"].shape[1] if family.merge is in_one_row else len(features)
+        sizes = [len(part) for part in features] if len(features) == units else [sum(wanted) // units] * units
+        bounds = [0, *itertools.accumulate(sizes)]
+        ends = [bounds.index(count) for count in itertools.accumulate(wanted)]
+        found = family.divide(images, [end - begin for begin, end in itertools.pairwise([0, *ends])])
+        return [own if count else {} for own, count in zip(found, wanted, strict=True)]
+
+    def token_types(self, config: Any, ids: torch.Tensor) -> Tensors:
+        name = FAMILIES[config.model_type].token_types
+        return {name: (ids == config.image_token_id).long()} if name else {}
 
     def image_blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
         if not FAMILIES[config.model_type].two_way(config):

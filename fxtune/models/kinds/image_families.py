@@ -41,6 +41,30 @@ def _alike(tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
     return [pad(tensor) for tensor in tensors]
 
 
+def divided(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
+    """The inverse of concatenated() and padded_to_largest(): the next `counts` images for each document. Padding
+    stays."""
+    parts = {name: tensor.split([*counts]) for name, tensor in images.items() if name != "batch_num_images"}
+    found = [{name: of_documents[index] for name, of_documents in parts.items()} for index in range(len(counts))]
+    if "batch_num_images" in images:
+        for own, count in zip(found, counts, strict=True):
+            own["batch_num_images"] = images["batch_num_images"].new_tensor([count])
+    return found
+
+
+def divided_patches(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
+    """As divided(), for patches of all images in one list."""
+    grids = images["image_grid_thw"].split([*counts])
+    patches = images["pixel_values"].split([int(grid.prod(-1).sum()) for grid in grids])
+    return [{"pixel_values": pixels, "image_grid_thw": grid} for pixels, grid in zip(patches, grids, strict=True)]
+
+
+def divided_row(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
+    """The inverse of in_one_row()."""
+    parts = {name: tensor.split([*counts], 1) for name, tensor in images.items()}
+    return [{name: of_documents[index] for name, of_documents in parts.items()} for index in range(len(counts))]
+
+
 @dataclass(frozen=True)
 class Family:
     """Where the parts of a family's models are, below `model.model`, and what its images look like."""
@@ -51,6 +75,9 @@ class Family:
     example: Callable[[Any], Tensors]
     """From a config: arguments of forward() for one small image."""
     merge: Callable[[Sequence[Tensors]], Tensors] = concatenated
+    divide: Callable[[Tensors, Sequence[int]], list[Tensors]] = divided
+    token_types: str = ""
+    """The argument of forward() that says which tokens are of an image."""
     m_rope: bool = False
     two_way: Callable[[Any], bool] = lambda config: False
     """From a config: whether the tokens of an image see each other."""
@@ -102,25 +129,28 @@ def _listed_patches(config: Any) -> Tensors:
     return {"pixel_values": _numbers(1, side * side, 3 * vision.patch_size**2), "image_position_ids": places}
 
 
-_QWEN = partial(Family, "visual", example=_patches, m_rope=True)
+_QWEN = partial(
+    Family, "visual", example=_patches, m_rope=True, divide=divided_patches, token_types="mm_token_type_ids"
+)
 _BESIDE = partial(Family, "vision_tower", ("multi_modal_projector",))
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN(projector=("visual.merger",)),
     "qwen2_5_vl": _QWEN(projector=("visual.merger",)),
     "qwen3_vl": _QWEN(projector=("visual.merger", "visual.deepstack_merger_list")),
     "qwen3_vl_moe": _QWEN(projector=("visual.merger", "visual.deepstack_merger_list")),
-    "gemma3": _BESIDE(example=_square, two_way=lambda config: True),
+    "gemma3": _BESIDE(example=_square, two_way=lambda config: True, token_types="token_type_ids"),
     "gemma4": Family(
         "vision_tower",
         ("embed_vision",),
         example=_listed_patches,
+        token_types="mm_token_type_ids",
         two_way=lambda config: config.text_config.use_bidirectional_attention == "vision",
     ),
     "internvl": _BESIDE(example=_square),
     "llava": _BESIDE(example=_square, merge=padded_to_largest),
     "llava_onevision": _BESIDE(example=_tiles, merge=padded_to_largest),
     "mistral3": _BESIDE(example=_square, merge=padded_to_largest),
-    "smolvlm": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row),
-    "idefics3": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row),
+    "smolvlm": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row, divide=divided_row),
+    "idefics3": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row, divide=divided_row),
 }
 """By `model_type`; tests/models/kinds/test_image_decoder.py compares each with plain transformers."""

@@ -7,6 +7,7 @@ import torch
 from support import image_models
 from support.image_models import CONFIGS
 
+from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
@@ -134,3 +135,14 @@ def test_an_attention_without_masks_refuses_images_that_see_each_other():
     set_attention(model.config, FLEX.implementation)
     with pytest.raises(ConfigError, match=r"gemma3 see each other.*flex takes no mask"):
         language_model.summed_loss(batch)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_images_of_a_batch_are_divided_among_its_documents(family):
+    """As the model that `verify --loss` compares with takes them."""
+    model = image_models.model(family)
+    shown = documents(family, model)
+    batch = image_models.batch(model, [shown])
+    with torch.no_grad():
+        found = PlainModel(PreparedModel(model)).summed_loss(batch).item()
+        assert abs(found - image_models.plain_loss(model, shown).item()) < 1e-5 * found

@@ -182,7 +182,7 @@ class PlainModel(LanguageModel):
             self._logits_of_routers.append(output[0])
 
     def _documents(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, int, dict[str, Tensor]]]:
-        """(token ids, targets, the first token that a run's routers see, tensors of images) of each document of a batch
+        """(ids, targets, the first token that a run's routers see, tensors of images) of each document of a batch
         without padding, in the order of `Batch.labels`. With `shares_prompts` the documents are a pair."""
         ids, targets, first = batch.input_ids.flatten(), batch.targets.flatten(), None
         bounds = [*pairwise(batch.cu_seqlens.unique().tolist())]  # unused slots repeat the end

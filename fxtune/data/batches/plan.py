@@ -404,11 +404,11 @@ class Plan:
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
-        summary = self.summary()
-        if once := summary["tokens"] - summary["computed_tokens"]:
+        if self.stream.shared is not None:
+            tokens, computed = (self.summary()[name] for name in ("tokens", "computed_tokens"))
             notes.append(
-                f"Prompts are computed once for both answers of a pair, which saves {once / summary['tokens']:.1%} of "
-                f"the {summary['tokens']:,} tokens of an epoch (data.share_prompts)."
+                f"Prompts are computed once for both answers of a pair, which saves {1 - computed / tokens:.1%} of "
+                f"the {tokens:,} tokens of an epoch (data.share_prompts)."
             )
         notes += notes_on_copies(self.tables, self.stream.groups())
         if isinstance(self.row_sequence, GrowingRows) and (count := self.row_sequence.cut_documents(0)):

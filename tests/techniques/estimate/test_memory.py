@@ -30,7 +30,10 @@ def test_the_forecast_equals_its_formula():
         ("wide", 4 * 4096 + 2 * 1024 + 2 * 14336),
         ("narrow", 4 * 4096 + 2 * 1024),
     ):
-        assert forecast(facts, RecomputePlan(level)).kept == cells * (2 * floats + adapters + lse)
+        kept = cells * (2 * floats + adapters + lse)
+        assert forecast(facts, RecomputePlan(level)).kept == kept
+        # A shared prompt has a copy of its keys and values, at most one a token.
+        assert forecast(replace(facts, shares_prompts=True), RecomputePlan(level)).kept == kept + cells * 2 * 2 * 1024
     assert forecast(facts, RecomputePlan("input")).kept == cells * 2 * 4096 == 16 * GIB
     assert forecast(facts, RecomputePlan("attention")).kept == cells * (4 * 4096 + lse)
     sent = forecast(facts, RecomputePlan("input", sent="inputs"))

@@ -3,7 +3,7 @@
 A run of several epochs then pays for one pass of the reference, and full fine-tuning needs no second copy of its
 weights. The file has a float32 for each token of the table, zero for tokens that are not supervised. Its name is a
 hash of all that the numbers depend on: the weights that the run starts from, the options of techniques that change
-what is computed, and how long documents are cut (the tokens themselves name the table's folder). So a stale file is
+what is computed, and how documents fit into rows (the tokens themselves name the table's folder). So a stale file is
 never read, and a sweep over learning rates or objectives computes the numbers once.
 """
 
@@ -56,8 +56,9 @@ def store_reference(
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
     weights = sorted(set(world.gather(_checksum(model.model), "comparing weights")))
-    parts = [weights, options, data.sequence_length, data.on_long]
-    if data.shares_prompts:  # then other pairs are too long for a row
+    # Which pairs are too long for a row depends on packing and on shared prompts, too.
+    parts = [weights, options, data.sequence_length, data.on_long, data.packing]
+    if data.shares_prompts:
         parts.append("prompts once")
     key = json.dumps(parts, default=str, sort_keys=True)
     name = f"reference-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"

@@ -89,7 +89,8 @@ def test_other_weights_or_cuts_never_read_a_stored_file():
     train("other_weights", "objective.reference=stored", "run.seed=1")
     assert steps("other_weights")[0][0] == pytest.approx(0.693147, abs=1e-6)
     train("other_cut", "objective.reference=stored", "data.on_long=drop")
-    assert len(stored()) == 3
+    train("other_pairs_dropped", "objective.reference=stored", "data.on_long=drop", "data.packing=false")
+    assert len(stored()) == 4
 
 
 def test_damaged_file_is_computed_again():

@@ -28,6 +28,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
+from fxtune.settle.images import image_processor
 from fxtune.system import console
 from fxtune.system.oom import RowsPerPass, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
@@ -81,7 +82,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
         partial(models.load_tokenizer, config.model, builder.settled.hf_config), "waiting for the tokenizer"
     )
     rows, accept = config.train.micro_batch_size, config.objective.accept
-    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, accept=accept)
+    images = image_processor(config.model, data, tokenizer, builder.settled.hf_config)
+    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, accept=accept, images=images)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:

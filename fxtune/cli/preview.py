@@ -30,6 +30,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
+from fxtune.settle.images import image_processor
 from fxtune.settle.settled import settle
 from fxtune.system import console as screen
 from fxtune.system.units import GIB, format_seconds
@@ -119,9 +120,11 @@ def run(
         refusals.extend(config.objective.needs.row_refusals(config.objective.name, [*tables, *held_out]))
         return tables, held_out
 
+    images = image_processor(config.model, settled.config.data, tokenizer, settled.hf_config)
     data = prepare_data(
         settled.config.data,
         tokenizer,
+        images=images,
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=config.train.global_batch_size,
         max_steps=config.train.max_steps,

@@ -132,6 +132,24 @@ class MixConfig:
 
 
 @dataclass
+class ImageTokensConfig:
+    """Bounds for the tokens of an image, which is made smaller or larger to have them. Null: the model's own bounds.
+    For families whose images have as many tokens as their size asks for (Qwen-VL)."""
+
+    min: Optional[int] = field(default=None, metadata={"min": 1})
+    """A smaller image is enlarged to this many tokens."""
+    max: Optional[int] = field(default=None, metadata={"min": 1})
+    """A larger image is reduced to this many tokens."""
+
+    def require_unset(self) -> None:
+        """Raise ConfigError if a bound is set."""
+        if self.min is not None or self.max is not None:
+            raise ConfigError(
+                "data.image_tokens is for models that read images, and this model reads text. Leave it out."
+            )
+
+
+@dataclass
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     """What the model is trained on: a list of sources, each with its own keys."""
@@ -168,6 +186,7 @@ class DataConfig:
     """What to do with a document longer than sequence_length. `split`: text anywhere, chats at their turns, with the
     system prompt in each piece. A row of preferences is decided as a whole: `truncate` cuts the beginning of its
     prompt, never an answer, and `split` is an error."""
+    image_tokens: ImageTokensConfig = field(default_factory=ImageTokensConfig)
     mix: MixConfig = field(default_factory=MixConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     on_overlap: OnOverlap = OnOverlap.error

@@ -26,6 +26,7 @@ from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, s
 from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.base import Kind
+from fxtune.models.kinds.decoder import PROCESSORS
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
@@ -33,6 +34,7 @@ from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import ModelSource, Origin, is_commit, locate_all
 from fxtune.system.library_log import take_loggers
+from fxtune.upstream.transformers import read_processor
 
 FEW = 8
 """How many tokens an error lists."""
@@ -212,6 +214,24 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def load_processor(model: ModelConfig, hf_config: Any, tokenizer: Any) -> Any:
+    """transformers' processor of a model that reads images, with `tokenizer`; None if its folder has no files of one.
+
+    Raises StorageError if they cannot be read.
+    """
+    source = _tokenizer(model)
+    folder = locate_all([source])[source].folder
+    if not any(folder.glob(PROCESSORS)):
+        return None
+    try:
+        return read_processor(folder, tokenizer, hf_config)
+    except Exception as error:  # the processors of families raise anything
+        raise StorageError(
+            f"{source.key}={source.name}: the processor of images in {folder} cannot be read: {first_line(error)}. "
+            "Use a complete copy of the model, and install what is named."
+        ) from error
 
 
 def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Kind, rows: int) -> Any:

@@ -42,6 +42,7 @@ from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.plugins import OBJECTIVES
+from fxtune.settle.images import image_processor
 from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
@@ -125,10 +126,12 @@ class RunBuilder:
         tokenizer = self.world.main_first(
             partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
         )
+        read_images = partial(image_processor, config.model, config.data, tokenizer, self.settled.hf_config)
         prepare = partial(
             prepare_data,
             config.data,
             tokenizer,
+            images=self.world.main_first(read_images, "waiting for the processor"),
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
             max_steps=config.train.max_steps,

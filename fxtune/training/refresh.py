@@ -36,6 +36,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, DataError, StorageError, not_written
 from fxtune.models import load as models
+from fxtune.settle.images import image_processor
 from fxtune.system.atomic_files import read_json, replacing
 from fxtune.training.document_losses import DocumentLosses, MeasuredDocuments, measure
 from fxtune.training.resume_check import describe_tables
@@ -110,6 +111,7 @@ class RefreshData:
                 "data.eval_fraction=0.05 or with data.eval_sources."
             )
         self.tokenizer = models.load_tokenizer(config.model)
+        self.images = image_processor(config.model, config.data, self.tokenizer)
         self.pad_id = self.tokenizer.pad_token_id or 0
         self.old_tables, self.eval_tables = (
             [self._tokenize(source) for source in sources] for sources in (before.sources, before.eval_sources)
@@ -136,7 +138,7 @@ class RefreshData:
         return self.settings.held_out if source.eval_fraction is None else source.eval_fraction
 
     def _tokenize(self, source: SourceConfig) -> TokenTable:
-        return tokenize(source, self.config.data, self.tokenizer)
+        return tokenize(source, self.config.data, self.tokenizer, images=self.images)
 
     def _first(self, digests: np.ndarray) -> np.ndarray:
         """At most refresh.sample of `digests`, each once, in the order of holding out."""

@@ -24,6 +24,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.settle.images import image_processor
 from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import Settled, settle
 from fxtune.system.facts import MachineFacts
@@ -251,9 +252,11 @@ def count_tokens(config: Config) -> Lengths | str:
         if reason := missing_reason(source, cache):
             return reason
     with _small(replace(config.data, length_schedule=[])) as (data, scale, sampled):
+        tokenizer = load_tokenizer(config.model)
         prepared = prepare_data(
             data,
-            load_tokenizer(config.model),
+            tokenizer,
+            images=image_processor(config.model, data, tokenizer),
             micro_batch_size=1,
             global_batch_size=1,
             epochs=1,

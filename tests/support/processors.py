@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from support import image_models
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -22,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(
         tokens=["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
         written="<|vision_start|><|image_pad|><|vision_end|>",
+        image_token="<|image_pad|>",
         files={
             "preprocessor_config.json": dict(
                 image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=2, temporal_patch_size=2,
@@ -35,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"
         ),
         written="<start_of_image>",
+        image_token="<image_soft_token>",
         files={
             "preprocessor_config.json": dict(
                 image_processor_type="Gemma3ImageProcessor", size=dict(height=28, width=28), image_seq_length=4,
@@ -49,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             video_token="<video>",
         ),
         written="<IMG_CONTEXT>",
+        image_token="<IMG_CONTEXT>",
         files={
             "preprocessor_config.json": dict(
                 image_processor_type="GotOcr2ImageProcessor", size=dict(height=28, width=28), crop_to_patches=True,
@@ -60,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llava": dict(
         tokens=["<image>"],
         written="<image>",
+        image_token="<image>",
         files={
             "preprocessor_config.json": dict(
                 image_processor_type="CLIPImageProcessor", size=dict(shortest_edge=28),
@@ -75,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         tokens=["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
                 *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))],
         written="<image>",
+        image_token="<image>",
         files={
             "preprocessor_config.json": dict(
                 image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=56),
@@ -108,6 +114,33 @@ def write_processor(family: str, folder: Path) -> Path:
     tokenizer(family).save_pretrained(folder)
     for name, content in FAMILIES[family]["files"].items():
         (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """Write a tiny random model of a family with its tokenizer and processor into a folder."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    write_processor(family, folder)
+    words = tokenizer(family)
+    config = image_models.config(family)
+    named = {"image_token_id": FAMILIES[family]["image_token"]}
+    if family == "qwen2_5_vl":
+        named["video_token_id"] = "<|video_pad|>"
+        named |= {f"vision_{place}_token_id": f"<|vision_{place}|>" for place in ("start", "end")}
+        file = folder / "preprocessor_config.json"
+        side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+        size = dict(shortest_edge=4 * side**2, longest_edge=16 * side**2)
+        changed = dict(patch_size=config.vision_config.patch_size, size=size)
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    for key, token in named.items():
+        setattr(config, key, words.convert_tokens_to_ids(token))
+    text = config.get_text_config()
+    text.vocab_size, text.pad_token_id = len(words), words.pad_token_id
+    text.bos_token_id, text.eos_token_id = None, words.eos_token_id
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 

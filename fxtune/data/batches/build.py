@@ -16,6 +16,7 @@ from fxtune.data.batches.overlap import require_no_overlap
 from fxtune.data.batches.plan import BatchSizes, Plan
 from fxtune.data.batches.segments import Side
 from fxtune.data.config import DataConfig, Dedup
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.stages import stages
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import ConfigError
@@ -141,19 +142,20 @@ def prepare_data(
     quarantine: Optional[Path] = None,
     progress: bool = True,
     accept: Accept = as_they_are,
+    images: Optional[ImageProcessor] = None,
     **sizes: Any,
 ) -> PreparedData:
     """Tokenize every source, or take it from the cache, and plan the run. `sizes`: as plan_training() takes them.
-    `accept`: as Objective.accept()."""
+    `accept`: as Objective.accept(). `images`: the processor of a model that reads images."""
     data.validate()
     if not data.sources:
         raise ConfigError(
             "data.sources is empty: name at least one file, folder, glob or hub id to train on, "
             "for instance data.sources=[{path: chats.jsonl}]."
         )
-    tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
+    tables = [tokenize(source, data, tokenizer, quarantine, progress, images) for source in data.sources]
     pad_id = tokenizer.pad_token_id or 0
-    held_out = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.eval_sources]
+    held_out = [tokenize(source, data, tokenizer, quarantine, progress, images) for source in data.eval_sources]
     tables, held_out = accept(tables, held_out, data)
     duplicates = find_duplicates(tables, held_out, data)
     if progress:
@@ -180,6 +182,7 @@ def prepare_evaluation(
     micro_batch_size: int,
     progress: bool = True,
     accept: Accept = as_they_are,
+    images: Optional[ImageProcessor] = None,
 ) -> Optional[Plan]:
     """The plan of the held-out data, as prepare_data() makes it; None if the config holds nothing out."""
     if not data.holds_out:
@@ -187,7 +190,8 @@ def prepare_evaluation(
     # Near-copies are known only from all sources.
     sources = data.sources if any(data.held_out_shares) else []
     tables, held_out = (
-        [tokenize(source, data, tokenizer, None, progress) for source in side] for side in (sources, data.eval_sources)
+        [tokenize(source, data, tokenizer, None, progress, images) for source in side]
+        for side in (sources, data.eval_sources)
     )
     tables, held_out = accept(tables, held_out, data)
     near = find_duplicates(tables, held_out, data).near

@@ -317,7 +317,8 @@ class Encoder:
         """Replace what names the images of a chat by where they are."""
         if self.images is None and (found := next(images_of(chat), None)):
             raise RowError(
-                f"{found[0]} has an image, and this model reads text only. Choose a model that reads images, or "
+                f"{found[0]} has an image, and only text is read here: the model reads no images, or has no "
+                "preprocessor_config.json, or the row is one of data.questions. Choose a model that reads images, or "
                 "remove such rows"
             )
         for message in chat.messages:

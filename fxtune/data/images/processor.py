@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxtune.data.formats.values import RowError
-from fxtune.errors import first_line
+from fxtune.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,29 @@ class ImageProcessor:
         self.placeholders = {name: vocabulary[name] for name in dict.fromkeys(names) if name in vocabulary}
         """The tokens that chat templates write for an image, and their ids."""
         self._texts: dict[tuple[str, int, int], ImageText] = {}
+
+    def bound(self, least: int | None, most: int | None) -> None:
+        """Let images have at least and at most so many tokens, by resizing. Raises ConfigError if this family gives
+        images numbers of tokens that do not follow from their size."""
+        if least is None and most is None:
+            return
+        image_processor = self.processor.image_processor
+        size = dict(getattr(image_processor, "size", None) or {})
+        side = getattr(image_processor, "merge_size", 0) * getattr(image_processor, "patch_size", 0)
+        if not side or size.keys() != {"shortest_edge", "longest_edge"}:
+            raise ConfigError(
+                f"data.image_tokens: {type(self.processor).__name__} has no bounds for the tokens of an image (the "
+                "processors of Qwen's models have them). Leave the key out."
+            )
+        bounds = {"shortest_edge": least, "longest_edge": most}
+        size |= {name: tokens * side**2 for name, tokens in bounds.items() if tokens is not None}
+        if size["shortest_edge"] > size["longest_edge"]:
+            raise ConfigError(
+                f"data.image_tokens: at least {size['shortest_edge'] // side**2:,} tokens and at most "
+                f"{size['longest_edge'] // side**2:,}. Set both bounds, the smaller one as min."
+            )
+        image_processor.size = size
+        self._texts.clear()
 
     @property
     def identity(self) -> list[Any]:

@@ -45,6 +45,7 @@ from support.observed import (
     tracked,
     trained,
 )
+from support.processors import write_model, write_picture_rows
 
 from fxtune.config.compose import typed
 from fxtune.config.introspection import LARGEST, Slot
@@ -91,6 +92,7 @@ MIX = "techniques.checkpointing.policy=mix techniques.checkpointing.mix={input: 
 COMPILED = "data.packing=true"
 ROPE = f"techniques.rope.factor=2.0 model.architecture={NARROW.replace('head_dim: 8', 'head_dim: 64')}"
 ASKS = "data.questions.path=chats.jsonl data.questions.limit=2 data.on_overlap=keep data.questions.show=1"
+PICTURES = "data.sources=[{path: pictures/rows.jsonl}] model.path=vision model.init=pretrained model.architecture={}"
 TEXTS = "data.sources=[{path: texts.jsonl}]"
 STOPS = "train.eval_every=1 train.stop.patience=1 train.max_steps=6"
 RISES = "optimizer.lr=1.0 schedule.name=constant"
@@ -166,6 +168,8 @@ CASES: dict[str, Case] = {
     "data.share_prompts": Case(batches, "false", f"{PAIRS} data.packing=true data.on_long=drop"),
     "data.buckets": Case(batches, "[64, 128]"),
     "data.on_long": Case(batches, "drop", f"{TEXTS} data.sequence_length=16"),
+    "data.image_tokens.min": Case(batches, "8", f"{PICTURES} data.image_tokens.max=16"),
+    "data.image_tokens.max": Case(batches, "5", PICTURES),
     "data.mix.long_share": Case(batches, "0.5", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.2"),
     "data.mix.threshold": Case(batches, "40", f"{TEXTS} data.mix.threshold=20 data.mix.long_share=0.5"),
     "data.learn.roles": Case(batches, "[user]"),
@@ -425,6 +429,8 @@ def write_files(place: Path) -> None:
 
     chats = write_chats(place / "chats.jsonl").read_text().splitlines()
     write_chats(place / "more.jsonl", 20, seed=1)
+    write_model("qwen2_5_vl", place / "vision")
+    write_picture_rows(place / "pictures")
     held = write_chats(place / "held.jsonl", 20, seed=2).read_text().splitlines()
     write_chats(place / "new.jsonl", 60, seed=3)
     write_texts(place / "texts.jsonl")

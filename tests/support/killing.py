@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from support.endings import Ending, Traced, effective_steps
 from support.harness import HERE, command, user_environment, write_chats, write_preferences, write_texts
+from support.processors import write_model, write_picture_rows
 
 START = 600
 """Seconds that a server may take to import all packages, on a machine with other work on it."""
@@ -398,6 +399,17 @@ MODES: dict[str, tuple[str, ...]] = {
     "dpo-stored": (*PAIRS, "objective=dpo", "objective.reference=stored", "techniques.lora.enabled=false"),
     "kto": (*PAIRS, "objective=kto", "data.sources=[{path: judged.jsonl}]"),
     "reward": (*PAIRS, "objective=reward"),
+    "images": (
+        "model.init=pretrained",
+        "model.path=model",
+        "model.architecture={}",
+        "data.sources=[{path: pictures/rows.jsonl}]",
+        "data.packing=true",
+        "data.eval_fraction=0.2",
+        "train.epochs=3",
+        "loader.num_workers=2",
+        "techniques.lora.dropout=0.1",
+    ),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
 """Words in addition to command(). The first three modes evaluate and so also save at other steps."""
@@ -408,6 +420,9 @@ def prepare(folder: Path, mode: str) -> list[str]:
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 4, seed=1)
     write_preferences(folder / "pairs.jsonl", folder / "judged.jsonl")
+    if mode == "images":
+        write_model("qwen2_5_vl", folder / "model")
+        write_picture_rows(folder / "pictures")
     if mode.startswith("growing"):
         write_texts(folder / "texts.jsonl")
     if mode == "tokenisers":

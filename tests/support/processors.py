@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from support import image_models
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
@@ -142,6 +144,23 @@ def write_model(family: str, folder: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
+
+
+def write_picture_rows(folder: Path, rows: int = 36) -> Path:
+    """Write rows with none to two images of different sizes, and the images, into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    path = folder / "rows.jsonl"
+    with path.open("w") as out:
+        for row in range(rows):
+            names = [f"{row}-{number}.{draw.choice(('png', 'jpg'))}" for number in range(row % 3)]
+            for name in names:
+                color = tuple(draw.randrange(256) for _ in range(3))
+                Image.new("RGB", (draw.randint(16, 60), draw.randint(16, 40)), color).save(folder / name)
+            question = {"role": "user", "content": "<image>" * len(names) + f"What is {row}?"}
+            answer = {"role": "assistant", "content": draw.choice(("red", "dark blue", "it is as green as grass"))}
+            out.write(json.dumps({"messages": [question, answer], "images": names}) + "\n")
+    return path
 
 
 def processor(family: str, folder: Path) -> Any:

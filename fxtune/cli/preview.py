@@ -8,9 +8,12 @@ twice, rows that are mostly padding.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import re
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -25,9 +28,14 @@ from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.data.config import DataConfig
+from fxtune.data.formats.values import RowError
+from fxtune.data.images.decode import decode
+from fxtune.data.images.placed import PlacedImage, without
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.profile import PERCENTILES
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
+from fxtune.errors import DataError
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.settle.images import image_processor
@@ -73,6 +81,11 @@ class ShownDocument(NamedTuple):
     ids: list[int]
     supervised: list[bool]
     positions: list[int]
+
+    def images(self, plan: Plan) -> list[PlacedImage]:
+        table = plan.tables[self.piece.source]
+        end = int(table.offsets[self.piece.document]) + self.piece.first + self.piece.length
+        return table.placed_images(end - len(self.ids), len(self.ids))
 
     def after(self, first: ShownDocument) -> ShownDocument:
         """The whole document, with the tokens that the row has in `first`."""
@@ -149,7 +162,10 @@ def run(
     for note in notes:
         console.print(screen.plain(note), soft_wrap=True)
     if html is not None:
-        write_text(html, console.export_html(), "--html")
+        page = console.export_html()
+        if images is not None:
+            page = page.replace("</body>", f"{gallery(rows, data.training, images)}\n</body>")
+        write_text(html, page, "--html")
         console.record = False
     if json is not None:
         texts = TokenTexts(tokenizer)
@@ -224,7 +240,7 @@ def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, conso
                 continue
             (document,) = sample
             console.print(_heading(plan, document.piece, document.positions))
-            console.print(texts.document(document.ids, document.supervised))
+            console.print(texts.document(document.ids, document.supervised, document.images(plan)))
         if row.more:
             console.print(Text(f"{signs.more} {row.more:,} more of this row's documents", NOTE))
         if row.pads:
@@ -243,12 +259,17 @@ def _print_pair(plan: Plan, documents: Sequence[ShownDocument], texts: TokenText
         labels = table.labels[first.piece.document :][:2].tolist()
         title += "" if math.isnan(labels[0]) else f", labels {labels[0]:g} and {labels[1]:g}"
     console.print(Text(f"{title}: the prompt of both, {_count(prompt, 'token')}", NOTE))
-    console.print(texts.document(first.ids[:prompt], [False] * prompt))
+    images = [document.images(plan) for document in documents]
+    of_prompt = [image for image in images[0] if image.start < prompt]
+    console.print(texts.document(first.ids[:prompt], [False] * prompt, of_prompt))
     names = [
         f"{name}, {_count(len(document.ids) - prompt, 'token')}"
         for name, document in zip(table.format.answers, documents, strict=True)
     ]
-    answers = [texts.document(document.ids[prompt:], document.supervised[prompt:]) for document in documents]
+    answers = [
+        texts.document(document.ids[prompt:], document.supervised[prompt:], without(own, 0, prompt))
+        for document, own in zip(documents, images, strict=True)
+    ]
     if console.width >= WIDE:
         for answer in answers:
             answer.rstrip()
@@ -262,7 +283,9 @@ def _print_pair(plan: Plan, documents: Sequence[ShownDocument], texts: TokenText
 def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) -> list[dict[str, Any]]:
     """A sample for --json: its documents, with the name of the answer in a row of preferences."""
     found = []
-    for at, (piece, ids, supervised, positions) in enumerate(documents):
+    for at, document in enumerate(documents):
+        piece, ids, supervised, positions = document
+        images = document.images(plan)
         table = plan.tables[piece.source]
         label = math.nan if table.labels is None else float(table.labels[piece.document])
         found.append(
@@ -276,7 +299,17 @@ def _as_json(documents: Sequence[ShownDocument], plan: Plan, texts: TokenTexts) 
                 "ids": ids,
                 "supervised": supervised,
                 "positions": positions,
-                "text": texts.document(ids, supervised).plain,
+                "images": [
+                    {
+                        "name": image.name,
+                        "height": image.height,
+                        "width": image.width,
+                        "start": start,
+                        "tokens": tokens,
+                    }
+                    for start, tokens, image in images
+                ],
+                "text": texts.document(ids, supervised, images).plain,
             }
         )
     return found
@@ -389,8 +422,16 @@ class TokenTexts:
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
 
-    def document(self, ids: list[int], supervised: list[bool]) -> Text:
-        """A document's text. The middle of a long one is replaced by its number of tokens."""
+    def document(self, ids: list[int], supervised: list[bool], images: Sequence[PlacedImage] = ()) -> Text:
+        """A document's text, with a line for each of its images. The middle of a long text is replaced by its number
+        of tokens."""
+        if images:
+            text, end = Text(), 0
+            for number, image in enumerate(images, 1):
+                text.append_text(self.document(ids[end : image.start], supervised[end : image.start]))
+                end = image.end
+                text.append(f"\n{self.signs.more} {about_image(number, image)} {self.signs.more}\n", NOTE)
+            return text.append_text(self.document(ids[end:], supervised[end:]))
         if len(ids) <= HEAD + TAIL:
             return self._tokens(ids, supervised)
         left_out, learned = len(ids) - HEAD - TAIL, sum(supervised[HEAD:-TAIL])
@@ -438,6 +479,31 @@ class TokenTexts:
     def _printable(self, text: str) -> str:
         shown = (c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
         return "".join(shown).replace("\n", f"{self.signs.newline}\n")
+
+
+def about_image(number: int, placed: PlacedImage) -> str:
+    image = placed.image
+    name = screen.plain(Path(image.name).name)
+    return f"image {number}: {name}, {image.width:,} x {image.height:,} pixels, {_count(placed.tokens, 'token')}"
+
+
+def gallery(rows: Sequence[ShownRow], plan: Plan, processor: ImageProcessor) -> str:
+    """HTML with the images of the samples as the model sees them. Raises DataError if a file has changed."""
+    figures = []
+    for document in (document for row in rows for sample in row.samples for document in sample):
+        table = plan.tables[document.piece.source]
+        for number, placed in enumerate(document.images(plan), 1):
+            out = io.BytesIO()
+            try:
+                seen = processor.seen(decode(placed.image.read()))
+            except RowError as reason:
+                raise DataError(f"{table.name}: {placed.image.name}: {reason}.") from None
+            seen.save(out, "PNG")
+            caption = f"document {document.piece.document:,} of {table.name}, {about_image(number, placed)}"
+            caption = escape(f"{caption}; shown at {seen.width:,} x {seen.height:,}")
+            source = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+            figures.append(f'<figure><img src="{source}" alt=""><figcaption>{caption}</figcaption></figure>')
+    return "\n".join(figures)
 
 
 def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:

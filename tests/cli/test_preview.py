@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
+from support.processors import processor, write_model, write_picture_rows
 
 from fxtune.cli import preview
 from fxtune.cli.main import main
 from fxtune.cli.preview import TokenTexts
 from fxtune.data.config import MixConfig, OnLong, SourceConfig
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.errors import StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
 
@@ -242,3 +247,37 @@ def test_files_have_the_page_and_the_samples(small, tmp_path, tokenizer):
     assert found["summary"]["supervised_tokens"] > 0
     with pytest.raises(StorageError, match="--html"):
         preview.run(small, Console(file=io.StringIO()), html=tmp_path / "none" / "page.html")
+
+
+def test_images_are_a_line_each_and_pictures_in_the_page(small, tmp_path):
+    small.model = ModelConfig(path=str(write_model("qwen2_5_vl", tmp_path / "model")))
+    small.data.sources = [SourceConfig(path=str(write_picture_rows(tmp_path / "pictures")))]
+    small.techniques.lora.enabled = False
+    page, samples = tmp_path / "page.html", tmp_path / "samples.json"
+    preview.run(small, Console(file=(out := io.StringIO()), width=400), html=page, json=samples)
+    lines = re.findall(r"image (\d): (\S+), (\d+) x (\d+) pixels, (\d+) tokens", out.getvalue())
+    assert lines
+    assert "<|image_pad|>" not in out.getvalue()
+    documents = [document for sample in json.loads(samples.read_text())["samples"] for document in sample]
+    listed = [(document, image) for document in documents for image in document["images"]]
+    assert [line[1] for line in lines] == [Path(image["name"]).name for _, image in listed]
+    sources = re.findall(r'<img src="data:image/png;base64,([^"]+)"', page.read_text())
+    assert len(sources) == len(listed)
+    for (_, name, width, height, tokens), (document, image), source in zip(lines, listed, sources, strict=True):
+        file = tmp_path / "pictures" / name
+        assert Image.open(file).size == (int(width), int(height)) == (image["width"], image["height"])
+        own = slice(image["start"], image["start"] + image["tokens"])
+        assert len(set(document["ids"][own])) == 1
+        assert not any(document["supervised"][own])
+        seen = Image.open(io.BytesIO(base64.b64decode(source)))
+        assert seen.width * seen.height == int(tokens) * 8 * 8  # a token is 2 x 2 patches of 4 x 4 pixels
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "internvl", "idefics3"])
+def test_a_picture_is_shown_as_the_model_sees_it(tmp_path, family):
+    seen = ImageProcessor(processor(family, tmp_path)).seen(Image.new("RGB", (40, 30), (250, 10, 10)))
+    red, green, blue = seen.getpixel((seen.width // 2, seen.height // 2))
+    assert red > 240
+    assert max(green, blue) < 20
+    if family in ("gemma3", "llava"):
+        assert seen.size == (28, 28)

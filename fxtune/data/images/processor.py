@@ -120,6 +120,25 @@ class ImageProcessor:
         found = self._call([next(iter(self.placeholders)) * len(images)], [list(images)], return_tensors="pt")
         return {name: value for name, value in found.items() if name not in OF_TEXT}
 
+    def seen(self, image: Image) -> Image:
+        """An image as the model sees it, resized; as it is where the model sees tiles of it. Raises RowError."""
+        import torch
+
+        tensors, image_processor = self.tensors([image]), self.processor.image_processor
+        if "image_grid_thw" in tensors:
+            rows, columns = (int(count) * image_processor.patch_size for count in tensors["image_grid_thw"][0, 1:])
+            return image.resize((columns, rows))
+        pixels = tensors["pixel_values"]
+        if pixels.dim() != 4 or len(pixels) > 1:
+            return image
+        mean, deviation = (
+            torch.tensor(values)[:, None, None] for values in (image_processor.image_mean, image_processor.image_std)
+        )
+        shown = (pixels[0] * deviation + mean).clamp(0, 1).mul(255).round().byte()
+        from PIL import Image
+
+        return Image.fromarray(shown.permute(1, 2, 0).numpy())
+
     def _written(self, height: int, width: int, placeholder: str) -> ImageText:
         from PIL import Image
 

@@ -283,7 +283,12 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
         return None
     inside = document == candidate
     is_changed = inside if batch.key_copies is None else inside & (batch.key_copies[1] < 0)
-    next_ids = (batch.input_ids + 1) % _vocabulary(language_model)
+    vocabulary = _vocabulary(language_model)
+    next_ids = (batch.input_ids + 1) % vocabulary
+    if batch.images is not None:  # the tokens of images stay, as each stands for a feature
+        image = builder.settled.hf_config.image_token_id
+        is_changed = is_changed & (batch.input_ids != image).flatten()
+        next_ids = torch.where(next_ids == image, (image + 1) % vocabulary, next_ids)
     changed = torch.where(is_changed.view_as(batch.input_ids), next_ids, batch.input_ids)
     precision = builder.techniques.precision.context(builder.world.device)
     with without_dropout(language_model.model), torch.no_grad(), precision:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processors import write_model, write_picture_rows
 from support.tuning import QUICKSTART, TINY
 
 from fxtune.cli import verify
@@ -231,3 +232,14 @@ def test_dynamic_rope_has_no_reference(cwd, capsys):
     )
     assert code == 2
     assert "techniques.rope.type=dynamic" in capsys.readouterr().err
+
+
+def test_rows_with_images_have_the_loss_and_the_gradients_of_plain_transformers(cwd):
+    """Files to loss: rows, images, packing and M-RoPE against transformers' own model, a document at a time."""
+    model, rows = write_model("qwen2_5_vl", cwd / "model"), write_picture_rows(cwd / "pictures")
+    words = [f"model.path={model}", f"data.sources=[{{path: {rows}}}]", "data.sequence_length=256"]
+    steps = ["train.max_steps=2", "train.micro_batch_size=2", "train.global_batch_size=4", "run.device=cpu"]
+    code = main(["verify", "--loss", "--json", "seen.json", *words, *steps, "data.packing=true"])
+    found = seen(cwd / "seen.json")
+    assert code == 0, found
+    assert row(found, "data", "documents of a real row")["acted"]

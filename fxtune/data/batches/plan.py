@@ -274,10 +274,10 @@ class Plan:
         # batches need more.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
-        # Room for keys by the same rule, in steps of an eighth.
+        # Room for keys by the same rule, in portions of an eighth.
         positions = int(width) * (len(offsets) - 1)
         shared = max(self._layout.most_shared[stage] * (len(offsets) - 1), int(found.shared.sum()))
-        step = -(-positions // KEY_COUNTS)
+        portion = -(-positions // KEY_COUNTS)
         group = label = None
         if self.stream.is_grouped:
             group, label = found.segment, np.full(len(found), np.nan, np.float32)
@@ -299,7 +299,7 @@ class Plan:
             group=group,
             label=label,
             shared=None if self.stream.shared is None else found.shared,
-            keys=positions + min(-(-shared // step) * step, positions),
+            keys=positions + min(-(-shared // portion) * portion, positions),
         )
 
     def batch(self, step: int, micro: int) -> Batch:

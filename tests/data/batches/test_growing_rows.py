@@ -183,3 +183,15 @@ def test_lengths_that_rows_can_have():
     assert lengths(packing=False) == ()
     assert DataConfig(sequence_length=64, length_schedule=[[0.0, 16], [0.25, 64]]).mean_row_length() == 52
     assert DataConfig(sequence_length=64).mean_row_length() == 64
+
+
+def test_batches_of_a_stage_have_room_for_equally_many_documents():
+    """As many slots as their rows may need: compiled code and CUDA graphs see few shapes."""
+    plan = training(
+        [natural(600, 14, 2)], step=8, sequence_length=256, epochs=1.0, length_schedule=[[0.0, 32], [0.5, 256]]
+    )
+    slots = {}
+    for step in range(plan.steps):
+        for micro in range(plan.micro_batches(step)):
+            slots.setdefault(plan.stage(step), set()).add(len(plan.batch(step, micro).cu_seqlens) - 1)
+    assert [len(numbers) for numbers in slots.values()] == [1, 1]

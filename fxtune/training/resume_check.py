@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, StorageError
-from fxtune.facts.options import AUTO
+from fxtune.facts.options import AUTO, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig
 from fxtune.models.prepared import PreparedModel
@@ -44,7 +45,7 @@ TRACKERS = {"wandb", "tensorboard"}
 """Packages that do not affect numerics."""
 DRAWS = {"draws": "one seed a weight"}
 """How stochastic rounding draws its random bits, as setting.json records it."""
-Techniques = TypeVar("Techniques")
+Options = TypeVar("Options")
 
 
 class ResumeCheck:
@@ -69,7 +70,7 @@ class ResumeCheck:
                     "Restore it; or remove it, and the run resumes without this comparison."
                 ) from error
 
-    def earlier_decisions(self, configured: Techniques, today: Techniques) -> Techniques | None:
+    def earlier_decisions(self, configured: Options, today: Options) -> Options | None:
         """`configured` with each `auto` as decided when the run started; None if `today`, decided today, is the same.
 
         The folder may come from a stranger: an explicit value of the recipe is kept, and a value that no recipe may
@@ -145,7 +146,7 @@ class ResumeCheck:
         self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts
     ) -> None:
         """compare() everything known before rows and weights are read. `techniques`: options of the enabled ones."""
-        self.compare("techniques", techniques)
+        self._compare_techniques(techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
             self.compare("optimizer", {"library": library(optimizer, facts).value})
         if optimizer.stochastic_rounding:
@@ -159,12 +160,27 @@ class ResumeCheck:
         if rate is not None:
             self.compare("rate", {"lr": rate})
 
-    def compare(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
+    def _compare_techniques(self, options: Mapping[str, Any]) -> None:
+        """compare() the options of the enabled techniques."""
+        self.compare("techniques", options, defaults=_as_json(dataclasses.asdict(Techniques())))
+
+    def compare(
+        self,
+        section: str,
+        now: Mapping[str, Any],
+        refuse: bool = True,
+        defaults: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    ) -> None:
         """Compare a section with its values at the start of the run, and keep it for setting.json. Raises ConfigError
         with each difference; without `refuse` it prints a note instead, unless the run is deterministic.
+
+        `defaults`: by technique, the values of options that setting.json lacks, because an earlier version did not know them.
         """
         self.now[section] = _as_json(dict(now))
-        before = self._section(section)
+        before = {
+            key: {**defaults[key], **value} if key in defaults and isinstance(value, dict) else value
+            for key, value in self._section(section).items()
+        }
         changed = differences({section: before}, {section: self.now[section]}) if before else []
         if changed and (refuse or self.strict):
             why = CAUSES.get(section, "") if refuse else " (with run.deterministic=true it must not)"
@@ -182,7 +198,7 @@ class ResumeCheck:
 
     def check_model(self, model: PreparedModel, techniques: Mapping[str, Any]) -> None:
         """compare() the built model. At the start of a run it writes `setting.json`. Raises StorageError."""
-        self.compare("techniques", techniques)  # again: an automatic choice that failed to compile has changed
+        self._compare_techniques(techniques)  # again: an automatic choice that failed to compile has changed
         built = {"revision": model.base_revision, "products": model.gemm or "torch"}
         self.compare("built", built)
         if not self.before and self.writes:

@@ -53,6 +53,15 @@ def test_unchanged_run_resumes_without_notes(unfinished_run, said):
     assert [text for text in said if "Resuming run after step 2" in text]
 
 
+def test_an_option_that_the_version_of_the_start_did_not_know_has_its_default(unfinished_run, said):
+    file = Path("run/setting.json")
+    setting = json.loads(file.read_text())
+    del setting["techniques"]["precision"]["cudnn_benchmark"]
+    file.write_text(json.dumps(setting))
+    trainer.run(unfinished_run)
+    assert [text for text in said if "Resuming run after step 2" in text]
+
+
 def test_another_torch_version_is_noted(unfinished_run, said):
     changed("machine", "torch", "1.0")
     trainer.run(unfinished_run)

@@ -20,7 +20,10 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from in_backward.refusals(config, facts)
     yield from _scores(config, facts)
     if config.data.shares_prompts and (why := why_whole(config, facts)):
-        yield f"data.share_prompts: true, but {why}. Set it to auto."
+        yield (
+            f"data.share_prompts: true, but {why}. Set it to auto. A run that was started with shared prompts goes on "
+            "only where they can be shared."
+        )
     lora, quantize = config.techniques.lora, config.techniques.quantize
     if config.model.add_tokens:
         if facts.degrees.shard > 1:

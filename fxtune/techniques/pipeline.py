@@ -35,7 +35,7 @@ from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.attention.technique import ISOLATED, SHARED, Attention
+from fxtune.techniques.attention.technique import ISOLATED, SHARES_PROMPT, Attention
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
@@ -371,7 +371,7 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
         ]
         keys = (evidence.key or evidence.technique for evidence in idle)
         changes = dict.fromkeys(f"techniques.{key}{'=off' if '.' in key else '.enabled=false'}" for key in keys)
-        by_proof = {ISOLATED: "data.packing=false", SHARED: "data.share_prompts=false"}
+        by_proof = {ISOLATED: "data.packing=false", SHARES_PROMPT: "data.share_prompts=false"}
         change = next(
             (by_proof[evidence.asked] for evidence in idle if evidence.asked in by_proof), ", ".join(changes)
         )

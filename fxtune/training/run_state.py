@@ -12,7 +12,7 @@ from torch import nn
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.manager import Checkpoint, CheckpointConfig, Checkpoints
-from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
+from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, config_digest
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import StopMetric
 from fxtune.distributed.background import BackgroundGroup
@@ -83,7 +83,8 @@ class RunState:
             raise ConfigError(
                 f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
                 f"template), so its run cannot be resumed. Restore the data as it was, or start anew with "
-                f"{HOW_TO_START_ANEW}."
+                f"{HOW_TO_START_ANEW}. If nothing changed and {SETTING} is missing there, restore that file: it says "
+                "how rows were made (data.packing, data.share_prompts)."
             )
         with _readable(saved):
             self._restore(saved)

@@ -72,6 +72,7 @@ def model_inputs(
     """
     config: Any = model.config
     kind, backend = kind_of(config), called(attention_of(config))
+    assert keys is None or backend.shares, f"{backend.name} would ignore the keys of other documents"
     positions = kind.positions(config, position_ids, rope_positions)
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
     if images is not None:
@@ -112,6 +113,5 @@ def model_inputs(
     longest = pieces * input_ids.shape[1]
     inputs.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
     if keys is not None:
-        assert backend.shares, f"{backend.name} would ignore the keys of other documents"
         inputs.update(cu_seq_lens_k=keys.cu_seqlens, key_index=keys.index, key_copies=keys.copies)
     return inputs

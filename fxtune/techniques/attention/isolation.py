@@ -32,7 +32,7 @@ PROVEN = frozenset(f"{_PROVEN} {_PROVEN_WITH_IMAGES}".split())
 """Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
 """The most that other documents' logits may move, relative to the changed one's."""
-SHARED = {torch.float32: 2e-3, torch.float64: 2e-3}
+PROMPT_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 """The largest relative difference of logits after a shared prompt from those of the document alone, with TF32; 5e-2 in
 16 bits."""
 LOOKS_AHEAD = 1e-4
@@ -134,7 +134,7 @@ def share_prompt(model: nn.Module) -> SharedPrompt:
     expected = outputs(model, **model_inputs(model, alone, whole, end))[0][prompt:]
     difference = relative_distance(shared[border:].float(), expected.float())
     own, others = shift[:border], torch.cat([shift[:prompt], shift[border:]])
-    return SharedPrompt(difference, SHARED.get(shared.dtype, 5e-2), own.max().item(), others.max().item())
+    return SharedPrompt(difference, PROMPT_TOLERANCE.get(shared.dtype, 5e-2), own.max().item(), others.max().item())
 
 
 class Trial(NamedTuple):

@@ -52,7 +52,7 @@ ATTENDING_LAYERS = ISOLATING_LAYERS | {"attention", "hybrid"}
 """Layers that call attention, some of them beside recurrent parts."""
 RECURRENT = {"mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"}
 ISOLATED = "packed documents do not see each other"
-SHARED = "two answers see one prompt, and not each other"
+SHARES_PROMPT = "two answers see one prompt, and not each other"
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 
 
@@ -217,7 +217,7 @@ class Attention(AttentionOptions, Technique):
         seen = isolation.share_prompt(model)
         return Evidence(
             "attention",
-            SHARED,
+            SHARES_PROMPT,
             f"the second answer's logits are within {seen.difference:.1e} of its logits alone; changing the first "
             f"answer moved its own logits by {seen.moved:.2g}, all others by at most {seen.leaked:.2g}",
             seen.is_exact,

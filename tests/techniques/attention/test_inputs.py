@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from fxtune.techniques.attention.backends.registry import ALL
-from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 
 OURS = [backend.implementation for backend in ALL if backend.core is not None]
 
@@ -28,3 +28,12 @@ def test_each_backend_gets_documents_in_its_own_form(backend):
             "the row's length, so that nothing is compiled again"
         )
     assert ("attention_mask" in given) == (backend in OURS)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "flash_attention_2", "fxtune_cudnn"])
+def test_no_backend_ignores_keys_of_other_documents(backend):
+    model = SimpleNamespace(config=LlamaConfig(attn_implementation=backend))
+    ids, bounds = torch.arange(6)[None], torch.tensor([0, 4, 6], dtype=torch.int32)
+    keys = KeyBounds(torch.tensor([0, 4, 8], dtype=torch.int32), torch.zeros(8).long(), torch.zeros(2, 6).long())
+    with pytest.raises(AssertionError, match="would ignore the keys"):
+        model_inputs(model, ids, torch.tensor([[0, 1, 2, 3, 2, 3]]), bounds, keys=keys)

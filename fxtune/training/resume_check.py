@@ -174,7 +174,8 @@ class ResumeCheck:
         """Compare a section with its values at the start of the run, and keep it for setting.json. Raises ConfigError
         with each difference; without `refuse` it prints a note instead, unless the run is deterministic.
 
-        `defaults`: by technique, the values of options that setting.json lacks, because an earlier version did not know them.
+        `defaults`: by technique, the values of options that setting.json lacks, because an earlier version did not
+        know them.
         """
         self.now[section] = _as_json(dict(now))
         before = {

@@ -93,7 +93,8 @@ class RunLog:
 
 def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
     """Lines on the values chosen for `auto` and null, and on the data."""
-    facts, device, loader = builder.facts, builder.world.device, config.loader.resolved(builder.world.device)
+    facts, device = builder.facts, builder.world.device
+    loader = config.loader.resolved(device, any(table.images is not None for table in data.tables))
     yield (
         f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned "
         f"memory {'on' if loader.pin_memory else 'off'}"

@@ -49,7 +49,8 @@ SHUTDOWN_SECONDS = 2.0
 @dataclass
 class LoaderConfig:
     num_workers: Optional[int] = field(default=None, metadata={"min": 0, "max": 1024})
-    """Processes that build batches; null: 0 on a CPU, 2 for a GPU (building a batch copies slices of a memory map)."""
+    """Processes that build batches; null: 0 on a CPU, and for a GPU 2 (building a batch copies slices of a memory
+    map), or up to 8 to decode the images of rows."""
     pin_memory: Optional[bool] = None
     """Page-locked batches, for copies that overlap with compute; null: on for a GPU."""
     persistent_workers: bool = True
@@ -57,12 +58,13 @@ class LoaderConfig:
     prefetch_factor: int = field(default=4, metadata={"min": 1, "max": 1024})
     """Batches that a worker keeps ready."""
 
-    def resolved(self, device: torch.device) -> LoaderConfig:
+    def resolved(self, device: torch.device, with_images: bool = False) -> LoaderConfig:
         """A copy with every null replaced by its value. Raises ConfigError for a setting that `device` cannot have."""
         cuda = device.type == "cuda"
         if self.pin_memory and not cuda:
             raise ConfigError("loader.pin_memory=true needs a GPU, and this run is on the CPU. Set it to null.")
-        workers = self.num_workers if self.num_workers is not None else min(2, cores() - 1) if cuda else 0
+        most = 8 if with_images else 2
+        workers = self.num_workers if self.num_workers is not None else min(most, cores() - 1) if cuda else 0
         return replace(self, num_workers=workers, pin_memory=cuda if self.pin_memory is None else self.pin_memory)
 
 
@@ -84,7 +86,7 @@ class Loader:
 
     def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device) -> None:
         self.plan = plan
-        self.config = config.resolved(device)
+        self.config = config.resolved(device, any(table.images is not None for table in plan.tables))
         self.device = device
         self._specs = _SpecSampler(plan)
         self._deaths = 0

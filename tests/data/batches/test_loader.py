@@ -28,6 +28,7 @@ from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import ConfigError
+from fxtune.system.host import cores
 
 CPU = torch.device("cpu")
 
@@ -325,6 +326,8 @@ def test_plan_and_tables_pickle_as_paths(folder):
 
 def test_defaults_depend_on_the_device():
     assert LoaderConfig().resolved(CPU) == LoaderConfig(num_workers=0, pin_memory=False)
+    images = LoaderConfig().resolved(torch.device("cuda", 0), with_images=True)
+    assert images.num_workers == min(8, cores() - 1)
     cuda = LoaderConfig().resolved(torch.device("cuda", 0))
     assert cuda.pin_memory
     assert cuda.num_workers in (0, 1, 2)

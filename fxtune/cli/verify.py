@@ -37,7 +37,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.dims import EXPERTS
 from fxtune.models.proof import PROOF, changed_since
-from fxtune.models.structure import beside_text, is_adapter, parameter_counts, without_dropout
+from fxtune.models.structure import beside_text, for_images, is_adapter, parameter_counts, without_dropout
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.console import say, table, tick
@@ -178,7 +178,8 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
         torch.cuda.reset_peak_memory_stats(device)
     model.train()
     metrics = train_step.sum_over_ranks(train_step.backward([batch], normalizer))
-    yield _observe_gradients(builder, model, {name: parameter.grad for parameter, name in names.items()})
+    gradients = {name: parameter.grad for parameter, name in names.items()}
+    yield _observe_gradients(builder, model, gradients, batch.images is not None)
     train_step.clip(metrics)
     size, found = _vocabulary(language_model), f"a {objective.unit} of {metrics['loss'].item():.4f}"
     if isinstance(objective, CausalLM):
@@ -221,21 +222,31 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
         )
 
 
-def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None]) -> Evidence:
+def _observe_gradients(
+    builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None], has_images: bool
+) -> Evidence:
     """Whether exactly the adapters (or all parameters) are trained, and a gradient reaches all of them.
 
     A new LoRA adapter's B is zero: the gradient of A is zero, and the gradient of B must not be. An expert that
-    gets no token of the batch needs no gradient.
+    gets no token of the batch needs no gradient. The parts for images need a gradient in some tensor if the batch has
+    images: a projector may not read a tower's last layers.
     """
-    adapters, images = builder.techniques.lora.enabled, {id(parameter) for parameter in beside_text(model)}
+    adapters, frozen = builder.techniques.lora.enabled, {id(parameter) for parameter in beside_text(model)}
+    if builder.config.optimizer.lr_vision is not None:
+        frozen -= {id(parameter) for parameter in for_images(model)}
     wrong = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad != (is_adapter(name) if adapters else id(parameter) not in images)
+        if parameter.requires_grad != (is_adapter(name) if adapters else id(parameter) not in frozen)
     ]
     sizes = parameter_counts(model)
     count, total = sum(sizes[name] for name in gradients), sum(sizes.values())
-    reached = _any_by_module({name: grad is not None and bool(grad.any()) for name, grad in gradients.items()})
+    images = {id(parameter) for parameter in for_images(model)}
+    of_images = {name for name, parameter in model.named_parameters() if id(parameter) in images}
+    nonzero = {name: grad is not None and bool(grad.any()) for name, grad in gradients.items()}
+    reached = _any_by_module({name: there for name, there in nonzero.items() if name not in of_images})
+    if has_images and (towers := of_images & nonzero.keys()):
+        reached["the parts for images"] = any(nonzero[name] for name in towers)
     without = [name for name, there in reached.items() if not there]
     experts = any(builder.facts.text.get(key) for key in EXPERTS)
     seen = (

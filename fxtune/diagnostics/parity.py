@@ -371,7 +371,10 @@ class _Comparison:
     def _built(self, pipeline: Pipeline, world: World) -> Iterator[PreparedModel]:
         builder = self.builder
         _free_memory()  # again, because an error on its way holds the model that raised it
-        built = pipeline.build(builder.config.model, self.hf_config, world, builder.config.run.seed)
+        trains_images = builder.config.optimizer.lr_vision is not None
+        built = pipeline.build(
+            builder.config.model, self.hf_config, world, builder.config.run.seed, trains_images=trains_images
+        )
         try:
             yield built
         finally:

@@ -130,6 +130,14 @@ def beside_text(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 
 
+def for_images(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that images alone reach: of towers, projectors and what lies beside them. A tower for sound has
+    others."""
+    parts = [*towers(model), *projectors(model)]
+    around = body(model).parameters(recurse=False) if parts else ()
+    return list(dict.fromkeys([*(weight for part in parts for weight in part.parameters()), *around]))
+
+
 def parameter_counts(model: nn.Module) -> dict[str, int]:
     """The number of weights that each parameter represents, by its name.
 

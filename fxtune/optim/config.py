@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from omegaconf import FloatNode
 
@@ -43,6 +43,9 @@ class OptimizerConfig:
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
     """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
     rule for AdamW and supervised text (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
+    lr_vision: Optional[float] = field(default=None, metadata={"above": 0})
+    """Peak learning rate of the parts for images, on the same schedule: the tower and its projector, whole or with
+    adapters. null: full fine-tuning leaves these parts as they are, and adapters there have `lr`."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
     weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""

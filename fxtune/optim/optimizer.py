@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -51,13 +51,15 @@ class Optimizer:
         keep_gradients: bool = False,
         one_by_one: bool = False,
         sharding: Sharding | None = None,
+        for_images: Collection[nn.Parameter] = (),
     ):
         """`keep_gradients`: zero gradients in place and never drop them, because the next replay of a CUDA graph
         overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
         still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
 
         `one_by_one`: update() is called for each weight in place of step(). `sharding`: given if the model's weights
-        are divided over ranks.
+        are divided over ranks. `for_images`: the parameters that have
+        OptimizerConfig.lr_vision, if it is set.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
@@ -78,8 +80,18 @@ class Optimizer:
         self.sharding = sharding
         self.rounds, self.one_by_one = config.stochastic_rounding, one_by_one
         names = list(self.names)
-        groups = [[name] for name in names] if self.rounds or one_by_one else [names]
+        of_images = {*for_images} if config.lr_vision is not None else set()
+        by_rate = [
+            [own for own in names if (self.divided.get(own, own) in of_images) is chosen] for chosen in (False, True)
+        ]
+        groups = [[own] for own in names] if self.rounds or one_by_one else [own for own in by_rate if own]
         self.parts = [part for group in groups for part in _library_optimizers(model, config, group, rows, sharding)]
+        self.rates = dict.fromkeys(self.parts, 1.0)
+        """The learning rate of each part, as a multiple of step()'s."""
+        for part in self.parts if of_images else ():
+            first = part.param_groups[0]["params"][0]
+            if self.divided.get(first, first) in of_images:
+                self.rates[part] = config.lr_vision / config.lr
         self.guards = {
             part: NonfiniteGuard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))
         }
@@ -170,6 +182,7 @@ class Optimizer:
     ) -> None:
         """Update the weights of `part`, one of `parts`, and keep their gradients. `on_host`: reads `finite` on the
         host."""
+        lr = lr * self.rates[part]
         for group in part.param_groups:
             if isinstance(group["lr"], torch.Tensor):  # torchao would recompile for a new constant
                 group["lr"].fill_(lr)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.facts.run import Facts
+from fxtune.models.structure import skeleton, towers
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import in_backward
 from fxtune.settle.rows import why_whole
@@ -19,6 +20,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from _noise_scale(config, facts.degrees)
     yield from in_backward.refusals(config, facts)
     yield from _scores(config, facts)
+    yield from _images(config, facts)
     if config.data.shares_prompts and (why := why_whole(config, facts)):
         yield (
             f"data.share_prompts: true, but {why}. Set it to auto. A run that was started with shared prompts goes on "
@@ -48,6 +50,20 @@ def _scores(config: Config, facts: Facts) -> Iterator[str]:
     needs = f"objective={config.objective.name} trains a head that scores documents"
     if config.data.questions.path is not None:
         yield f"data.questions.path: {needs} and answers no questions. Remove it."
+
+
+def _images(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield each reason why optimizer.lr_vision trains nothing."""
+    if config.optimizer.lr_vision is None:
+        return
+    model, lora = skeleton(facts.model), config.techniques.lora
+    if model is None or not towers(model):
+        yield f"optimizer.lr_vision: {facts.text.get('model_type')} reads no images. Set it to null."
+    elif lora.enabled and not (lora.vision or lora.projector):
+        yield (
+            "optimizer.lr_vision: adapters are on the language model alone. Set techniques.lora.vision=on or "
+            "techniques.lora.projector=on, or lr_vision=null."
+        )
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:

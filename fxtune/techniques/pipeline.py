@@ -28,7 +28,7 @@ from fxtune.models.load import ModelConfig
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
-from fxtune.models.structure import beside_text, skeleton
+from fxtune.models.structure import beside_text, for_images, skeleton
 from fxtune.models.weights import bytes_of
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
@@ -252,12 +252,19 @@ class Pipeline(Techniques):
         yield f"{taken}, {here}. Use {', '.join(change for change, helps in changes.items() if helps)}, or a GPU."
 
     def build(
-        self, model: ModelConfig, hf_config: Any, world: World, seed: int, special_tokens: Sequence[int] = ()
+        self,
+        model: ModelConfig,
+        hf_config: Any,
+        world: World,
+        seed: int,
+        special_tokens: Sequence[int] = (),
+        trains_images: bool = False,
     ) -> PreparedModel:
         """Configure and build the model and apply the techniques of a resolved pipeline, in order.
 
         `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the
         ids of the data's special tokens. techniques.lora.train_tokens=auto chooses among these tokens.
+        `trains_images`: whether full fine-tuning trains the parts for images, too.
         """
         if model.adapter and not self.lora.enabled:
             raise ConfigError(
@@ -286,8 +293,9 @@ class Pipeline(Techniques):
             self.lora.choose_tokens(built.module, tokenizer, special_tokens)
         built.routers = observe_routers(built.module, world.device)
         if not self.lora.enabled:  # adapters freeze the whole base
+            trained = {*for_images(built.module)} if trains_images else set()
             for parameter in beside_text(built.module):
-                parameter.requires_grad_(False)
+                parameter.requires_grad_(parameter in trained)
         elsewhere: dict[str, tuple[int, ...]] = {}
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)

@@ -33,6 +33,7 @@ from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
+from fxtune.models.structure import for_images
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
@@ -194,7 +195,10 @@ class RunBuilder:
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
             model, seed = self.config.model, self.config.run.seed
-            return self.techniques.build(model, self.settled.hf_config, self.world, seed, self.special_tokens)
+            trains_images = self.config.optimizer.lr_vision is not None
+            return self.techniques.build(
+                model, self.settled.hf_config, self.world, seed, self.special_tokens, trains_images
+            )
 
     @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: PreparedModel) -> LanguageModel:
@@ -333,7 +337,8 @@ class RunBuilder:
                 spare = self.facts.free_memory - self.techniques.memory_need(self.facts).device
                 sharding.accumulates = 4 * trained_parameters(self.facts) < spare
             one_by_one = self.facts.in_backward
-            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients, one_by_one, sharding)
+            images = for_images(model.model)
+            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients, one_by_one, sharding, images)
             loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
             return TrainStep(
                 model,

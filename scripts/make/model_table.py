@@ -1,5 +1,5 @@
-"""Tries `techniques=[lora,fast]` on every causal architecture of the installed transformers, and writes the table of
-docs/models.md.
+"""Tries `techniques=[lora,fast]` on every causal architecture of the installed transformers, on rows of text, and writes
+the table of docs/models.md.
 
 Each architecture gets a tiny model with random weights: the sizes of its config's defaults are made small by their
 names (`tiny`). Then fxtune trains it for two steps with adapters and the fast settings, as for a user, but without the
@@ -35,13 +35,14 @@ from huggingface_hub.errors import StrictDataclassError
 
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError, UserError, first_line
+from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES
 from fxtune.models.load import Init
 from fxtune.techniques.liger.technique import FAMILIES
 from fxtune.tracking import display
 from fxtune.training import trainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-HEAD = "| model type | `[lora,fast]` | adapters on | packed rows | compiled layers | Liger's kernels |"
+HEAD = "| model type | `[lora,fast]` | adapters on | packed rows | compiled layers | Liger's kernels | images |"
 WRITE = "--write"
 VOCABULARY = 1024
 """Tokens of the built-in tokenizer."""
@@ -67,7 +68,15 @@ COUNTS = {
 """A size by the name of its key in a config; the first pattern counts."""
 LIMITS = {r"(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 256, r"(sliding_window|window_size)$": 16}
 """The largest allowed size, by the name of its key."""
+M_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
 OWN: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": M_ROPE,
+    "qwen2_5_vl_text": M_ROPE,
+    "qwen3_vl_text": {**M_ROPE, "head_dim": 16},
+    "qwen3_vl_moe_text": {**M_ROPE, "head_dim": 16},
+    "qwen2_5_vl_vision": {"out_hidden_size": 64},
+    "qwen3_vl_vision": {"out_hidden_size": 64},
+    "qwen3_vl_moe_vision": {"out_hidden_size": 64},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 1024},
     "cohere_compass_text": {
@@ -114,14 +123,23 @@ class Row:
 
     def __str__(self) -> str:
         cells = [f"`{self.kind}`", self.result, self.adapters, self.packed, self.compiled]
-        return "| " + " | ".join([*(cell.replace("|", "/") for cell in cells), self.liger]) + " |"
+        return "| " + " | ".join([*(cell.replace("|", "/") for cell in cells), self.liger, self.images]) + " |"
+
+    @property
+    def images(self) -> str:
+        """What happens to images: the tests compare each family of IMAGE_FAMILIES with plain transformers."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+        if self.kind in IMAGE_FAMILIES:
+            return "yes"
+        return "no: its text alone is trained" if self.kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else ""
 
 
 def kinds() -> list[str]:
-    """The model types with a causal language model in this transformers."""
+    """The model types with a causal language model in this transformers, with images or without."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *IMAGE_FAMILIES})
 
 
 def tiny(kind: str) -> dict[str, Any]:

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from support import image_models
+from support.architectures import CPU
 from support.optimizers import CASES, YES, Small, backward, make, stored
 from torch import nn
 
+from fxtune.models.load import load_config
+from fxtune.models.structure import for_images
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, _can_undo, undo_limit
+from fxtune.techniques.pipeline import Pipeline
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -300,3 +306,26 @@ def test_the_limit_of_copies_says_which_optimizers_undo_their_steps(options):
     except ImportError:
         pytest.skip("its package is not installed")
     assert (undo_limit(config) > 0) == any(_can_undo(part) for part in parts)
+
+
+def test_parts_for_images_have_a_learning_rate_of_their_own():
+    recipe = image_models.recipe("qwen2_5_vl")
+    prepared = Pipeline().build(recipe, load_config(recipe), CPU, 0, trains_images=True)
+    model = prepared.module
+    image_models.draw(model)
+    shown = image_models.document("qwen2_5_vl", model, [3, (1, 2), 5], 0)
+    config = OptimizerConfig(name=OptimizerName.sgd, lr=0.1, lr_vision=0.02, momentum=0.0)
+    optimizer = Optimizer(model, config, for_images=for_images(model))
+    LanguageModel(prepared).summed_loss(image_models.batch(model, [[shown]])).backward()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    optimizer.step(0.05, torch.tensor(True))
+    for name, weight in model.named_parameters():
+        rate = 0.01 if ".visual." in name else 0.05
+        torch.testing.assert_close(weight, before[name] - rate * gradients[name])
+
+
+def test_parts_for_images_stay_as_they_are_without_a_learning_rate():
+    recipe = image_models.recipe("qwen2_5_vl")
+    model = Pipeline().build(recipe, load_config(recipe), CPU, 0).module
+    assert all(weight.requires_grad is (".visual." not in name) for name, weight in model.named_parameters())

@@ -227,6 +227,7 @@ CASES: dict[str, Case] = {
     "objective.margin": Case(step, "true", PAIRS.replace("dpo", "reward")),
     "optimizer.name": Case(step, "sgd"),
     "optimizer.lr": Case(step, "1e-2"),
+    "optimizer.lr_vision": Case(built, "1e-5", f"{READS_IMAGES} techniques.lora.enabled=false"),
     "optimizer.weight_decay": Case(step, "0.5"),
     "optimizer.betas": Case(step, "[0.5, 0.6]"),
     "optimizer.eps": Case(step, "0.1"),

@@ -26,6 +26,7 @@ WORDS = (
     ("words", "message"),
     [
         (["optimizer.moments=bfloat16"], "optimizer.moments: bfloat16 is read by adamw with stochastic_rounding=true"),
+        (["optimizer.lr_vision=1e-5"], "optimizer.lr_vision: llama reads no images. Set it to null."),
         (["optimizer.name=lion", "optimizer.lr=auto"], "optimizer.lr: auto has a rule for AdamW and none for lion"),
     ],
 )

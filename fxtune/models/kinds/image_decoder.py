@@ -153,7 +153,7 @@ class ImageDecoder(Decoder):
         return torch.tensor([ids], device=base.device), images
 
     def untrained_parts(self, config: Any) -> str:
-        return "its language model and head are trained; its vision tower and projector stay as they are"
+        return "its language model and head are trained; its vision tower and projector stay (optimizer.lr_vision)"
 
 
 def _base(model: Any) -> Any:

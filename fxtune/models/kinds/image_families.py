@@ -110,7 +110,7 @@ def _square(config: Any) -> Tensors:
 
 def _tiles(config: Any) -> Tensors:
     side, (height, width) = _side(config), config.image_grid_pinpoints[0]
-    tiles = (height // side) * (width // side) + 1
+    tiles = -(-height // side) * -(-width // side) + 1
     sizes, one = torch.tensor([[height, width]]), torch.tensor([1])
     return {"pixel_values": _numbers(1, tiles, 3, side, side), "image_sizes": sizes, "batch_num_images": one}
 

@@ -24,6 +24,8 @@ from fxtune.models.weights import readable_files
 from fxtune.system.hub import Origin
 
 PREFIX = "base_model.model."
+DECODERS = ("model.language_model.", "language_model.model.", "model.")
+"""Beginnings of the names of a decoder's tensors. A model with a tower has another one in its files than in memory."""
 UNKNOWN = {
     "trainable_token_indices": "trained tokens",
     "lora_bias": "biases of adapters",
@@ -153,13 +155,17 @@ def _scaling(lora: Any, module: str, r: int) -> float:
 
 def _spellings(name: str) -> tuple[str, ...]:
     """A tensor's name as different versions of a family's files have it."""
-    prefixed = (f"{prefix}{name}" for prefix in ("model.", "transformer."))
-    return (name, name.removeprefix("model."), name.removeprefix("transformer."), *prefixed)
+    prefixed = (f"{prefix}{name}" for prefix in ("model.", "transformer.", "language_model."))
+    begun = [prefix for prefix in DECODERS if name.startswith(prefix)]
+    moved = (f"{other}{name.removeprefix(prefix)}" for prefix in begun for other in DECODERS if other != prefix)
+    shorter = (name.removeprefix(prefix) for prefix in ("model.", "transformer.", "language_model."))
+    return (name, *shorter, *prefixed, *moved)
 
 
 def _tied(name: str) -> tuple[str, ...]:
     """The embedding's names, for a head: a base that ties the two stores one of them."""
-    return ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight") if name == "lm_head.weight" else ()
+    tables = (*(f"{prefix}embed_tokens.weight" for prefix in DECODERS), "transformer.wte.weight", "wte.weight")
+    return tables if name in ("lm_head.weight", "language_model.lm_head.weight") else ()
 
 
 def _require_close(name: str, file: str, seen: torch.Tensor, wanted: torch.Tensor, changed: bool) -> None:

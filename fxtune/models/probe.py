@@ -40,7 +40,7 @@ def kl(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     """The model's logits [1, 8, vocabulary], or scores [1, 8, 1], for eight fixed tokens, under the autocast that is
-    active: few enough to keep for a check.
+    active: few enough to keep for a check. A model that reads images gives 16: eight more are of a row with an image.
 
     `nudge`: the relative change of each number of the embedded tokens.
     """
@@ -57,6 +57,8 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     try:
         with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = outputs(model, **row, attention_mask=mask, use_cache=False)
+            if with_image := kind_of(model.config).image_probe(model):
+                logits = torch.cat([logits, outputs(model, **with_image, use_cache=False)[:, -TOKENS:]], 1)
     finally:
         hook.remove()
     return logits

@@ -152,6 +152,11 @@ class Kind(ABC):
         must have weights."""
         raise NotImplementedError(f"{type(self).__name__} reads no images")
 
+    def image_probe(self, model: Any) -> dict[str, torch.Tensor]:
+        """The arguments of a plain forward pass over image_row(). Empty if the model reads no images, its tower takes
+        no small image, or its weights have no memory yet or are divided over ranks."""
+        return {}
+
     @abstractmethod
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
         """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and what else a

@@ -26,8 +26,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.distributed.chunks import is_divided
 from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.image_families import FAMILIES, Tensors, in_one_row
+from fxtune.system.oom import out_of_memory_reason
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
 """Options of configs: tokens whose embeddings are replaced."""
@@ -152,6 +154,17 @@ class ImageDecoder(Decoder):
         ids = [*words[:3], *[base.config.image_token_id] * (numbers // text.hidden_size), *words[3:]]
         return torch.tensor([ids], device=base.device), images
 
+    def image_probe(self, model: Any) -> Tensors:
+        if any(weight.is_meta or is_divided(weight) for weight in model.parameters()):
+            return {}
+        try:
+            ids, images = self.image_row(model)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if out_of_memory_reason(error):
+                raise
+            return {}
+        return {"input_ids": ids, **images, **self.token_types(model.config, ids)}
+
     def untrained_parts(self, config: Any) -> str:
         return "its language model and head are trained; its vision tower and projector stay (optimizer.lr_vision)"
 
@@ -171,5 +184,6 @@ def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _example(base: Any) -> Tensors:
     """The tensors of a small image on the model's device."""
-    family = FAMILIES[base.config.model_type]
-    return {name: tensor.to(base.device) for name, tensor in family.example(base.config).items()}
+    given = FAMILIES[base.config.model_type].example(base.config)
+    dtypes = {name: base.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in given.items()}
+    return {name: tensor.to(base.device, dtypes[name]) for name, tensor in given.items()}

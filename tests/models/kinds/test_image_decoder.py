@@ -11,6 +11,7 @@ from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.probe import probe_logits
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
@@ -146,3 +147,17 @@ def test_images_of_a_batch_are_divided_among_its_documents(family):
     with torch.no_grad():
         found = PlainModel(PreparedModel(model)).summed_loss(batch).item()
         assert abs(found - image_models.plain_loss(model, shown).item()) < 1e-5 * found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_probe_depends_on_the_tower(family):
+    """So an export whose tower differs is refused."""
+    model = image_models.model(family)
+    before = probe_logits(model)
+    with torch.no_grad():
+        for tower in kind_of(model.config).towers(model):
+            for weight in tower.parameters():
+                weight.mul_(1.1)
+    shift = (probe_logits(model) - before).abs().amax(-1)[0]
+    assert shift[:8].max() == 0
+    assert shift[8:].max() > 1e-4

@@ -334,3 +334,8 @@ def test_an_adapter_with_parts_for_images_loads_in_plain_peft(fused, tmp_path):
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
     theirs = PeftModel.from_pretrained(base, folder)(input_ids=row, **images, **types).logits
     torch.testing.assert_close(theirs, expected, atol=1e-5, rtol=1e-4)
+    (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
+    whole = merge(folder, tmp_path / "whole")
+    assert (whole / "preprocessor_config.json").exists()
+    merged = AutoModelForImageTextToText.from_pretrained(whole)(input_ids=row, **images, **types).logits
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)

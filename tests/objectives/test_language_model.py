@@ -71,7 +71,10 @@ def batch(lengths=(9, 14, 6), padding=3, share=0.4):
     draw = np.random.default_rng(0)
     total = sum(lengths)
     table = SimpleNamespace(
-        ids=draw.integers(3, 128, total).astype(np.int32), supervised=draw.random(total) < share, reference=None
+        images=None,
+        ids=draw.integers(3, 128, total).astype(np.int32),
+        supervised=draw.random(total) < share,
+        reference=None,
     )
     return build_batch(
         [table],

@@ -53,6 +53,7 @@ def batch(lengths=(9, 14), packed=False, seed=0):
     """One row a document with padding, or all in one row."""
     draw = np.random.default_rng(seed)
     table = SimpleNamespace(
+        images=None,
         ids=draw.integers(3, 128, sum(lengths)).astype(np.int32),
         supervised=draw.random(sum(lengths)) < 0.6,
         reference=None,

@@ -172,6 +172,7 @@ def batch(
     draw = np.random.default_rng(seed)
     total = rows * sum(lengths)
     table: Any = SimpleNamespace(
+        images=None,
         ids=draw.integers(3, _architecture(shape)["vocab_size"], total).astype(np.int32),
         supervised=draw.random(total) < supervised,
         reference=None,

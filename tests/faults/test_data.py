@@ -287,7 +287,7 @@ def test_file_that_changes_while_read_is_an_error(read, tmp_path, kind, how, mon
     monkeypatch.setattr(sources, "SHARD_BYTES", 5000)
     encode = Encoder.encode
 
-    def meddle(self, batch):
+    def meddle(self, *arguments):
         if how == "grows":
             with path.open("ab") as file:
                 file.write(b"\n")
@@ -298,7 +298,7 @@ def test_file_that_changes_while_read_is_an_error(read, tmp_path, kind, how, mon
         elif how == "is replaced":
             (tmp_path / "other").write_bytes(path.read_bytes()[:-5])
             (tmp_path / "other").rename(path)
-        return encode(self, batch)
+        return encode(self, *arguments)
 
     monkeypatch.setattr(Encoder, "encode", meddle)
     with pytest.raises(

@@ -76,7 +76,9 @@ def test_flash4_trains_like_eager(family):
             slots=8,
         )
         ids = np.random.default_rng(1).integers(1, 128, 24)
-        batch = build_batch([type("Table", (), {"ids": ids, "supervised": ids > 0, "reference": None})], pieces)
+        batch = build_batch(
+            [type("Table", (), {"ids": ids, "supervised": ids > 0, "reference": None, "images": None})], pieces
+        )
         losses, gradients = [], []
         for backend in ("eager", "flash4"):
             model = unchecked(backend, family)

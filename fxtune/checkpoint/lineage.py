@@ -38,6 +38,11 @@ class Lineage:
     refreshes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def first(self) -> Path:
+        """The folder of the first run."""
+        return self.folder.with_name(self.folder.name.removesuffix(SUFFIX))
+
+    @property
     def serving(self) -> Path:
         """The folder of the run that serves."""
         return Path(os.path.normpath(self.folder / os.readlink(self.folder / CURRENT)))
@@ -93,7 +98,7 @@ def open_lineage(run: Path) -> Lineage:
         if (folder / LINEAGE).exists():
             found.refreshes = _read(folder / LINEAGE)
         if not (folder / CURRENT).is_symlink():
-            found.serve(folder.with_name(folder.name.removesuffix(SUFFIX)))
+            found.serve(found.first)
     except BaseException:
         found.release()
         raise

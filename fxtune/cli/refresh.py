@@ -38,7 +38,9 @@ from fxtune.config.root import Config
 from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, StorageError, not_written
-from fxtune.models.load import starting_from
+from fxtune.models.load import ModelConfig, starting_from
+from fxtune.objectives.preferences import GroupObjective
+from fxtune.objectives.reference import Reference
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.console import say, table
@@ -119,7 +121,7 @@ class _Refresh:
             self._promote(last)
         parent = lineage.serving
         before, config = self._configs(parent)
-        data = RefreshData(parent, before.data, config)
+        data = RefreshData(parent, before.data, config, self._start(config))
         key = {
             "parent": os.path.relpath(parent, lineage.folder),
             self.kind: _digest(parent / self.kind),
@@ -131,7 +133,7 @@ class _Refresh:
             say(f"{parent} was promoted with these rows already.")
             return last
         if not len(data.unknown) and not self.force:
-            say(f"All {data.known:,} documents of data.sources are known to {parent}: there is nothing new in them.")
+            say(f"All {data.known:,} {data.noun} of data.sources are known to {parent}: there is nothing new in them.")
             return {**key, "decision": NO_DRIFT, "known_documents": data.known}
         data.require_enough(parent)
         entry, decided = last, last.get("decision")
@@ -156,7 +158,7 @@ class _Refresh:
             self._judge(entry, data, parent)
         say(_drift_verdict(entry["drift"], config.refresh.alpha))
         if "gate" in entry:
-            _say_gate(entry, config)
+            _say_gate(entry, config, data.noun)
         return entry
 
     def _last(self) -> dict[str, Any]:
@@ -180,15 +182,15 @@ class _Refresh:
         weights = parent / self.kind
         if not (weights / (ADAPTER_FILE if self.kind == "adapter" else "config.json")).exists():
             raise ConfigError(f"{weights} is gone, so {parent} cannot be refreshed. Bring it back.")
-        config = compose.of_run(parent, self.trust, self.overrides)
+        # What the run did with overlaps may not be read beside the new sources alone; the candidate decides it anew.
+        config = compose.of_run(parent, self.trust, [*self.overrides, "data.on_overlap=error"])
         if config.techniques.lora.enabled != before.techniques.lora.enabled:
             raise ConfigError(f"`techniques.lora.enabled` cannot be set here: {parent} has exported its {self.kind}.")
-        if config.objective.needs.reads_groups:
+        if config.objective.needs.reads_groups and not isinstance(config.objective, GroupObjective):
             raise ConfigError(
                 f"{parent} learns from groups of documents (objective={config.objective.name}), and a refresh "
-                "compares models by the loss of single documents. The loss of a group compares a model with its own "
-                "start, or has no scale that two models share. Train a new run on old and new rows, with "
-                "model.adapter or model.path as its start."
+                "compares models by the loss of each group, of which this objective gives only a sum. Train a new "
+                "run on old and new rows, with model.adapter or model.path as its start."
             )
         if config.data.mix.long_share is not None:
             raise ConfigError(
@@ -198,6 +200,22 @@ class _Refresh:
         config.model = starting_from(config.model, weights)
         config.data.length_schedule = []  # the model knows the longest rows
         return before, config
+
+    def _start(self, config: Config) -> ModelConfig:
+        """The model that an objective with a reference compares old and new model with: the reference of the first
+        run, so that all refreshes have one scale."""
+        objective, first = config.objective, self.lineage.first
+        if not objective.needs.reference:
+            return config.model
+        if not first.is_dir():
+            raise ConfigError(
+                f"{first} is gone, and objective={objective.name} compares the old and the new model with the model "
+                "that this run started from. Bring it back, or train a new run on old and new rows."
+            )
+        begun = compose.of_run(first, self.trust)
+        if begun.techniques.lora.enabled and getattr(begun.objective, "reference", None) is Reference.base:
+            return dataclasses.replace(begun.model, adapter=None)
+        return begun.model
 
     def _begin(self, key: dict[str, Any], data: RefreshData, parent: Path) -> dict[str, Any]:
         """A new entry, with the figures of the drift."""
@@ -214,11 +232,11 @@ class _Refresh:
             "known_documents": data.known,
         }
         if data.known:
-            say(f"{data.known:,} documents of data.sources are known to the run, and are left out.")
+            say(f"{data.known:,} {data.noun} of data.sources are known to the run, and are left out.")
         drift = data.drift(parent / self.kind)
         entry["drift"] = {**dataclasses.asdict(drift), "token_distance": old.distance(new)}
         entry["decision"] = DRIFT if drift.found else NO_DRIFT
-        say(_drift_table(entry["drift"], old, new))
+        say(_drift_table(entry["drift"], old, new, data.noun))
         lineage.refreshes.append(entry)
         lineage.save()
         return entry
@@ -287,10 +305,10 @@ def _digest(weights: Path) -> str:
     return digest.hexdigest()
 
 
-def _drift_table(drift: dict[str, Any], old: Profile, new: Profile) -> Any:
+def _drift_table(drift: dict[str, Any], old: Profile, new: Profile, noun: str) -> Any:
     rows = [
-        ["documents", f"{drift['old_documents']:,}", f"{drift['new_documents']:,}"],
-        ["loss, mean over documents", f"{drift['old_loss']:.4f}", f"{drift['new_loss']:.4f}"],
+        [noun, f"{drift['old_documents']:,}", f"{drift['new_documents']:,}"],
+        [f"loss, mean over {noun}", f"{drift['old_loss']:.4f}", f"{drift['new_loss']:.4f}"],
         [f"tokens ({', '.join(f'{percentile} %' for percentile in PERCENTILES)})", *map(_lengths, (old, new))],
         ["supervised", f"{old.supervised:.0%}", f"{new.supervised:.0%}"],
         ["scripts of the letters", *map(_scripts, (old, new))],
@@ -315,7 +333,7 @@ def _drift_verdict(drift: dict[str, Any], alpha: float) -> str:
     )
 
 
-def _say_gate(entry: dict[str, Any], config: Config) -> None:
+def _say_gate(entry: dict[str, Any], config: Config, noun: str) -> None:
     gate, alpha, bound, gain = entry["gate"], config.refresh.alpha, config.refresh.bound, config.refresh.gain
     rows = [
         [
@@ -331,8 +349,9 @@ def _say_gate(entry: dict[str, Any], config: Config) -> None:
             f"better by more than {gain:g}: p = {gate['p_better']:.2g}",
         ],
     ]
-    columns = ["", "documents", "old model", "new model", f"shown at refresh.alpha={alpha:g}"]
-    say(table("Old and new model, loss per token", columns, rows))
+    columns = ["", noun, "old model", "new model", f"shown at refresh.alpha={alpha:g}"]
+    unit = f"mean loss of the {noun}" if config.objective.needs.reads_groups else "loss per token"
+    say(table(f"Old and new model, {unit}", columns, rows))
     if entry["decision"] == PROMOTED:
         say(f"Promoted: run-{entry['number']} serves now.")
         return

@@ -48,8 +48,15 @@ def _optimizers_that_read(option: str) -> str:
     return "optimizer.name=" + "|".join(name.value for name, traits in TRAITS.items() if option in traits.reads)
 
 
+def _has_other_sides(config: Config) -> bool:
+    """Whether a row may be trained on and held out as another row."""
+    data = config.data
+    return bool(data.eval_sources or data.questions.path) or len(set(data.held_out_shares)) > 1
+
+
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "batch_size", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
+_OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
 _SPIKES = "train.spikes=report|skip"
 _WANDB_OPTIONS = ("project", "entity", "group", "tags", "init_timeout")
 
@@ -61,7 +68,7 @@ NEEDS = (
     KeyNeed("data.share_prompts", "an objective over pairs", lambda config: config.objective.needs.are_pairs),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
-    KeyNeed("data.on_overlap", "data.eval_sources or data.questions.path"),
+    KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),
     KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),
     KeyNeed("train.stop.min_delta", "train.stop.patience"),
     KeyNeed("train.stop.metric", "train.stop.patience"),

@@ -185,7 +185,7 @@ class RefreshConfig:
     """Passes over the new rows at most; early stopping may end the run before."""
     bound: float = field(default=0.02, metadata={"above": 0})
     """The new model must be shown to be worse on the old held-out rows by less than this, in nats per supervised
-    token; 0.02 is a perplexity 2 % higher."""
+    token; 0.02 is a perplexity 2 % higher. For preferences, in the objective's loss of a pair, or of an answer."""
     gain: float = field(default=0.001, metadata={"min": 0})
     """The new model must be shown to be better on the new held-out rows by more than this, in the same unit."""
 

@@ -25,7 +25,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, same_label_refusals
-from fxtune.objectives.preferences import GroupObjective
+from fxtune.objectives.preferences import GroupLosses, GroupObjective
 from fxtune.objectives.reference import WithReference
 
 
@@ -68,7 +68,7 @@ class KTO(GroupObjective, WithReference):
         mismatched = (batch.group_of >= 0) & batch.document_labels.isnan()
         return torch.stack([torch.where(mismatched, ratios, 0.0).sum(), mismatched.sum().float()])
 
-    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         assert batch.document_labels is not None
         reference = model.reference_log_probs(batch)
         policy = model.log_probs(batch)
@@ -88,4 +88,4 @@ class KTO(GroupObjective, WithReference):
             "log_probs": log_probs,
             "length": lengths,
         }
-        return self.sum_groups(model, batch, is_answer, weight * torch.sigmoid(-margins), metrics)
+        return GroupLosses(is_answer, weight * torch.sigmoid(-margins), metrics)

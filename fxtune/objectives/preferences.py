@@ -108,27 +108,35 @@ def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class GroupLosses:
+    """The loss and the metrics of each group of a micro-batch, in the slot of one of its documents."""
+
+    counted: torch.Tensor
+    """bool [slots]: one document of each group. The other slots of `losses` and `metrics` are meaningless."""
+    losses: torch.Tensor
+    """float32 [slots]; the only part with a gradient that counts."""
+    metrics: Mapping[str, torch.Tensor]
+    """float32 [slots] each."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.counted, values, 0.0).sum()
+
+
 @dataclass
 class GroupObjective(Objective):
-    """An objective in which each group counts once, however long its documents are."""
+    """An objective in which each group counts once, however long its documents are. A subclass gives
+    group_losses()."""
 
-    def sum_groups(
-        self,
-        model: LanguageModel,
-        batch: Batch,
-        counted: torch.Tensor,
-        losses: torch.Tensor,
-        metrics: Mapping[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What loss() returns: the sums of `losses` and `metrics`, float32 [slots], and the routers' loss and metrics.
-        `counted`, bool [slots]: one document of each group."""
+    @abstractmethod
+    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
+        """The loss of each group, without the routers' loss."""
 
-        def total(values: torch.Tensor) -> torch.Tensor:
-            return torch.where(counted, values, 0.0).sum()
-
-        loss = total(losses)
-        auxiliary, routers = model.router_terms(batch, counted.sum())
-        sums = {name: total(values.detach()) for name, values in metrics.items()}
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        groups = self.group_losses(model, batch)
+        loss = groups.total(groups.losses)
+        auxiliary, routers = model.router_terms(batch, groups.counted.sum())
+        sums = {name: groups.total(values.detach()) for name, values in groups.metrics.items()}
         return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
 
     def normalizer(self, plan: Plan, step: int) -> float:
@@ -155,7 +163,7 @@ class PairObjective(GroupObjective):
         supervised tokens of each document."""
         return None
 
-    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         reference = model.reference_log_probs(batch) if self.needs.reference else None
         policy = model.log_probs(batch)
         lengths = batch.document_sums((batch.labels != IGNORE_INDEX).float())
@@ -172,4 +180,4 @@ class PairObjective(GroupObjective):
             "log_probs_chosen": by_token.chosen,
             "log_probs_rejected": by_token.rejected,
         }
-        return self.sum_groups(model, batch, is_first_of_pair(batch), self.pair_losses(pairs), metrics)
+        return GroupLosses(is_first_of_pair(batch), self.pair_losses(pairs), metrics)

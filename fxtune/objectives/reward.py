@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
-from fxtune.objectives.preferences import Answers, GroupObjective, is_first_of_pair, pair_metrics
+from fxtune.objectives.preferences import Answers, GroupLosses, GroupObjective, is_first_of_pair, pair_metrics
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Reward(GroupObjective):
     """Whether the chosen reward must win by the difference of the pair's labels (`margin` of a row, or `score_chosen`
     minus `score_rejected`). A pair without labels has margin 0."""
 
-    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         rewards = Answers.of(model.scores(batch))
         lengths = Answers.of(batch.document_sums((batch.labels != IGNORE_INDEX).float()))
         margin = rewards.margin
@@ -39,4 +38,4 @@ class Reward(GroupObjective):
             assert batch.document_labels is not None
             margin = margin - Answers.of(batch.document_labels).margin.nan_to_num(0.0)
         losses = -F.logsigmoid(margin) + self.center * (rewards.chosen + rewards.rejected).square()
-        return self.sum_groups(model, batch, is_first_of_pair(batch), losses, pair_metrics(rewards, lengths))
+        return GroupLosses(is_first_of_pair(batch), losses, pair_metrics(rewards, lengths))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -86,6 +87,8 @@ class RunBuilder:
         rank, and no model can be built. `threads`: the number of CPU threads at the first start of a resumed run."""
         self._compared: Sequence[Plan] = ()
         """The plans whose documents need the stored log-probabilities of a reference."""
+        self._compared_documents: np.ndarray | None = None
+        """Digests of the documents of these plans; None: all documents of their tables."""
         self.special_tokens: list[int] = []
         """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
         _reset_process()
@@ -159,16 +162,17 @@ class RunBuilder:
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
         return tokenizer, data
 
-    def compare_on(self, plans: Sequence[Plan], from_base: bool = False) -> None:
+    def compare_on(self, plans: Sequence[Plan], from_base: bool = False, documents: np.ndarray | None = None) -> None:
         """Settle the reference of an objective that has one; `plans` have the documents that it is asked about.
-        `from_base`: the adapters are trained already, and training started from the model without them."""
+        `from_base`: the adapters are trained already, and training started from the model without them. `documents`:
+        as `only` of store_reference()."""
         objective = self.config.objective
         if not isinstance(objective, WithReference):
             return
         epochs = plans[0].epoch(plans[0].steps)
         lora = self.techniques.lora
         which = Reference.base if from_base else objective.settle_reference(lora.enabled, epochs, lora.factored)
-        self._compared = plans if which is Reference.stored else ()
+        self._compared, self._compared_documents = (plans if which is Reference.stored else ()), documents
         self._set(objective=replace(objective, reference=which))
         self.settled = self.settled.noting(f"reference: {which.describe()}")
 
@@ -267,6 +271,7 @@ class RunBuilder:
                 self.techniques.precision,
                 self.world,
                 {**depends_on, "dtype": str(self.facts.dtype)},
+                self._compared_documents,
             )
 
     def _without_effect(self, seen: list[Evidence]) -> tuple[str, str] | None:

@@ -1,12 +1,18 @@
-"""Measures the loss of each document under a run's weights, for the statistical tests of training/refresh.py."""
+"""Measures the loss of each document under a run's weights, for the statistical tests of training/refresh.py.
+
+An objective over groups has one loss for a group: what is called a document here is a group then. Where its loss
+compares the model with a reference, all models are compared with one reference, so that their losses have one scale.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,22 +25,28 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import HardwareError, NumbersError
-from fxtune.models.load import resolve_dtype, starting_from
+from fxtune.models.load import ModelConfig, resolve_dtype, starting_from
 from fxtune.models.weights import bytes_of
+from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.preferences import GroupObjective
+from fxtune.objectives.reference import Reference, WithReference
 from fxtune.system import console
 from fxtune.system.oom import RowsPerPass, out_of_memory_message
 from fxtune.system.progress import phase
 from fxtune.system.units import GIB
 from fxtune.techniques.precision import Precision
 from fxtune.training.builder import RunBuilder
+from fxtune.training.evaluation import evaluation_sums
 from fxtune.training.oom_advice import MemoryPhase
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class MeasuredDocuments:
     """Documents of `tables`, chosen by their digests. Rows with the same digest are one document: copies, and the
-    pieces of a chat."""
+    pieces of a chat. The documents of a group have one digest."""
 
     tables: Sequence[TokenTable]
     digests: np.ndarray
@@ -54,58 +66,90 @@ class DocumentLosses:
     digests: np.ndarray
     """uint64 [documents], ascending. Documents without a supervised token have no loss and are left out."""
     summed: np.ndarray
-    """float64 [documents]: nats of all supervised tokens."""
-    tokens: np.ndarray
-    """float64 [documents]: number of supervised tokens."""
+    """float64 [documents]: nats of all supervised tokens; of a group, its loss, once for each copy of the group."""
+    count: np.ndarray
+    """float64 [documents]: number of supervised tokens; of a group, number of its copies."""
 
     @property
     def means(self) -> np.ndarray:
-        """float64 [documents]: nats per supervised token."""
-        return self.summed / self.tokens
+        """float64 [documents]: nats per supervised token; of a group, its loss."""
+        return self.summed / self.count
 
     def only(self, digests: np.ndarray) -> DocumentLosses:
         """The losses of some of the documents."""
         kept = np.isin(self.digests, digests)
-        return DocumentLosses(self.digests[kept], self.summed[kept], self.tokens[kept])
+        return DocumentLosses(self.digests[kept], self.summed[kept], self.count[kept])
 
 
 def measure(
     config: Config, weights: Path, documents: Sequence[MeasuredDocuments], pad_id: int
 ) -> list[DocumentLosses]:
     """The losses of each group of `documents` in this process, under the model of `config` with the weights in the
-    folder `weights`, an export of a run.
+    folder `weights`, an export of a run. If the objective has a reference, store_common_reference() has been called.
 
     Raises NumbersError if a loss is not finite, otherwise as RunBuilder and its methods do.
     """
-    gc.collect()  # frees the model of an earlier call
-    alone = ParallelConfig()  # the run may divide its weights over ranks
-    model_config, techniques = starting_from(config.model, weights), config.techniques.of_evaluation()
-    builder = RunBuilder(replace(config, model=model_config, parallel=alone, techniques=techniques))
-    if config.parallel != alone or builder.world.device.type == "cuda":
-        _require_weights_fit(builder)
-    config = builder.config
+    builder = _builder(config, starting_from(config.model, weights))
+    config, objective = builder.config, builder.config.objective
     language_model, _ = builder.proven_model()
+    precision = builder.techniques.precision
 
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
 
     sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
-    found = []
-    for group in documents:
-        plan = group.plan(config, pad_id)
+    plans = [group.plan(config, pad_id) for group in documents]
 
-        def losses(rows: int, plan: Plan = plan) -> DocumentLosses:
-            loader = Loader(plan.with_micro_batch_size(rows), config.loader, builder.world.device)
-            with closing(loader):
-                return document_losses(language_model, loader, builder.techniques.precision)
+    def of_each_plan(read: Callable[[Loader], Found]) -> list[Found]:
+        def of_plan(plan: Plan, rows: int) -> Found:
+            with closing(Loader(plan.with_micro_batch_size(rows), config.loader, builder.world.device)) as loader:
+                return read(loader)
 
-        found.append(sizes.run("evaluation", config.train.micro_batch_size, losses, plan.stream.rows_of_group))
-        if not np.isfinite(found[-1].summed).all():
+        rows = config.train.micro_batch_size
+        return [sizes.run("evaluation", rows, partial(of_plan, plan), plan.stream.rows_of_group) for plan in plans]
+
+    step_sums = None
+    if objective.needs.step_sums:  # of all plans, so that losses of one model may be compared with each other
+        parts = of_each_plan(
+            partial(evaluation_sums, language_model, objective, precision=precision, world=builder.world)
+        )
+        step_sums = torch.stack(parts).sum(0)
+    found = of_each_plan(partial(document_losses, language_model, objective, precision=precision, step_sums=step_sums))
+    for losses in found:
+        if not np.isfinite(losses.summed).all():
             raise NumbersError(
-                f"{weights}: the loss of {int((~np.isfinite(found[-1].summed)).sum()):,} documents is not finite. Use "
+                f"{weights}: the loss of {int((~np.isfinite(losses.summed)).sum()):,} documents is not finite. Use "
                 "another copy of these weights, or model.dtype=float32."
             )
     return found
+
+
+def store_common_reference(
+    config: Config, start: ModelConfig, documents: Sequence[MeasuredDocuments], pad_id: int
+) -> None:
+    """Give the tables of `documents` the log-probabilities of `documents` under the model of `config` that a run
+    begins with which has `start`; from a file beside the table, if it is there. For an objective with a reference.
+
+    Raises as RunBuilder and its methods do, StorageError if the file cannot be written.
+    """
+    builder = _builder(config, start)
+    plans = [group.plan(builder.config, pad_id) for group in documents]
+    builder.compare_on(plans, documents=np.unique(np.concatenate([group.digests for group in documents])))
+    builder.proven_model()
+
+
+def _builder(config: Config, model: ModelConfig) -> RunBuilder:
+    """A builder, in this process, of models that are measured. Raises HardwareError if the weights fit no device."""
+    gc.collect()  # frees the model of an earlier call
+    alone = ParallelConfig()  # the run may divide its weights over ranks
+    objective = config.objective
+    if isinstance(objective, WithReference):  # whichever the run has: models are compared with one reference
+        objective = replace(objective, reference=Reference.stored)
+    techniques = config.techniques.of_evaluation()
+    builder = RunBuilder(replace(config, model=model, parallel=alone, techniques=techniques, objective=objective))
+    if config.parallel != alone or builder.world.device.type == "cuda":
+        _require_weights_fit(builder)
+    return builder
 
 
 def _require_weights_fit(builder: RunBuilder) -> None:
@@ -124,8 +168,14 @@ def _require_weights_fit(builder: RunBuilder) -> None:
 
 
 @torch.no_grad()
-def document_losses(model: LanguageModel, loader: Loader, precision: Precision) -> DocumentLosses:
-    """The loss of each document of the loader's plan, without dropout."""
+def document_losses(
+    model: LanguageModel,
+    objective: Objective,
+    loader: Loader,
+    precision: Precision,
+    step_sums: torch.Tensor | None = None,
+) -> DocumentLosses:
+    """The loss of each document or group of the loader's plan, without dropout. `step_sums`: as in Batch."""
     plan, training = loader.plan, model.model.training
     digests, parts = list[np.ndarray](), list[torch.Tensor]()
     try:
@@ -134,9 +184,9 @@ def document_losses(model: LanguageModel, loader: Loader, precision: Precision) 
             for step in work.over(loader.steps()):
                 for micro, batch in enumerate(step.micro_batches):
                     with precision.context(loader.device):
-                        losses = -model.segment_log_probs(batch)
+                        losses, counts = _losses(model, objective, replace(batch, step_sums=step_sums))
                     slots = torch.from_numpy(_slots(plan.batch_spec(step.index, micro))).to(loader.device)
-                    parts.append(torch.stack([losses.double(), _supervised_tokens(batch)])[:, slots].cpu())
+                    parts.append(torch.stack([losses.double(), counts.double()])[:, slots].cpu())
                     pieces = plan.documents(step.index, micro)
                     digests.append(
                         np.array([plan.tables[table].digests[document] for table, document in pieces], np.uint64)
@@ -144,8 +194,17 @@ def document_losses(model: LanguageModel, loader: Loader, precision: Precision) 
     finally:
         model.model.train(training)
     distinct, documents = np.unique(np.concatenate(digests), return_inverse=True)
-    summed, tokens = (np.bincount(documents, values, len(distinct)) for values in torch.cat(parts, dim=1).numpy())
-    return DocumentLosses(distinct, summed, tokens)
+    summed, count = (np.bincount(documents, values, len(distinct)) for values in torch.cat(parts, dim=1).numpy())
+    return DocumentLosses(distinct, summed, count)
+
+
+def _losses(model: LanguageModel, objective: Objective, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each slot of `batch.cu_seqlens` adds to DocumentLosses: (`summed`, `count`)."""
+    if isinstance(objective, GroupObjective):
+        groups = objective.group_losses(model, batch)
+        return torch.where(groups.counted, groups.losses, 0.0), groups.counted
+    tokens = batch.document_sums((batch.labels != IGNORE_INDEX).double())
+    return -model.segment_log_probs(batch), tokens
 
 
 def _slots(spec: BatchSpec) -> np.ndarray:
@@ -154,8 +213,3 @@ def _slots(spec: BatchSpec) -> np.ndarray:
     used = np.add.reduceat(spec.length, spec.offsets[:-1])
     padded = (used < spec.width) & spec.packed
     return np.arange(len(spec.length)) + np.repeat(np.cumsum(padded) - padded, segments)
-
-
-def _supervised_tokens(batch: Batch) -> torch.Tensor:
-    """The number of supervised tokens in each slot of `batch.cu_seqlens`, float64."""
-    return batch.document_sums((batch.labels != IGNORE_INDEX).double())

@@ -64,14 +64,7 @@ def evaluate(
     `world`: the ranks that share the plan; None means that this process evaluates the whole plan.
     """
     plan, world = loader.plan, world or World(loader.device)
-    step_sums: torch.Tensor | None = None
-    if objective.needs.step_sums:
-
-        def batch_sums(batch: Batch) -> dict[str, torch.Tensor]:
-            return {"sums": objective.step_sums(model, batch)}
-
-        rank_sums = _sums(model, batch_sums, loader, precision, world)["sums"]
-        step_sums = world.sum(rank_sums, "adding up sums of the held-out data").float()
+    step_sums = evaluation_sums(model, objective, loader, precision, world) if objective.needs.step_sums else None
 
     def figures(batch: Batch) -> dict[str, torch.Tensor]:
         loss, metrics = objective.loss(model, replace(batch, step_sums=step_sums))
@@ -82,6 +75,19 @@ def evaluate(
     normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
     means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
     return {**means, **objective.derived(means)}
+
+
+@torch.no_grad()
+def evaluation_sums(
+    model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
+) -> torch.Tensor:
+    """Objective.step_sums() over the loader's plan on all ranks of `world`, float32 [Needs.step_sums]."""
+
+    def batch_sums(batch: Batch) -> dict[str, torch.Tensor]:
+        return {"sums": objective.step_sums(model, batch)}
+
+    rank_sums = _sums(model, batch_sums, loader, precision, world)["sums"]
+    return world.sum(rank_sums, "adding up sums of the held-out data").float()
 
 
 def _sums(

@@ -10,6 +10,10 @@ base, or a whole model.
    model must be better on the new documents by more than refresh.gain, and must not be worse on the old documents by
    refresh.bound or more. Both must be shown at refresh.alpha: with too few documents no model is replaced.
 
+For preferences a document is a pair, or an answer with a judgment: the tests compare the objective's loss of each. If
+the objective has a reference, all models are compared with the model that the first run of the lineage started from.
+Compared each with its own start, a refreshed model would begin with the loss of a model that has learned nothing.
+
 The tests take documents as independent of each other. Rows that depend on each other (many of one conversation) count
 as more evidence than they are.
 """
@@ -36,9 +40,10 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, DataError, StorageError, not_written
 from fxtune.models import load as models
+from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.images import image_processor
 from fxtune.system.atomic_files import read_json, replacing
-from fxtune.training.document_losses import DocumentLosses, MeasuredDocuments, measure
+from fxtune.training.document_losses import DocumentLosses, MeasuredDocuments, measure, store_common_reference
 from fxtune.training.resume_check import describe_tables
 from fxtune.training.significance import higher_mean, least_pairs, lower_mean
 
@@ -48,7 +53,7 @@ PATIENCE = 3
 
 @dataclass(frozen=True)
 class Drift:
-    """Loss: nats per supervised token, the mean over documents."""
+    """Loss: nats per supervised token, or the objective's loss of a group; the mean over documents."""
 
     old_documents: int
     new_documents: int
@@ -61,7 +66,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Gate:
-    """Loss: nats per supervised token, the mean over documents."""
+    """Loss: as in Drift."""
 
     old_documents: int
     new_documents: int
@@ -101,10 +106,10 @@ class RefreshData:
     Raises DataError for new rows of another format, ConfigError if the run held no rows out or its data has changed.
     """
 
-    def __init__(self, parent: Path, before: DataConfig, config: Config) -> None:
+    def __init__(self, parent: Path, before: DataConfig, config: Config, start: models.ModelConfig) -> None:
         """`before`: the run's data config. `config`: the run's config with the keys of the command; its data.sources
-        are the new rows."""
-        self.before, self.config, self.settings = before, config, config.refresh
+        are the new rows. `start`: the model that an objective with a reference compares models with."""
+        self.before, self.config, self.settings, self.start = before, config, config.refresh, start
         if not before.holds_out:
             raise ConfigError(
                 f"{parent} held no rows out, so there is nothing to compare new rows with. Train it with "
@@ -113,22 +118,28 @@ class RefreshData:
         self.tokenizer = models.load_tokenizer(config.model)
         self.images = image_processor(config.model, config.data, self.tokenizer)
         self.pad_id = self.tokenizer.pad_token_id or 0
-        self.old_tables, self.eval_tables = (
-            [self._tokenize(source) for source in sources] for sources in (before.sources, before.eval_sources)
+        old, held, new = (
+            [self._tokenize(source) for source in sources]
+            for sources in (before.sources, before.eval_sources, config.data.sources)
         )
+        _require_same_format(parent, old, new)
+        self.old_rows, self.new_rows = old, new
+        """The tables as they were tokenized; the objective makes `old_tables` and `new_tables` from them."""
+        tables, self.eval_tables = config.objective.accept([*old, *new], held, config.data)
+        self.old_tables, self.new_tables = tables[: len(old)], tables[len(old) :]
         _require_same_data(parent, self.old_tables)
-        self.new_tables = [self._tokenize(source) for source in config.data.sources]
-        self._require_same_format(parent)
+        self.noun = old[0].noun
+        """What is compared, for messages: `documents`, `pairs`, ..."""
         tables = [*self.old_tables, *self.eval_tables]
         held_out = [_held_out(self.old_tables, before.held_out_shares), *(table.digests for table in self.eval_tables)]
-        self.old = MeasuredDocuments(tables, self._first(np.concatenate(held_out)))
+        self.old = self._sample(tables, np.concatenate(held_out))
         of_run = np.concatenate([table.by_row.digests for table in tables])
         of_sources = np.unique(np.concatenate([table.digests for table in self.new_tables]))
         self.unknown = of_sources[~np.isin(of_sources, of_run)]
         """Digests of the documents of data.sources that the run has neither trained on nor held out, ascending."""
         self.known = len(of_sources) - len(self.unknown)
         """Number of the other documents of data.sources."""
-        self.new = MeasuredDocuments(self.new_tables, self._first(self.unknown))
+        self.new = self._sample(self.new_tables, self.unknown)
         shares = [self.share(source) for source in config.data.sources]
         self.new_held_out = self.new.digests[np.isin(self.new.digests, _held_out(self.new_tables, shares))]
         """Digests of the documents of `new` that are not trained on."""
@@ -140,42 +151,34 @@ class RefreshData:
     def _tokenize(self, source: SourceConfig) -> TokenTable:
         return tokenize(source, self.config.data, self.tokenizer, images=self.images)
 
-    def _first(self, digests: np.ndarray) -> np.ndarray:
-        """At most refresh.sample of `digests`, each once, in the order of holding out."""
-        distinct = np.unique(digests)
-        return distinct[np.argsort(hold_out_number(distinct), kind="stable")][: self.settings.sample]
-
-    def _require_same_format(self, parent: Path) -> None:
-        def kind(table: TokenTable) -> str:
-            return "chats" if table.format.is_chat else table.format.name
-
-        formats = {kind(table) for table in self.old_tables}
-        for table in self.new_tables:
-            if kind(table) not in formats:
-                raise DataError(
-                    f"{table.name} has rows of format {table.format.name}, and {parent} was trained on "
-                    f"{' and '.join(sorted(formats))}. Convert these rows, or set the source's format or columns."
-                )
+    def _sample(self, tables: Sequence[TokenTable], digests: np.ndarray) -> MeasuredDocuments:
+        """At most refresh.sample of the documents `digests` of `tables`, in the order of holding out."""
+        of_tables = np.concatenate([table.digests for table in tables])
+        distinct, first = np.unique(of_tables, return_index=True)
+        held_out_by = np.concatenate([table.held_out_by for table in tables])[first]
+        order = np.argsort(hold_out_number(held_out_by), kind="stable")
+        ordered = distinct[order]
+        return MeasuredDocuments(tables, ordered[np.isin(ordered, digests)][: self.settings.sample])
 
     def require_enough(self, parent: Path) -> None:
         """Raise DataError or ConfigError if there are too few documents for the tests."""
         if not len(self.unknown):
             raise DataError(
-                f"{parent} was trained on or has held out all {self.known:,} documents of data.sources: none is new. "
-                "Name files with new rows."
+                f"{parent} was trained on or has held out all {self.known:,} {self.noun} of data.sources: none is "
+                "new. Name files with new rows."
             )
         least = least_pairs(self.settings.alpha)
         if len(self.old.digests) < least:
             raise ConfigError(
-                f"{parent} held out {len(self.old.digests)} documents, and a test at refresh.alpha="
+                f"{parent} held out {len(self.old.digests)} {self.noun}, and a test at refresh.alpha="
                 f"{self.settings.alpha:g} needs {least} or more. Raise refresh.alpha, or train a run that holds out "
                 "more."
             )
         if len(self.new_held_out) < least:
             raise DataError(
-                f"data.sources have {len(self.unknown):,} new documents, {len(self.new_held_out)} of them held out, "
-                f"and a test at refresh.alpha={self.settings.alpha:g} needs {least} held-out documents. Wait for more "
-                f"rows, or raise refresh.held_out={self.settings.held_out:g}."
+                f"data.sources have {len(self.unknown):,} new {self.noun}, {len(self.new_held_out)} of them held out, "
+                f"and a test at refresh.alpha={self.settings.alpha:g} needs {least} held-out {self.noun}. Wait for "
+                f"more rows, or raise refresh.held_out={self.settings.held_out:g}."
             )
 
     def profiles(self) -> tuple[Profile, Profile]:
@@ -185,20 +188,27 @@ class RefreshData:
 
     def drift(self, weights: Path) -> Drift:
         """Whether the new rows have a higher loss under the weights in the folder `weights`."""
+        self._store_reference()
         old, new = measure(self.config, weights, (self.old, self.new), self.pad_id)
         return find_drift(old, new, self.settings)
 
     def gate(self, before: Path, after: Path) -> Gate:
         """Whether the weights in the folder `after` may replace those in `before`."""
+        self._store_reference()
         groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
         old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
         on_old, on_new = zip(old_model, new_model, strict=True)
         return judge(on_old, on_new, self.settings)
 
+    def _store_reference(self) -> None:
+        if self.config.objective.needs.reference:
+            store_common_reference(self.config, self.start, (self.old, self.new), self.pad_id)
+
     def digests(self) -> list[dict[str, Any]]:
         """Path, number of documents and digest of the tokens of each new source."""
         return [
-            {"path": table.name, "documents": len(table), "digest": table.fingerprint} for table in self.new_tables
+            {"path": table.name, "documents": len(table.by_group), "digest": table.fingerprint}
+            for table in self.new_tables
         ]
 
     def candidate(self, weights: Path, folder: Path, rows: Sequence[SourceConfig]) -> Config:
@@ -213,7 +223,9 @@ class RefreshData:
             )
         )
         new.eval_sources = []
-        tables = [self._tokenize(source) for source in rows]
+        written = [self._tokenize(source) for source in rows]
+        accepted, _ = config.objective.accept([*self.old_rows, *written], [], config.data)
+        tables = accepted[len(self.old_rows) :]
         if not np.isin(np.concatenate([table.digests for table in tables]), self.unknown).all():
             raise DataError("data.sources changed while they were read. Start again when nothing writes to them.")
         old_plan, new_plan = self._plan(self.old_tables, old), self._plan(tables, new)
@@ -225,10 +237,19 @@ class RefreshData:
         # An epoch of a mixture has as many supervised tokens as all its sources.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
         stop, limit = config.train.stop, self.settings.sample
-        # A key that nothing reads is refused: on_overlap needs eval_sources or questions.
-        overlap = OnOverlap.drop if old.eval_sources or old.questions.path is not None else old.on_overlap
+        # New pairs may have prompts that the old ones hold out. on_overlap is refused where no side differs.
+        shares = {source.eval_fraction for source in weighted}
+        has_other_sides = old.eval_sources or old.questions.path is not None or len(shares) > 1
+        overlap = OnOverlap.drop if has_other_sides else OnOverlap.error
+        objective, lora = config.objective, config.techniques.lora
+        began_as_base = lora.enabled and not lora.factored and self.start.adapter is None
+        if isinstance(objective, WithReference) and objective.reference is Reference.auto and began_as_base:
+            # The reference that the gate has. With the adapter that it continues as its reference, the run would add
+            # to margins that the old pairs have already.
+            objective = replace(objective, reference=Reference.base)
         return replace(
             config,
+            objective=objective,
             run=replace(config.run, dir=str(folder), resume=Resume.auto, export=Export.best),
             model=models.starting_from(config.model, weights),
             data=replace(old, sources=weighted, eval_limit=limit, on_overlap=overlap),
@@ -253,7 +274,7 @@ class RefreshData:
         """Write the new rows to JSONL files in `folder`: a later refresh replays them from there. Returns the sources
         that read these files. Raises StorageError."""
         written = []
-        for number, (source, table) in enumerate(zip(self.config.data.sources, self.new_tables, strict=True)):
+        for number, (source, table) in enumerate(zip(self.config.data.sources, self.new_rows, strict=True)):
             file = folder / f"{name}.rows-{number}.jsonl"
             fresh = np.isin(table.by_row.digests, self.unknown)
             if not fresh.any():
@@ -276,7 +297,26 @@ class RefreshData:
 def _held_out(tables: Sequence[TokenTable], shares: Sequence[float]) -> np.ndarray:
     """Digests of the documents of `tables` that are held out, if each table holds out its share."""
     sides = zip(tables, shares, strict=True)
-    return np.concatenate([table.digests[is_on_side(Side.held_out, table.digests, share)] for table, share in sides])
+    return np.concatenate(
+        [table.digests[is_on_side(Side.held_out, table.held_out_by, share)] for table, share in sides]
+    )
+
+
+def _require_same_format(parent: Path, old: Sequence[TokenTable], new: Sequence[TokenTable]) -> None:
+    """Raise DataError if a table of `new` has other rows than the tables of the run."""
+
+    def kind(table: TokenTable) -> str:
+        if table.format.answers:
+            return table.noun
+        return "chats" if table.format.is_chat else table.format.name
+
+    formats = {kind(table) for table in old}
+    for table in new:
+        if kind(table) not in formats:
+            raise DataError(
+                f"{table.name} has rows of format {table.format.name}, and {parent} was trained on "
+                f"{' and '.join(sorted(formats))}. Convert these rows, or set the source's format or columns."
+            )
 
 
 def _require_same_data(parent: Path, tables: Sequence[TokenTable]) -> None:

@@ -47,12 +47,13 @@ def store_reference(
     precision: Precision,
     world: World,
     options: Mapping[str, Any],
+    only: np.ndarray | None = None,
 ) -> None:
     """Give each table of `plans` its `reference`: the log-probabilities of its supervised tokens under `model`.
 
     Call this before a checkpoint is loaded, while `model` has the weights that the run starts from. `options`: all
-    that changes the log-probabilities, beside weights, tokens and `data`. Raises StorageError if the file cannot be
-    written.
+    that changes the log-probabilities, beside weights, tokens and `data`. `only`: digests of the documents whose
+    numbers are needed, uint64, each once; None: of all documents. Raises StorageError if the file cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
     weights = sorted(set(world.gather(_checksum(model.model), "comparing weights")))
@@ -60,6 +61,10 @@ def store_reference(
     parts = [weights, options, data.sequence_length, data.on_long, data.packing]
     if data.shares_prompts:
         parts.append("prompts once")
+    others = None
+    if only is not None:
+        parts.append(hashlib.sha256(np.sort(only).tobytes()).hexdigest())
+        others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
     key = json.dumps(parts, default=str, sort_keys=True)
     name = f"reference-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     missing = [table for table in tables if not _is_read(table, name)]
@@ -67,7 +72,8 @@ def store_reference(
         sizes = plans[0].sizes
         # Of copies, too: a table may have one that another table's hold-out keeps.
         every = replace(data, dedup=Dedup.off)
-        plan = plan_evaluation(tables, every, micro_batch_size=sizes.micro_batch_size, pad_id=sizes.pad_id)
+        rows = sizes.micro_batch_size
+        plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
         own = plan.dealt_out(world.data_rank, world.data_ranks)
         with closing(Loader(own, loader, world.device)) as batches:
             numbers = _computed(model, batches, precision, world)

@@ -171,7 +171,8 @@ def refresh_data(seed: Seed, file: Path) -> Any:
 
     before = compose.of_run(seed.parent, False)
     words = [f"data.sources=[{{path: {file}}}]", f"data.cache_dir={file.with_suffix('')}-cache"]
-    data = RefreshData(seed.parent, before.data, compose.of_run(seed.parent, False, words))
+    config = compose.of_run(seed.parent, False, words)
+    data = RefreshData(seed.parent, before.data, config, config.model)
     data.require_enough(seed.parent)
     return data
 
@@ -188,7 +189,7 @@ def try_gate(seed: Seed, index: int) -> dict[str, Any]:
     """Make an adapter that is worse, and ask the gate."""
     from fxtune.config import compose
     from fxtune.training import trainer
-    from fxtune.training.document_losses import MeasuredDocuments, measure
+    from fxtune.training.document_losses import measure
 
     kind, how = KINDS[index % len(KINDS)], WORSE_KINDS[index % 2]
     file = seed.write(f"worse-{index}", drifted(seed.batch(WORSE, index), kind))
@@ -203,7 +204,7 @@ def try_gate(seed: Seed, index: int) -> dict[str, Any]:
     for name, rows in (("old", seed.judging()), ("new", drifted(seed.judging(), kind))):
         source = type(data.config.data.sources[0])(path=str(seed.write(f"judge-{index}-{name}", rows)))
         table = data._tokenize(source)
-        groups.append(MeasuredDocuments([table], data._first(table.digests)))
+        groups.append(data._sample([table], table.digests))
     after = seed.folder / f"adapter-{index}"
 
     def losses(weights: Path) -> list[float]:

@@ -21,6 +21,7 @@ REFUSED = [
     ),
     (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
     (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
+    (["data.share_prompts=true"], "data.share_prompts=true", "an objective over pairs"),
     (["data.questions.path=null", "data.on_overlap=drop"], "data.on_overlap=drop", "data.eval_sources"),
     (["train.eval_share=0.1"], "train.eval_share=0.1", "train.eval_every or train.stop.patience"),
     (["train.stop.min_delta=0.1"], "train.stop.min_delta=0.1", "train.stop.patience"),

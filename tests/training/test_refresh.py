@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fxtune.config.needs import unread
 from fxtune.config.root import RefreshConfig
 from fxtune.data.config import SourceConfig
+from fxtune.objectives.dpo import DPO
 from fxtune.training.builder import RunBuilder
 from fxtune.training.document_losses import DocumentLosses
 from fxtune.training.refresh import RefreshData, find_drift, judge
@@ -55,7 +57,7 @@ def test_mixture_has_its_shares_and_holds_the_same_old_rows_out(narrow, cwd, wei
     new = write("new.jsonl", 50, 200)
     config = replace(narrow, data=replace(before, sources=[new]))
     config.refresh.epochs, config.refresh.replay = 2.0, 0.25
-    data = RefreshData(cwd, before, config)
+    data = RefreshData(cwd, before, config, config.model)
     candidate = data.candidate(cwd / "adapter", cwd / "run-1", data.write_new_rows(cwd, "run-1"))
     candidate.model = narrow.model  # there are no weights here
     prepared = RunBuilder(candidate).read()[1]
@@ -76,3 +78,35 @@ def test_mixture_has_its_shares_and_holds_the_same_old_rows_out(narrow, cwd, wei
         for at, one in prepared.training.documents(step, micro)
     }
     assert not trained & evaluated
+
+
+def test_no_prompt_of_a_pair_is_learned_and_held_out(narrow, cwd):
+    """New pairs may have prompts of old pairs, of which another share is held out."""
+
+    def write(name: str, answer: str, first: int) -> SourceConfig:
+        numbers = range(first, first + 80)
+        rows = [{"prompt": f"row {n}", "chosen": f" {answer} {n}", "rejected": f" not {answer}"} for n in numbers]
+        (cwd / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return SourceConfig(path=name)
+
+    narrow.objective, narrow.data.eval_fraction = DPO(name="dpo"), 0.4
+    narrow.data.sources = [write("old.jsonl", "old", 0)]
+    before = narrow.data
+    (cwd / "setting.json").write_text("{}")
+    config = replace(narrow, data=replace(before, sources=[write("new.jsonl", "new", 40)]))
+    data = RefreshData(cwd, before, config, config.model)
+    assert len(data.unknown) == 80
+    candidate = data.candidate(cwd / "adapter", cwd / "run-1", data.write_new_rows(cwd, "run-1"))
+    candidate.model = narrow.model
+    assert not list(unread(candidate))
+    prepared = RunBuilder(candidate).read()[1]
+    sides = []
+    for plan in (prepared.training, prepared.evaluation):
+        steps = ((step, micro) for step in range(plan.steps) for micro in range(plan.micro_batches(step)))
+        documents = {document for place in steps for document in plan.documents(*place)}
+        hashes = ("prompts", "digests")
+        sides.append([{int(getattr(plan.tables[at], kind)[row]) for at, row in documents} for kind in hashes])
+    (trained, _), (held_out, evaluated) = sides
+    assert trained
+    assert not trained & held_out
+    assert {*data.old.digests.tolist(), *data.new_held_out.tolist()} <= evaluated

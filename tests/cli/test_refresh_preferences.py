@@ -28,7 +28,7 @@ WORDS = [
     "run.report=false",
     "run.device=cpu",
 ]
-LORA, FULL = "techniques.lora.enabled=true", "techniques.lora.enabled=false"
+LORA = "techniques.lora.enabled=true"
 OLD, NEW = ("It is fine.", "Ask me again."), ("στο σπίτι", "πῦρ καὶ γῆ")
 """(the better answer, the worse one). In the new rows the answers are of other letters."""
 
@@ -129,10 +129,8 @@ def test_reference_is_the_adapter_that_the_first_run_continued(parent, capsys):
     assert entries("further")[-1]["drift"]["old_loss"] == pytest.approx(math.log(2), abs=1e-4)
     shutil.rmtree("start")
     capsys.readouterr()
-    assert refresh("runs/further", "new.jsonl") == 2
-    said = capsys.readouterr().err
-    assert "start" in said
-    assert "Traceback" not in said
+    assert refresh("runs/further", "new.jsonl") == 6
+    assert "model.adapter=start: no such folder here" in errors(capsys)
 
 
 @pytest.mark.slow

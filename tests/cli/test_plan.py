@@ -43,8 +43,8 @@ def test_the_cores_of_this_machine_are_a_card_too(tmp_path, capsys):
     assert found["fits"]
     assert 1 < found["seconds"] < 3600
     assert "cores of this machine" in shown
-    assert "0.00 GiB" not in shown
-    assert "0.0 GiB" not in shown
+    assert " 0.00 GiB" not in shown
+    assert " 0.0 GiB" not in shown
 
 
 @pytest.mark.parametrize(

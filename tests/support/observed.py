@@ -210,7 +210,9 @@ def refreshed(config: Config) -> Any:
     Path("parent").mkdir(exist_ok=True)
     Path("parent/setting.json").write_text("{}")
     sources = [SourceConfig(path="new.jsonl")]
-    data = RefreshData(Path("parent"), config.data, replace(config, data=replace(config.data, sources=sources)))
+    data = RefreshData(
+        Path("parent"), config.data, replace(config, data=replace(config.data, sources=sources)), config.model
+    )
     run = data.candidate(Path("parent"), Path("run-1"), data.write_new_rows(Path("parent"), "run-1"))
     weights = [source.weight for source in run.data.sources]
     return verdicts, len(data.old.digests), len(data.new_held_out), run.train.epochs, weights

@@ -189,8 +189,8 @@ class _Refresh:
         if config.objective.needs.reads_groups and not isinstance(config.objective, GroupObjective):
             raise ConfigError(
                 f"{parent} learns from groups of documents (objective={config.objective.name}), and a refresh "
-                "compares models by the loss of each group, of which this objective gives only a sum. Train a new "
-                "run on old and new rows, with model.adapter or model.path as its start."
+                "compares models by the loss of each group. This objective gives only the sum over groups. Train "
+                "a new run on old and new rows, with model.adapter or model.path as its start."
             )
         if config.data.mix.long_share is not None:
             raise ConfigError(

@@ -194,8 +194,8 @@ class DataConfig:
     preferences the tokens of the prompt. `drop`: leave these rows out of training. `keep`: train on them."""
     dedup: Dedup = Dedup.off
     """Use each document of `sources` once. `exact`: leave out copies, which have the same tokens. `near`: leave
-    out also documents that are similar to an earlier one, or to one of eval_sources. A document that is left out is
-    neither trained on nor held out."""
+    out also documents that are similar to an earlier document, or to a document of eval_sources. A document that is
+    left out is neither trained on nor held out."""
     dedup_similarity: float = field(default=0.8, metadata={"above": 0, "max": 1})
     """With `near`: documents are similar if their sets of 5-grams of tokens have this Jaccard similarity or more."""
     on_bad_row: OnBadRow = OnBadRow.error

@@ -67,7 +67,7 @@ def flash4(
         sinks: [heads], a score in each softmax that belongs to no token and no value (gpt-oss).
         cu_seqlens_k: int32 [documents + 1], as `cu_seqlens`, for k and v, which have any number of tokens. Each
             document has at least as many keys as queries. Its last query attends to its last key, and so on backwards.
-            Keys after those of the last document have no influence, and some gradient. None: as `cu_seqlens`.
+            Keys after the last document have no influence, and an arbitrary gradient. None: as `cu_seqlens`.
 
     Returns:
         out: like q with v's last dimension, contiguous.

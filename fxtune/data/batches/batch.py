@@ -68,7 +68,8 @@ class Batch:
     """int32 [slots + 1]: as `cu_seqlens`, for keys and values, where a document attends to tokens of another one
     (shared_prompts.py). None: each document attends to its own tokens."""
     key_index: torch.Tensor | None = None
-    """int64 [keys]: the flattened token of each key. Keys beyond those of `cu_seqlens_k` belong to no document."""
+    """int64 [keys]: the flattened token of each key. Keys after the last bound of `cu_seqlens_k` belong
+    to no document."""
     key_copies: torch.Tensor | None = None
     """int64 [2, rows x length]: the key of each token in its own document, and in another one; -1 without another."""
 

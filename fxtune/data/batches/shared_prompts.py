@@ -1,12 +1,13 @@
 """Pairs of answers whose prompt lies in a row once: [prompt, chosen answer] [last token of prompt, rejected answer].
 
 Both answers begin with the same prompt, so every layer would compute the prompt twice. Here the second document has
-only what differs. Its positions go on from the prompt, and its queries attend to the keys and values of the prompt,
-which are copied in front of its own (techniques/attention/packed.py). So queries and keys have different bounds, and
-no mask is needed. The last token of the prompt is computed for both answers, because it predicts the first token of
-both: each position of a row has at most one target.
+only what differs. Its positions go on from the prompt. Its queries attend to copies of the prompt's keys and values,
+which lie in front of the document's keys and values (techniques/attention/packed.py). So queries and keys
+have different bounds, and no mask is needed. The last token of the prompt is computed for both answers, because it
+predicts the first token of each answer: each position of a row has at most one target.
 
-The numbers are those of whole documents (arXiv 2410.20305). Tables hold whole documents, so no file depends on this.
+Rows of whole documents give the same numbers (arXiv 2410.20305). Tables hold whole documents, so no file depends on
+the layout of rows.
 """
 
 from __future__ import annotations

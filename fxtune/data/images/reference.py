@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 @dataclass(frozen=True)
 class ImageReference:
-    """An image that was found whole, and its size. Exactly one of `path` and `data` is set."""
+    """Where a whole image lies, and its size. Either `path` or `data` is set."""
 
     name: str
     """The path as the row has it, for messages."""

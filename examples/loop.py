@@ -45,10 +45,11 @@ def main(overrides: Sequence[str]) -> None:
         print(f"evidence  {proof.technique}: {proof.observed}")
 
     # The held-out questions before training: the base answers fluently, but knows nothing of the task.
-    questions = load_questions(config.data, tokenizer)
+    questions = load_questions(config.data, tokenizer, data.images)
 
     def print_score(when: str) -> None:
-        answers = answer(model.prepared, tokenizer, questions, max_new_tokens=config.data.questions.max_new_tokens)
+        limit = config.data.questions.max_new_tokens
+        answers = answer(model.prepared, tokenizer, questions, max_new_tokens=limit, images=data.images)
         print(f"questions {when}: {exact_match(answers, questions):.0%} right, the first answer: {answers[0]}")
 
     print_score("before")

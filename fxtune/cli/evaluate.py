@@ -87,7 +87,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:
-        questions = load_questions(data, tokenizer)
+        questions = load_questions(data, tokenizer, images)
     if plan is not None:
         builder.compare_on([plan], from_base=checkpoint is None and techniques.lora.enabled)
     language_model, _ = builder.proven_model()
@@ -104,9 +104,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
             multiple = plan.stream.rows_of_group
             means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure, multiple)
         figures.update({f"eval/{name}": value for name, value in means.items()})
-    answers = answer(
-        language_model.prepared, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes
-    )
+    limits = data.questions.batch_size, data.questions.max_new_tokens, sizes
+    answers = answer(language_model.prepared, tokenizer, questions, *limits, images=images)
     if questions:
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})

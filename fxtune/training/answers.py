@@ -3,7 +3,8 @@
 A question is a chat row like the rows of training: the supervised tokens of its last assistant turn are the right
 answer, and the tokens before them are the prompt. Of a pair of preferences, the chosen answer is the right one. So
 prompts have the same tokens as in training, and an answer ends at the end-of-turn token that the model was trained to
-write. Prompts of similar length are batched, padded on the left, with a KV cache.
+write. Prompts of similar length are batched, padded on the left, with a KV cache. The first forward pass of a batch
+reads the images of its prompts.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ from torch import nn
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
+from fxtune.data.formats.image_parts import IMAGE, MARK, read_content
+from fxtune.data.formats.values import RowError
+from fxtune.data.images.decode import decode
+from fxtune.data.images.placed import PlacedImage
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.images.reference import ImageReference
+from fxtune.data.read.row import file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import cache_keyword, without_dropout
 from fxtune.plugins import METRICS
 from fxtune.system.oom import RowsPerPass
 from fxtune.system.progress import phase
+from fxtune.techniques.attention.inputs import image_arguments
 from fxtune.training.agreement import together
 
 Tokens = list[list[int]]
@@ -46,17 +56,21 @@ class Question:
     """The right answer, without special tokens and outer whitespace."""
     end: Optional[int] = None
     """The special token that ends the answer, if the chat template writes one."""
+    images: tuple[ImageReference, ...] = ()
+    """The images among the tokens of the prompt, in order."""
 
 
-def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
+def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | None = None) -> list[Question]:
     """The first `data.questions.limit` rows of `data.questions.path` as questions, written by the chat template and
-    the system prompt of `data`.
+    the system prompt of `data`. `images`: the processor of a model that reads images.
 
-    Raises DataError if the data does not exist, or with file and line if a row cannot be read or has no answer.
+    Raises DataError if the data does not exist, or with file and line if a row cannot be read, has no answer, or names
+    an image that is missing or broken.
     """
     config = data.questions
     assert config.path is not None
     source = open_source(SourceConfig(path=config.path, limit=config.limit))
+    source.keeps_images = images is not None
     form = source.format()
     if not form.is_question:
         raise DataError(
@@ -79,8 +93,9 @@ def load_questions(data: DataConfig, tokenizer: Any) -> list[Question]:
         None,
         data.chat_template_kwargs,
         template_time=data.template_time,
+        images=images,
     )
-    documents = encoder.encode(values)
+    documents = encoder.encode(values, [source.folders.get(file_and_place(row.where)[0]) for row in rows])
     for row, value, document in zip(rows, values, documents, strict=True):
         if isinstance(document, EncodedGroup):  # of a pair: the chosen answer is the right one
             document = document.documents[0]
@@ -99,12 +114,15 @@ def answer(
     max_new_tokens: int = 64,
     batch_sizes: RowsPerPass | None = None,
     world: World | None = None,
+    images: ImageProcessor | None = None,
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
     The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out. The
     ranks of `world` each answer a batch at a time, the same batches that one process would answer. Every rank gets all
-    answers.
+    answers. `images`: the processor for questions with images.
+
+    Raises DataError if the file of an image is no longer the file of load_questions().
     """
     device = next(model.module.parameters()).device
     world, batch_sizes = world or World(device), batch_sizes or RowsPerPass(device)
@@ -116,9 +134,9 @@ def answer(
     asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
     with asking as work, without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
-            prompts = [questions[index].prompt for index in order]
+            prompts = [questions[index] for index in order]
             pad = tokenizer.pad_token_id or 0
-            ask = partial(_greedy, model.module, ends, pad, max_new_tokens, agree=_agreeing(world))
+            ask = partial(_greedy, model.module, ends, pad, max_new_tokens, images=images, agree=_agreeing(world))
             ask = partial(_with_head, model, ask)
             written = batch_sizes.run("questions", batch_size, partial(_dealt_out, world, prompts, ask))
             for index, ids in zip(order, written, strict=False):
@@ -128,7 +146,9 @@ def answer(
     return answers
 
 
-def _with_head(model: PreparedModel, ask: Callable[[Tokens], Tokens], prompts: Tokens) -> Tokens:
+def _with_head(
+    model: PreparedModel, ask: Callable[[Sequence[Question]], Tokens], prompts: Sequence[Question]
+) -> Tokens:
     return model.with_head(partial(ask, prompts))
 
 
@@ -164,14 +184,18 @@ class AnswerEvaluation:
     """Keys: "before" and "after" training."""
     scores: dict[str, float] = field(default_factory=dict)
     """Scores of the last answers: exact_match and each metric of `config.metrics`."""
+    images: ImageProcessor | None = None
 
     @staticmethod
-    def open(data: DataConfig, tokenizer: Any, folder: Path) -> AnswerEvaluation | None:
+    def open(
+        data: DataConfig, tokenizer: Any, folder: Path, images: ImageProcessor | None = None
+    ) -> AnswerEvaluation | None:
         """None if `data` has no questions about its task. Raises as load_questions()."""
         config = data.applicable_questions()
         if config.path is None:
             return None
-        evaluation = AnswerEvaluation(config, tokenizer, load_questions(data, tokenizer), folder)
+        questions = load_questions(data, tokenizer, images)
+        evaluation = AnswerEvaluation(config, tokenizer, questions, folder, images=images)
         for when in ("before", "after"):
             evaluation._read(when)
         return evaluation
@@ -182,7 +206,8 @@ class AnswerEvaluation:
         """Ask the questions. Keeps the answers under `when` unless it is empty, and rank 0 then writes their file.
         `batch_sizes`, `world`: see answer(). Returns the share of exact matches."""
         config, questions = self.config, self.questions
-        given = answer(model, self.tokenizer, questions, config.batch_size, config.max_new_tokens, batch_sizes, world)
+        sizes = config.batch_size, config.max_new_tokens, batch_sizes
+        given = answer(model, self.tokenizer, questions, *sizes, world, self.images)
         self.scores = scores(given, questions, config.metrics)
         if when:
             self.answers[when] = given
@@ -240,21 +265,36 @@ def question_of(row: dict[str, Any], document: Document, tokenizer: Any) -> Ques
         return "the right answer is empty"
     last = right[-1]
     special = tokenizer.added_tokens_decoder.get(last)
+    images = [image for image in document.images if image.start < start]
     return Question(
-        _last_user_turn(row) or _text(tokenizer, prompt), prompt, text, last if special and special.special else None
+        _last_user_turn(row) or _prompt_text(tokenizer, prompt, images),
+        prompt,
+        text,
+        last if special and special.special else None,
+        tuple(image.image for image in images),
     )
 
 
 def _last_user_turn(row: dict[str, Any]) -> str | None:
-    """The text of the last user turn of a chat row; None in other formats."""
+    """The text of the last user turn of a chat row, with <image> for each image; None in other formats."""
     chat: list[dict[str, Any]] = next(
         (row[key] for key in ("messages", "prompt") if isinstance(row.get(key), list)), []
     )
     turns = (turn.get("content") for turn in reversed(chat) if turn.get("role") == "user")
-    return next((text for text in turns if isinstance(text, str)), None)
+    content = next((content for content in turns if content is not None), None)
+    return None if content is None else read_content(content, "content")[0].replace(IMAGE, MARK)
 
 
-def _dealt_out(world: World, prompts: Tokens, ask: Callable[[Tokens], Tokens], rows: int) -> Tokens:
+def _prompt_text(tokenizer: Any, prompt: list[int], images: Sequence[PlacedImage]) -> str:
+    """The text of a prompt, with <image> for each image."""
+    ends = [0, *(image.end for image in images)]
+    starts = [*(image.start for image in images), len(prompt)]
+    return MARK.join(_text(tokenizer, prompt[end:start]) for end, start in zip(ends, starts, strict=True))
+
+
+def _dealt_out(
+    world: World, prompts: Sequence[Question], ask: Callable[[Sequence[Question]], Tokens], rows: int
+) -> Tokens:
     """The answers to the first prompts: rank 0 asks the first `rows`, rank 1 the next `rows`, and so on. If weights
     are divided, no rank can answer alone, so all ranks ask the first `rows` together, and rank 0's answers count."""
     if world.degrees.shard > 1:
@@ -279,15 +319,19 @@ def _greedy(
     ends: set[int],
     pad: int,
     max_new_tokens: int,
-    prompts: Tokens,
+    questions: Sequence[Question],
+    images: ImageProcessor | None = None,
     agree: Callable[[torch.Tensor], torch.Tensor] = lambda chosen: chosen,
 ) -> Tokens:
-    """Greedy tokens for each prompt, up to one of `ends` (left out) or the limit. `agree`: see _agreeing()."""
-    device = next(model.parameters()).device
+    """Greedy tokens for each prompt, up to one of `ends` (left out) or the limit. `images`: see answer(). `agree`: see
+    _agreeing()."""
+    device, kind, config = next(model.parameters()).device, kind_of(model.config), model.config
+    prompts = [question.prompt for question in questions]
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    shown, rope_positions = _read_images(model, questions, images, ids, positions)
     stops = torch.tensor(sorted(ends), device=device)
     keyword = cache_keyword(model)
     cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
@@ -296,19 +340,63 @@ def _greedy(
         output = model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=kind.positions(config, positions, rope_positions),
             use_cache=True,
             logits_to_keep=1,
             **{keyword: cache},
+            **shown,
         )
         cache, chosen = output[keyword], agree(output.logits[:, -1].argmax(-1))
         written.append(chosen)
         done |= torch.isin(chosen, stops)
         if done.all():
             break
-        ids, positions = chosen[:, None], positions[:, -1:] + 1
+        ids, positions, shown = chosen[:, None], positions[:, -1:] + 1, {}
+        if rope_positions is not None:  # text goes on behind the last row and the last column of an image
+            rope_positions = rope_positions[:, :, -1:].amax(0).expand(3, -1, -1) + 1
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
     return [list(takewhile(lambda token: token not in ends, row)) for row in torch.stack(written, dim=1).tolist()]
+
+
+def _read_images(
+    model: nn.Module,
+    questions: Sequence[Question],
+    processor: ImageProcessor | None,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """For the first forward pass over prompts that are padded on the left: the arguments for their images, and their
+    positions int64 [3, rows, tokens] in families with M-RoPE. `positions`: of their text, [rows, tokens]."""
+    tensors = [_tensors(question, processor) for question in questions]
+    if not any(tensors):
+        return {}, None
+    assert processor is not None
+    merged = processor.merge([own for own in tensors if own])
+    arguments = {**image_arguments(model, merged, ids.device), **kind_of(model.config).token_types(model.config, ids)}
+    if processor.rope_positions is None:
+        return arguments, None
+    rope_positions = positions.repeat(3, 1, 1)
+    for row, (question, own) in enumerate(zip(questions, tensors, strict=True)):
+        prompt = torch.tensor(question.prompt)
+        rope_positions[:, row, -len(prompt) :] = processor.rope_positions(prompt, own).to(ids.device)
+    return arguments, rope_positions
+
+
+def _tensors(question: Question, processor: ImageProcessor | None) -> dict[str, torch.Tensor]:
+    """The tensors of the images of a question; empty if it has none."""
+    if not question.images:
+        return {}
+    assert processor is not None, "load_questions() finds images only with a processor"
+    images, reference = [], question.images[0]
+    try:
+        for reference in question.images:
+            images.append(decode(reference.read()))
+        return processor.tensors(images)
+    except RowError as reason:
+        raise DataError(
+            f"data.questions: {reference.name}: {reason}. It was read before the first step. Restore the file and "
+            "start the run again, which resumes it."
+        ) from None
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -33,6 +33,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
             )
         },
     ),
+    "qwen3_vl": dict(
+        tokens=["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        image_token="<|image_pad|>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="Qwen2VLImageProcessor", patch_size=16, merge_size=2, temporal_patch_size=2,
+                size=dict(shortest_edge=4 * 1024, longest_edge=16 * 1024),
+            )
+        },
+    ),
     "gemma3": dict(
         tokens=["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
         extra=dict(
@@ -128,7 +139,7 @@ def write_model(family: str, folder: Path) -> Path:
     words = tokenizer(family)
     config = image_models.config(family)
     named = {"image_token_id": FAMILIES[family]["image_token"]}
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         named["video_token_id"] = "<|video_pad|>"
         named |= {f"vision_{place}_token_id": f"<|vision_{place}|>" for place in ("start", "end")}
         file = folder / "preprocessor_config.json"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
+from support import image_models, processors
 from support.architectures import FAMILIES, built, lora, prepared_model, random_model, trained, word_tokenizer
 from support.cases import slow_but
 from support.sharded import run_ranks
@@ -14,8 +17,10 @@ from support.sharded import run_ranks
 from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
-from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import decoder_layers
+from fxtune.settle.images import image_processor
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import AnswerEvaluation, Question, answer, exact_match, load_questions
 
@@ -46,6 +51,112 @@ def test_batched_answers_equal_single_answers(family):
     given = answer(prepared, TOKENIZER, questions(), batch_size=3, max_new_tokens=7)
     assert given == [alone(model, prompt, 7) for prompt in PROMPTS]
     assert len(set(given)) > 1, "the prompts must matter, or this compares nothing"
+
+
+def _write_questions(folder, placeholder: str) -> list[tuple[str, list[Image.Image]]]:
+    """questions.jsonl with none to three images each, and for each question its text by the chat template of
+    support.processors and its images."""
+    draw, rows, written = random.Random(0), [], []
+    for row, count in enumerate((1, 0, 2, 1, 3)):
+        images = [
+            Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1]))
+            for size in ((draw.randint(16, 60), draw.randint(16, 40)) for _ in range(count))
+        ]
+        for number, image in enumerate(images):
+            image.save(folder / f"{row}-{number}.png")
+        words = "What is it? Say more. "[: 5 + 3 * row]
+        text = f"{'<image>' * (count > 0)}{words}{'<image>' * (count - 1)}"
+        names = [f"{row}-{number}.png" for number in range(count)]
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "red"}]
+        rows.append({"messages": turns, "images": names})
+        shown = text.replace("<image>", placeholder)
+        written.append((f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n", images))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return written
+
+
+IMAGE_FAMILIES = slow_but(list(processors.FAMILIES), "qwen2_5_vl", "gemma3", "idefics3")
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_batched_answers_about_images_are_those_of_plain_transformers_one_by_one(family, tmp_path):
+    source = ModelConfig(path=str(processors.write_model(family, tmp_path / "model")), dtype=DType.float32)
+    written = _write_questions(tmp_path, processors.FAMILIES[family]["written"])
+    data = DataConfig(questions=QuestionsConfig(path=str(tmp_path / "questions.jsonl")))
+    tokenizer = load_tokenizer(source)
+    images = image_processor(source, data, tokenizer)
+    asked = load_questions(data, tokenizer, images)
+    prepared = prepared_model(Pipeline(), source, dtype="float32")
+    model = prepared.module.eval()
+    image_models.draw(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.1)  # so that a token depends on more than the token before it
+        for layer in decoder_layers(model):
+            for weight in layer.parameters():
+                weight.mul_(4 if weight.dim() > 1 else 1)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+
+    expected = []
+    for question, (text, shown) in zip(asked, written, strict=True):
+        inputs = images.processor(
+            text=[text], images=[shown] if shown else None, add_special_tokens=False, return_tensors="pt"
+        )
+        assert inputs["input_ids"][0].tolist() == question.prompt
+        ids = model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        new = ids[0, len(question.prompt) :]
+        expected.append(tokenizer.decode(new, skip_special_tokens=True).strip())
+    given = answer(prepared, tokenizer, asked, batch_size=len(asked), max_new_tokens=9, images=images)
+    assert given == expected
+    assert len(set(given)) > 3, "the prompts must matter, or this compares nothing"
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    """A tiny vision model, its tokenizer and the processor of its images."""
+    source = ModelConfig(path=str(processors.write_model("llava", tmp_path_factory.mktemp("vision"))))
+    tokenizer = load_tokenizer(source)
+    return source, tokenizer, image_processor(source, DataConfig(), tokenizer)
+
+
+def _of_image(name: str, text: str = "<image>What is it?") -> dict:
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "red"}]
+    return {"messages": turns, "images": [name]}
+
+
+def test_an_image_that_is_missing_or_broken_is_an_error_with_the_line(tmp_path, vision):
+    _, tokenizer, images = vision
+    Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+    for name, reason in (("b.png", "it is no image"), ("c.png", "no such file")):
+        with pytest.raises(DataError, match=rf"questions.jsonl:2: .*{name}.*{reason}"):
+            load_questions(write(tmp_path, _of_image("a.png"), _of_image(name)), tokenizer, images)
+    with pytest.raises(DataError, match="questions.jsonl:1: .*reads no images"):
+        load_questions(write(tmp_path, _of_image("a.png")), tokenizer)
+
+
+def test_an_image_that_changes_before_it_is_asked_about_is_an_error(tmp_path, vision):
+    source, tokenizer, images = vision
+    Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
+    asked = load_questions(write(tmp_path, _of_image("a.png")), tokenizer, images)
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="data.questions: a.png: it changed"):
+        answer(prepared_model(Pipeline(), source), tokenizer, asked, images=images)
+
+
+@pytest.mark.parametrize("form", ["mark", "parts", "sharegpt"])
+def test_the_text_of_a_question_has_a_mark_for_each_image(tmp_path, vision, form):
+    _, tokenizer, images = vision
+    Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
+    row = _of_image("a.png")
+    if form == "parts":
+        row["messages"][0]["content"] = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    if form == "sharegpt":
+        names = {"user": "human", "assistant": "gpt"}
+        turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in row.pop("messages")]
+        row["conversations"] = turns
+    (question,) = load_questions(write(tmp_path, row), tokenizer, images)
+    assert "<image>What is it?" in question.text
+    assert question.text.count("<image>") == len(question.images) == 1
 
 
 def test_adapter_answers_differ_from_its_base():

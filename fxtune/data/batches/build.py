@@ -132,6 +132,8 @@ class PreparedData:
     training: Plan
     evaluation: Optional[Plan]
     """None if the config holds nothing out."""
+    images: Optional[ImageProcessor] = None
+    """The processor of a model that reads images."""
 
 
 def prepare_data(
@@ -163,7 +165,7 @@ def prepare_data(
             say(line)
     near = duplicates.near
     evaluation = _evaluation(data, tables, held_out, near, micro_batch_size, pad_id)
-    excluded = require_no_overlap(data, tables, held_out, tokenizer)
+    excluded = require_no_overlap(data, tables, held_out, tokenizer, images)
     training = plan_training(
         tables,
         data,
@@ -173,7 +175,7 @@ def prepare_data(
         near_copies=near,
         **sizes,
     )
-    return PreparedData(tables, training, evaluation)
+    return PreparedData(tables, training, evaluation, images)
 
 
 def prepare_evaluation(

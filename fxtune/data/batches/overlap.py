@@ -17,6 +17,7 @@ import numpy as np
 from fxtune.data.batches.segments import Side, is_on_side
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, OnOverlap, QuestionsConfig, SourceConfig
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
@@ -45,10 +46,14 @@ class _HeldOut:
 
 
 def require_no_overlap(
-    data: DataConfig, tables: Sequence[TokenTable], eval_tables: Sequence[TokenTable], tokenizer: Any
+    data: DataConfig,
+    tables: Sequence[TokenTable],
+    eval_tables: Sequence[TokenTable],
+    tokenizer: Any,
+    images: ImageProcessor | None = None,
 ) -> np.ndarray:
     """Digests of documents to leave out of training, sorted uint64. `tables` are of data.sources, `eval_tables` of
-    data.eval_sources.
+    data.eval_sources. `images`: the processor of a model that reads images.
 
     Raises DataError if there are such documents and data.on_overlap=error.
     """
@@ -60,7 +65,7 @@ def require_no_overlap(
         for source, table in zip(data.eval_sources, eval_tables, strict=False)
     ]
     if (questions := data.applicable_questions()).path is not None:
-        held_out.append(_tokenized_questions(questions, data, tokenizer))
+        held_out.append(_tokenized_questions(questions, data, tokenizer, images))
     shares = data.held_out_shares
     if len(set(shares)) > 1:  # a row may be in two sources, trained on in one and held out in the other
         for source, table, share in zip(data.sources, tables, shares, strict=True):
@@ -74,7 +79,9 @@ def require_no_overlap(
     return np.unique(np.concatenate([table.digests[mask] for table, mask in zip(tables, both, strict=True)]))
 
 
-def _tokenized_questions(questions: QuestionsConfig, data: DataConfig, tokenizer: Any) -> _HeldOut:
+def _tokenized_questions(
+    questions: QuestionsConfig, data: DataConfig, tokenizer: Any, images: ImageProcessor | None
+) -> _HeldOut:
     assert questions.path is not None
     source = SourceConfig(path=questions.path, limit=questions.limit)
     opened = open_source(source)
@@ -85,7 +92,9 @@ def _tokenized_questions(questions: QuestionsConfig, data: DataConfig, tokenizer
         data.system,
         variables=data.chat_template_kwargs,
         template_time=data.template_time,
+        images=images,
     )
+    opened.keeps_images, encoder.folders = images is not None, opened.folders
     hashes = [np.zeros(0, np.uint64)]
     for shard in (encode_shard(shard, encoder) for shard in opened.shards()):
         of_documents = shard.digests if shard.prompts is None else shard.prompts

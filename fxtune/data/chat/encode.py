@@ -318,8 +318,7 @@ class Encoder:
         if self.images is None and (found := next(images_of(chat), None)):
             raise RowError(
                 f"{found[0]} has an image, and only text is read here: the model reads no images, or has no "
-                "preprocessor_config.json, or the row belongs to data.questions. Choose a model that reads images, or "
-                "remove such rows"
+                "preprocessor_config.json. Choose a model that reads images, or remove such rows"
             )
         for message in chat.messages:
             if "images" in message:

@@ -39,6 +39,16 @@ def keep_from_towers(model: nn.Module) -> None:
         tower.register_forward_pre_hook(remove, with_kwargs=True)
 
 
+def image_arguments(
+    model: nn.Module, images: dict[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The tensors of images on this device, with pixels in the dtype of the model's weights."""
+    dtype = base_dtype(model)
+    return {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()
+    }
+
+
 @dataclass(frozen=True)
 class KeyBounds:
     """Keys and values that have other bounds than queries: `cu_seqlens_k`, `key_index` and `key_copies` of a Batch."""
@@ -78,10 +88,7 @@ def model_inputs(
     if images is not None:
         if pieces > 1:
             raise ConfigError("parallel.context: rows with images cannot be cut into pieces. Set it to 1.")
-        dtype = base_dtype(model)
-        inputs.update(
-            {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in images.items()}
-        )
+        inputs.update(image_arguments(model, images, input_ids.device))
         if (blocks := kind.image_blocks(config, input_ids)) is not None:
             if keys is not None:
                 raise ConfigError(

@@ -4,10 +4,13 @@ import json
 import pickle
 
 import pytest
+from support import processors
+from support.processors import write_picture_rows
 from support.tables import natural, table, training
 
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.config import DataConfig, OnBadRow, OnOverlap, QuestionsConfig, SourceConfig
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.errors import DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
 
@@ -69,6 +72,23 @@ def test_questions_are_held_out_rows(prepare, tmp_path):
         prepare(sources=[one], questions=QuestionsConfig(path=asked.path))
     made = prepare(sources=[one], questions=QuestionsConfig(path=asked.path), on_overlap=OnOverlap.drop)
     assert made.training.summary()["documents"] == 9
+
+
+def test_questions_with_the_text_and_the_image_of_a_row_are_held_out(tmp_path):
+    words, one = processors.tokenizer("llava"), write_picture_rows(tmp_path / "pictures", 9)
+    rows = [json.loads(line) for line in one.read_text().splitlines()]
+    for name in rows[1]["images"] + rows[4]["images"]:
+        (tmp_path / name).write_bytes((tmp_path / "pictures" / name).read_bytes())
+    (tmp_path / rows[4]["images"][0]).write_bytes((tmp_path / rows[1]["images"][0]).read_bytes())
+    asked = write(tmp_path / "asked.jsonl", [rows[4], rows[1]])
+    config = DataConfig(
+        sources=[SourceConfig(path=str(one))],
+        questions=QuestionsConfig(path=asked.path),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    images = ImageProcessor(processors.processor("llava", tmp_path / "model"))
+    with pytest.raises(DataError, match=r"1 of 2 rows of data\.questions .*asked\.jsonl:2 is \S+rows\.jsonl:2"):
+        prepare_data(config, words, micro_batch_size=4, global_batch_size=4, progress=False, images=images)
 
 
 def test_drop_trains_on_the_others_and_keep_on_all(prepare, tmp_path):

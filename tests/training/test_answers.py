@@ -128,9 +128,9 @@ def test_an_image_that_is_missing_or_broken_is_an_error_with_the_line(tmp_path, 
     Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
     for name, reason in (("b.png", "it is no image"), ("c.png", "no such file")):
-        with pytest.raises(DataError, match=rf"questions.jsonl:2: .*{name}.*{reason}"):
+        with pytest.raises(DataError, match=rf"questions\.jsonl:2: .*{name}.*{reason}"):
             load_questions(write(tmp_path, _of_image("a.png"), _of_image(name)), tokenizer, images)
-    with pytest.raises(DataError, match="questions.jsonl:1: .*reads no images"):
+    with pytest.raises(DataError, match=r"questions\.jsonl:1: .*reads no images"):
         load_questions(write(tmp_path, _of_image("a.png")), tokenizer)
 
 
@@ -139,7 +139,7 @@ def test_an_image_that_changes_before_it_is_asked_about_is_an_error(tmp_path, vi
     Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
     asked = load_questions(write(tmp_path, _of_image("a.png")), tokenizer, images)
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
-    with pytest.raises(DataError, match="data.questions: a.png: it changed"):
+    with pytest.raises(DataError, match=r"data\.questions: a\.png: it changed"):
         answer(prepared_model(Pipeline(), source), tokenizer, asked, images=images)
 
 

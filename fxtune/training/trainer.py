@@ -187,9 +187,7 @@ class Trainer:
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
         self.plan, self.peak_rate = self.data.training, builder.config.optimizer.lr
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
-        self.questions = AnswerEvaluation.open(
-            builder.config.data, self.tokenizer, folder.path, self.data.images
-        )
+        self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:
             folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time))

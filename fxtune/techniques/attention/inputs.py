@@ -44,9 +44,7 @@ def image_arguments(
 ) -> dict[str, torch.Tensor]:
     """The tensors of images on this device, with pixels in the dtype of the model's weights."""
     dtype = base_dtype(model)
-    return {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()
-    }
+    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
 
 
 @dataclass(frozen=True)
